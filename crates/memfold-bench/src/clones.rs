@@ -15,23 +15,22 @@
 //! | `freed_back_percent` | part of the private memory (`RssAnon`) that a clone took by reading files and that the host had back 6 s after the clone dropped its caches |
 
 use std::collections::{BTreeMap, HashSet};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use memfold_api::{RestoreRequest, SaveRequest, VmInfo};
 use memfold_fold::EngineSettings;
-use memfold_lab::{DiskMode, Lab};
+use memfold_lab::{DiskMode, Lab, wait_for};
 use memfold_ledger::read::Proc;
 use memfold_snapshot::Renew;
 use memfold_units::ByteSize;
 use memfold_vm::{Network, VmDirectory};
 use serde_json::{Value, json};
 
-use super::figure::{self, Axis, Figure, Series};
-use super::record::spread;
-use super::selftest::most_folded;
-use super::study::Options;
+use crate::figure::{self, Axis, Figure, Series};
+use crate::record::{mib, sorted, spread};
+use crate::study::Options;
+use crate::wait::most_folded;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -90,18 +89,14 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let lab = Lab::new(EngineSettings::default())?;
     let mut spec = Lab::spec(TEMPLATE, "trixie-a", MEMORY, DiskMode::Buffered)?;
     spec.network = Network::User;
-    lab.start(spec)?;
-    lab.wait_ready(TEMPLATE, BOOT_TIMEOUT)?;
+    lab.boot(vec![spec], BOOT_TIMEOUT)?;
     let held = lab.exec(TEMPLATE, HOLD, LIMIT)?;
     let held = held.lines().last().unwrap_or_default().to_owned();
     let template = lab.exec(TEMPLATE, CHECK, LIMIT)?;
-    let booted = sizes(&lab)?
-        .remove(TEMPLATE)
-        .context("the daemon's memory report lacks the template VM")?;
-    let saved = lab
-        .daemon()
-        .snapshots()
-        .save(&SaveRequest::new(TEMPLATE, TEMPLATE))?;
+    let booted = sizes(&lab)?.remove(TEMPLATE);
+    let booted = booted.context("the daemon's memory report lacks the template VM")?;
+    let request = SaveRequest::new(TEMPLATE, TEMPLATE);
+    let saved = lab.daemon().snapshots().save(&request)?;
     lab.stop(TEMPLATE)?;
 
     let began = Instant::now();
@@ -121,17 +116,17 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     };
     let apart = idle()?;
     lab.fold(true)?;
-    most_folded(&lab)?;
+    most_folded(&lab, |vm| vm.mapped_pages)?;
     let idle = idle()?;
     lab.fold(false)?;
     let names: Vec<&str> = clones.iter().map(|clone| clone.name.as_str()).collect();
     let said = lab.exec_all(&names, CHECK, LIMIT)?;
     let ok = different(&held, &template, &said);
     let back = free(&lab, &clones[0])?;
-    for clone in &clones {
-        lab.stop(&clone.name)?;
-    }
-    let burst = burst(&lab, number_of_clones)?;
+    names.iter().try_for_each(|name| lab.stop(name))?;
+    // Each clone starts as soon as the previous one runs.
+    let burst = (1..=number_of_clones).map(|n| Ok(start(&lab, format!("burst-{n}"))?.ms));
+    let burst = burst.collect::<anyhow::Result<Vec<f64>>>()?;
     let times: Vec<f64> = clones.iter().map(|clone| clone.ms).collect();
     let of = |part: fn(&Size) -> f64| idle.iter().map(part).collect::<Vec<f64>>();
     let percent = |sizes: &[Size], part: fn(&Size) -> f64| {
@@ -150,32 +145,25 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         "results": {
             "clones": number_of_clones,
             "clones_ok": ok,
-            "p50_ms": percentile(&times, 50.0),
-            "p95_ms": percentile(&times, 95.0),
-            "max_ms": percentile(&times, 100.0),
+            "p50_ms": percentile(&times, 50),
+            "p95_ms": percentile(&times, 95),
+            "max_ms": percentile(&times, 100),
             "all_set_apart_s": all_s,
             "burst": {
-                "p50_ms": percentile(&burst, 50.0),
-                "p95_ms": percentile(&burst, 95.0),
-                "max_ms": percentile(&burst, 100.0),
+                "p50_ms": percentile(&burst, 50),
+                "p95_ms": percentile(&burst, 95),
+                "max_ms": percentile(&burst, 100),
             },
-            "pss_mib": spread(&of(|size| size.pss)),
+            "pss_mib": spread(of(|size| size.pss)),
             "booted_pss_mib": booted.pss,
             "pss_percent_of_booted": percent(&idle, |size| size.pss),
             "pss_percent_of_booted_before_folding": percent(&apart, |size| size.pss),
-            "emulated_code_mib": spread(&of(|size| size.emulated_code)),
+            "emulated_code_mib": spread(of(|size| size.emulated_code)),
             "booted_emulated_code_mib": booted.emulated_code,
             "pss_percent_of_booted_without_emulated_code": percent(&idle, |size| size.pss - size.emulated_code),
             "freed_back_percent": back["back_percent"],
         },
     }))
-}
-
-/// Starts clones, each as soon as the previous one runs.
-fn burst(lab: &Lab, clones: u32) -> anyhow::Result<Vec<f64>> {
-    (1..=clones)
-        .map(|number| Ok(start(lab, format!("burst-{number}"))?.ms))
-        .collect()
 }
 
 fn start(lab: &Lab, name: String) -> anyhow::Result<Clone> {
@@ -186,7 +174,11 @@ fn start(lab: &Lab, name: String) -> anyhow::Result<Clone> {
     let console = VmDirectory::of(lab.directory(), &name).console_log();
     let began = Instant::now();
     let vm = lab.daemon().snapshots().restore(TEMPLATE, &request)?;
-    wait_written(&console).with_context(|| format!("'{name}' says nothing"))?;
+    let late = format!("the guest of '{name}' wrote nothing to its serial console");
+    wait_for(late, (LIMIT, Duration::from_millis(1)), || {
+        let is_written = std::fs::metadata(&console).is_ok_and(|facts| facts.len() > 0);
+        Ok(is_written.then_some(()))
+    })?;
     Ok(Clone {
         ms: began.elapsed().as_secs_f64() * 1000.0,
         pid: vm.pid,
@@ -194,44 +186,23 @@ fn start(lab: &Lab, name: String) -> anyhow::Result<Clone> {
     })
 }
 
-fn wait_written(log: &Path) -> anyhow::Result<()> {
-    let end = Instant::now() + LIMIT;
-    while std::fs::metadata(log).map_or(0, |facts| facts.len()) == 0 {
-        if Instant::now() > end {
-            bail!("the guest wrote nothing to its serial console within the time limit");
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    Ok(())
-}
-
 fn wait_renewed(lab: &Lab) -> anyhow::Result<()> {
-    let end = Instant::now() + LIMIT;
-    loop {
+    let late = "the agents in the clones did not answer";
+    wait_for(late, (LIMIT, Duration::from_millis(50)), || {
         let vms = lab.daemon().vms().list();
         let renewal = |vm: &VmInfo| vm.renewal.clone().unwrap_or_default();
-        if let Some((vm, left)) = vms
-            .iter()
-            .find_map(|vm| Some((vm, renewal(vm).left.pop()?)))
-        {
-            bail!(
-                "the guest of VM '{}' still has identities of the snapshot: {left}",
-                vm.name
-            );
+        let mut left = vms.iter().map(|vm| (&vm.name, renewal(vm).left));
+        if let Some((vm, left)) = left.find_map(|(vm, mut left)| Some((vm, left.pop()?))) {
+            bail!("the guest of VM '{vm}' still has identities of the snapshot: {left}");
         }
-        if !vms.iter().any(|vm| renewal(vm).pending) {
-            let random = |vm: &VmInfo| renewal(vm).done.iter().any(|done| done == "random numbers");
-            ensure!(
-                vms.iter().all(random),
-                "random number generator not reseeded"
-            );
-            return Ok(());
+        if vms.iter().any(|vm| renewal(vm).pending) {
+            return Ok(None);
         }
-        if Instant::now() > end {
-            bail!("the agents in the clones did not answer within the time limit");
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
+        let random = |vm: &VmInfo| renewal(vm).done.iter().any(|done| done == "random numbers");
+        let is_anew = vms.iter().all(random);
+        ensure!(is_anew, "random number generator not reseeded");
+        Ok(Some(()))
+    })
 }
 
 /// Returns the number of guests that hold the same bytes in memory and differ in every other line
@@ -251,19 +222,18 @@ fn different(held: &str, template: &str, said: &[String]) -> usize {
 /// Makes a clone take private memory and give it back.
 fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
     let private = || anyhow::Ok(Proc::default().rss_anon(clone.pid)?.0);
-    lab.exec(&clone.name, DROP, LIMIT)?;
-    std::thread::sleep(BACK);
-    let before = private()?;
+    let dropped = || {
+        lab.exec(&clone.name, DROP, LIMIT)?;
+        std::thread::sleep(BACK);
+        private()
+    };
+    let before = dropped()?;
     lab.exec(&clone.name, READ, LIMIT)?;
     let full = private()?;
-    lab.exec(&clone.name, DROP, LIMIT)?;
-    std::thread::sleep(BACK);
-    let after = private()?;
+    let after = dropped()?;
     let taken = full.saturating_sub(before);
-    ensure!(
-        taken > 64 << 20,
-        "reading took {taken} bytes of private memory only"
-    );
+    let is_much = taken > 64 << 20;
+    ensure!(is_much, "reading took {taken} bytes of private memory only");
     let back = full.saturating_sub(after);
     Ok(json!({
         "before_bytes": before, "full_bytes": full, "after_bytes": after,
@@ -281,12 +251,11 @@ struct Size {
 }
 
 fn sizes(lab: &Lab) -> anyhow::Result<BTreeMap<String, Size>> {
-    let mib = |bytes: ByteSize| bytes.0 as f64 / f64::from(1 << 20);
     let vms = lab.report()?.ledger.vms.into_iter();
     let named = vms.map(|vm| {
         let size = Size {
-            pss: mib(vm.pss_bytes),
-            emulated_code: mib(vm.tcg_pss_bytes),
+            pss: mib(vm.pss_bytes.0 as f64),
+            emulated_code: mib(vm.tcg_pss_bytes.0 as f64),
         };
         (vm.name, size)
     });
@@ -294,16 +263,13 @@ fn sizes(lab: &Lab) -> anyhow::Result<BTreeMap<String, Size>> {
 }
 
 /// Returns a percentile of values, by the method of the nearest rank.
-fn percentile(values: &[f64], percent: f64) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let rank = (percent / 100.0 * sorted.len() as f64).ceil().max(1.0);
-    let at = (1..=sorted.len()).find(|&at| at as f64 >= rank);
-    at.map_or(f64::NAN, |at| sorted[at - 1])
+fn percentile(values: &[f64], percent: usize) -> f64 {
+    let rank = (values.len() * percent).div_ceil(100).max(1);
+    let value = sorted(values).get(rank - 1).copied();
+    value.unwrap_or(f64::NAN)
 }
 
 /// Draws the study's figure.
-#[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
     let series = |key: &str, name: &str| {
         let times = study["samples"][key].as_array();
@@ -311,22 +277,20 @@ pub fn figures(study: &Value) -> Vec<Figure> {
         Series {
             name: name.into(),
             points: times
-                .enumerate()
-                .map(|(at, ms)| ((at + 1) as f64, ms))
+                .zip(1..)
+                .map(|(ms, clone)| (f64::from(clone), ms))
                 .collect(),
             dashed: false,
         }
     };
-    let drawn = figure::lines(
-        "Time until a clone runs, by how many run already",
-        &Axis::linear("clone"),
-        &Axis::log("milliseconds"),
-        &[
-            series("start_ms", "each when the one before is set apart"),
-            series("burst_start_ms", "each when the one before runs"),
-        ],
-    );
-    vec![("clones-start".into(), drawn)]
+    let all = [
+        series("start_ms", "each when the one before is set apart"),
+        series("burst_start_ms", "each when the one before runs"),
+    ];
+    let title = "Time until a clone runs, by how many run already";
+    let (x, y) = (Axis::Linear("clone"), Axis::Log("milliseconds"));
+    let drawn = figure::drawn("clones-start", title, x, y, &all);
+    drawn.into_iter().collect()
 }
 
 #[cfg(test)]
@@ -336,9 +300,9 @@ mod tests {
     #[test]
     fn a_percentile_is_always_one_of_the_measured_values() {
         let values: Vec<f64> = (1..=30).rev().map(f64::from).collect();
-        assert!((percentile(&values, 95.0) - 29.0).abs() < 1e-9);
-        assert!((percentile(&values, 50.0) - 15.0).abs() < 1e-9);
-        assert!((percentile(&values, 100.0) - 30.0).abs() < 1e-9);
+        assert!((percentile(&values, 95) - 29.0).abs() < 1e-9);
+        assert!((percentile(&values, 50) - 15.0).abs() < 1e-9);
+        assert!((percentile(&values, 100) - 30.0).abs() < 1e-9);
     }
 
     #[test]

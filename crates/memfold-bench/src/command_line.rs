@@ -133,20 +133,20 @@ pub fn main() -> ExitCode {
         (None, None) => Ok(false),
     };
     match result {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => fail(&error),
+        Ok(true) => return ExitCode::SUCCESS,
+        Ok(false) => {}
+        Err(error) => tell(&error),
     }
+    ExitCode::FAILURE
 }
 
-fn fail(error: &anyhow::Error) -> ExitCode {
+fn tell(error: &anyhow::Error) {
     memfold_host::say!("memfold-bench: {error:#}");
     if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
         if let Some(hint) = &body.hint {
             memfold_host::say!("hint: {hint}");
         }
     }
-    ExitCode::FAILURE
 }
 
 /// Runs the self-test. Returns whether it was passed. Unless standard input is a terminal, the

@@ -14,8 +14,9 @@ use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, PageCount};
 use serde::Serialize;
 
-use crate::host::check_host;
+use crate::host::{check_host, start_ksm};
 use crate::output::Output;
+use crate::wait::most_folded;
 
 /// Name and image of each VM. Two images are built separately from the same packages, as those of
 /// users' VMs are; the third is a copy.
@@ -85,17 +86,9 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
     let lab = Lab::new(EngineSettings::default())?;
 
     let step = Step::begin("booting three Debian VMs");
-    for (name, image) in VMS {
-        lab.start(Lab::spec(
-            name,
-            image,
-            arguments.memory,
-            DiskMode::Buffered,
-        )?)?;
-    }
-    for name in &names {
-        lab.wait_ready(name, BOOT_TIMEOUT)?;
-    }
+    let spec = |(name, image)| Lab::spec(name, image, arguments.memory, DiskMode::Buffered);
+    let specs = VMS.into_iter().map(spec);
+    lab.boot(specs.collect::<Result<_, _>>()?, BOOT_TIMEOUT)?;
     step.end("booted");
 
     let step = Step::begin("apache2 starts and /usr is read in each");
@@ -104,50 +97,31 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
     let before = lab.report()?;
 
     let step = Step::begin("KSM at the kernel's default rate");
-    let ksm_saved_bytes;
-    let ksm_cpu_s;
-    {
-        let controls = ksm::Controls::default();
-        let run = ksm::Run::start(
-            &controls,
-            ksm::NOTES.as_ref(),
-            &ksm::Settings::kernel_default(),
-        )?;
-        let ksmd = ksm::Ksmd::find();
-        let cpu = || {
-            ksmd.as_ref()
-                .and_then(|k| k.cpu_time().ok())
-                .unwrap_or_default()
-        };
-        let began = cpu();
-        std::thread::sleep(Duration::from_secs(arguments.ksm));
-        ksm_saved_bytes = ksm::Status::read(run.controls())?
-            .general_profit
-            .unwrap_or(0);
-        ksm_cpu_s = cpu().saturating_sub(began).as_secs_f64();
-        run.stop(true)?;
-    }
-    step.end(&format!(
-        "KSM saved {} in {} s",
-        signed(ksm_saved_bytes),
-        arguments.ksm
-    ));
+    let run = start_ksm(&ksm::Settings::kernel_default())?;
+    let ksmd = ksm::Ksmd::find();
+    let cpu = || ksmd.as_ref().and_then(|ksmd| ksmd.cpu_time().ok());
+    let began = cpu().unwrap_or_default();
+    std::thread::sleep(Duration::from_secs(arguments.ksm));
+    let profit = ksm::Status::read(run.controls())?.general_profit;
+    let ksm_cpu = cpu().unwrap_or_default().saturating_sub(began);
+    run.stop(true)?;
+    let ksm_saved_bytes = profit.unwrap_or(0);
+    let saved = signed(ksm_saved_bytes);
+    step.end(&format!("KSM saved {saved} in {} s", arguments.ksm));
 
     let step = Step::begin("folding");
     let began = Instant::now();
     lab.fold(true)?;
-    let fold_seconds = wait_folded(&lab, began)?;
+    let (_, grew) = most_folded(&lab, |vm| vm.matched_folded_pages)?;
     let folded = lab.report()?;
-    step.end(&format!(
-        "folded {}",
-        PageCount(folded.fold.vms.iter().map(|v| v.mapped_pages).sum()).bytes()
-    ));
+    let pages = folded.fold.vms.iter().map(|vm| vm.mapped_pages).sum();
+    step.end(&format!("folded {}", PageCount(pages).bytes()));
 
     let step = Step::begin("every guest reads and hashes all of it again");
     let again = lab.exec_all(&names, WORK, WORK_TIMEOUT)?;
     step.end("hashed");
 
-    let fold_cpu_s = folded.fold.engine_cpu_s + folded.fold.library_cpu_s;
+    let (memory_before, memory_after) = (total(&before), total(&folded));
     Ok(Outcome {
         vms: VMS
             .iter()
@@ -155,45 +129,24 @@ fn show(arguments: &Arguments) -> anyhow::Result<Outcome> {
             .collect(),
         ksm_seconds: arguments.ksm,
         ksm_saved_bytes,
-        ksm_cpu_s,
-        fold_seconds,
-        fold_saved_bytes: total(&before).saturating_sub_unsigned(total(&folded).unsigned_abs()),
-        fold_cpu_s,
-        memory_before_bytes: total(&before).unsigned_abs(),
-        memory_after_bytes: total(&folded).unsigned_abs(),
+        ksm_cpu_s: ksm_cpu.as_secs_f64(),
+        fold_seconds: (grew - began).as_secs_f64(),
+        fold_saved_bytes: i64::try_from(memory_before)? - i64::try_from(memory_after)?,
+        fold_cpu_s: folded.fold.engine_cpu_s + folded.fold.library_cpu_s,
+        memory_before_bytes: memory_before,
+        memory_after_bytes: memory_after,
         checksums_equal: sums == again,
     })
 }
 
-/// Waits until the part of the foldable memory that is folded no longer grows. Returns the seconds
-/// from `began` to the last growth.
-fn wait_folded(lab: &Lab, began: Instant) -> anyhow::Result<f64> {
-    let mut best = 0;
-    let mut grew = began;
-    while grew.elapsed() < Duration::from_secs(6) && began.elapsed() < Duration::from_secs(60) {
-        let stats = lab.stats()?;
-        let folded: u64 = stats.vms.iter().map(|vm| vm.matched_folded_pages).sum();
-        if folded > best + best / 200 {
-            best = folded;
-            grew = Instant::now();
-        }
-        std::thread::sleep(Duration::from_millis(500));
-    }
-    Ok((grew - began).as_secs_f64())
-}
-
 /// Returns the physical memory of all VMs and of the page stores, each page counted once: PSS of
 /// every QEMU, and store pages that are in no VM's page tables.
-fn total(report: &FullReport) -> i64 {
-    let pss: u64 = report.ledger.vms.iter().map(|vm| vm.pss_bytes.0).sum();
-    let in_vms: u64 = report
-        .ledger
-        .vms
-        .iter()
-        .map(|vm| vm.store_pss_bytes.0)
-        .sum();
+fn total(report: &FullReport) -> u64 {
+    let vms = &report.ledger.vms;
+    let pss: u64 = vms.iter().map(|vm| vm.pss_bytes.0).sum();
+    let in_vms = vms.iter().map(|vm| vm.store_pss_bytes.0).sum();
     let stores: u64 = report.fold.domains.iter().map(|d| d.store_bytes).sum();
-    i64::try_from(pss + stores.saturating_sub(in_vms)).unwrap_or(i64::MAX)
+    pss + stores.saturating_sub(in_vms)
 }
 
 fn vm_outcome(
@@ -214,71 +167,54 @@ fn vm_outcome(
 }
 
 fn signed(bytes: i64) -> String {
-    let size = ByteSize(bytes.unsigned_abs());
-    if bytes < 0 {
-        format!("-{size}")
-    } else {
-        size.to_string()
+    let sign = if bytes < 0 { "-" } else { "" };
+    format!("{sign}{}", ByteSize(bytes.unsigned_abs()))
+}
+
+/// Returns a table whose columns behind the first `words` hold numbers.
+fn table<const N: usize>(header: [&str; N], words: usize, rows: Vec<[String; N]>) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(header);
+    table.add_rows(rows);
+    for column in table.column_iter_mut().skip(words) {
+        column.set_cell_alignment(CellAlignment::Right);
     }
+    table.trim_fmt()
 }
 
 fn render(outcome: &Outcome) -> String {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "VM",
-        "IMAGE",
-        "MEMORY BEFORE",
-        "AFTER FOLDING",
-        "FOLDED",
-    ]);
-    let size = |bytes: u64| ByteSize(bytes).to_string();
-    for vm in &outcome.vms {
-        let (before, after) = (size(vm.before_pss_bytes), size(vm.after_pss_bytes));
-        table.add_row([
-            vm.name.clone(),
-            vm.image.clone(),
-            before,
-            after,
-            size(vm.folded_bytes),
-        ]);
-    }
-    let (before, after) = (
-        size(outcome.memory_before_bytes),
-        size(outcome.memory_after_bytes),
-    );
-    table.add_row(["all", "", &before, &after, ""]);
-    let mut versus = Table::new();
-    versus
-        .load_preset(presets::NOTHING)
-        .set_header(["ON THE SAME VMS", "SAVED", "AFTER", "CPU"]);
-    versus.add_row([
-        "KSM, kernel default".to_owned(),
-        signed(outcome.ksm_saved_bytes),
-        format!("{} s", outcome.ksm_seconds),
-        format!("{:.2} s", outcome.ksm_cpu_s),
-    ]);
-    versus.add_row([
-        "memfold".to_owned(),
-        signed(outcome.fold_saved_bytes),
-        format!("{:.1} s", outcome.fold_seconds),
-        format!("{:.2} s", outcome.fold_cpu_s),
-    ]);
-    for (table, columns) in [(&mut table, 2..5), (&mut versus, 1..4)] {
-        for at in columns {
-            if let Some(column) = table.column_mut(at) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-        }
-    }
+    let row = |name: &str, image: &str, sizes: [u64; 2], folded: String| {
+        let [before, after] = sizes.map(|bytes| ByteSize(bytes).to_string());
+        [name.to_owned(), image.to_owned(), before, after, folded]
+    };
+    let vms = outcome.vms.iter().map(|vm| {
+        let folded = ByteSize(vm.folded_bytes).to_string();
+        let sizes = [vm.before_pss_bytes, vm.after_pss_bytes];
+        row(&vm.name, &vm.image, sizes, folded)
+    });
+    let all = [outcome.memory_before_bytes, outcome.memory_after_bytes];
+    let rows = vms.chain([row("all", "", all, String::new())]).collect();
+    let header = ["VM", "IMAGE", "MEMORY BEFORE", "AFTER FOLDING", "FOLDED"];
+    let vms = table(header, 2, rows);
+    let row = |name: &str, saved, after: String, cpu_s: f64| {
+        let cpu = format!("{cpu_s:.2} s");
+        [name.to_owned(), signed(saved), after, cpu]
+    };
+    let ksm_after = format!("{} s", outcome.ksm_seconds);
+    let fold_after = format!("{:.1} s", outcome.fold_seconds);
+    let (ksm, fold) = (outcome.ksm_saved_bytes, outcome.fold_saved_bytes);
+    let rows = vec![
+        row("KSM, kernel default", ksm, ksm_after, outcome.ksm_cpu_s),
+        row("memfold", fold, fold_after, outcome.fold_cpu_s),
+    ];
+    let versus = table(["ON THE SAME VMS", "SAVED", "AFTER", "CPU"], 1, rows);
     let checked = if outcome.checksums_equal {
         "Every guest hashed everything it had read again after folding: not one byte differs."
     } else {
         "CHECKSUMS DIFFER: a guest read other bytes after folding than before."
     };
     format!(
-        "\nMemory is each QEMU's PSS, in which a shared page counts in parts; 'all' counts every page once.\n\n{}\n\n{}\n\n{checked}",
-        table.trim_fmt(),
-        versus.trim_fmt()
+        "\nMemory is each QEMU's PSS, in which a shared page counts in parts; 'all' counts every page once.\n\n{vms}\n\n{versus}\n\n{checked}"
     )
 }
 
@@ -306,10 +242,7 @@ impl Step {
 
     fn end(self, result: &str) {
         self.bar.finish_and_clear();
-        memfold_host::say!(
-            "{:6.1} s  {}: {result}",
-            self.began.elapsed().as_secs_f64(),
-            self.what
-        );
+        let took = self.began.elapsed().as_secs_f64();
+        memfold_host::say!("{took:6.1} s  {}: {result}", self.what);
     }
 }

@@ -17,14 +17,14 @@ use anyhow::Context as _;
 use memfold_fold::EngineSettings;
 use memfold_lab::Lab;
 use memfold_units::ByteSize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::figure::{self, Axis, Figure, Series};
-use super::record::{median, spread};
-use super::segments::{
-    Files, LIMIT, ROOT, booted, build, faults_of, memory, mib, saving_percent, start, took,
+use crate::figure::{self, Axis, Figure, Series, number};
+use crate::record::{Found, median, mib, ratios, spread};
+use crate::segments::{
+    Files, LIMIT, ROOT, Starts, booted, build, measure_starts, memory, saving_percent, start,
 };
-use super::study::Options;
+use crate::study::Options;
 
 /// Name of each program, and the command that starts it.
 const PROGRAMS: [(&str, &str); 2] = [
@@ -45,31 +45,21 @@ const STARTS: &str = "starts";
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     // At least two VMs are needed, because the first one includes the memory that all VMs share.
     let (vms, rounds) = options.pick((2, 2), (4, 4));
-    let starts_alone = options.is_only("desktops", STARTS)?;
-    let mut results = Map::new();
-    let mut samples = Vec::new();
+    options.check_arms("desktops", &[STARTS])?;
+    let mut found = Found::default();
     for (program, start_it) in PROGRAMS {
-        if !starts_alone {
-            let found = measure(program, start_it, vms)?;
-            results.extend(found.0);
-            samples.extend(found.1);
+        if options.arms.is_empty() {
+            found.add(measure(program, start_it, vms)?);
         }
-        let found = starts(program, start_it, rounds)?;
-        results.extend(found.0);
-        samples.push(found.1);
+        found.add(starts(program, start_it, rounds)?);
     }
-    Ok(json!({ "samples": samples, "results": results }))
+    Ok(json!(found))
 }
 
 /// Runs one program in VMs, one more VM at a time, booted from disks and from a segment.
-fn measure(
-    program: &str,
-    start_it: &str,
-    most: usize,
-) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
-    let mut samples = Vec::new();
-    let mut slopes = Vec::new();
-    let mut starts = Vec::new();
+fn measure(program: &str, start_it: &str, most: usize) -> anyhow::Result<Found> {
+    let mut found = Found::default();
+    let (mut slopes, mut starts) = (Vec::new(), Vec::new());
     for segment in [false, true] {
         let lab = Lab::new(EngineSettings::default())?;
         let mut files = Files::Disk;
@@ -77,8 +67,7 @@ fn measure(
             build(&lab, (ROOT, IMAGE), |request| request.root = true)?;
             files = Files::Root;
         }
-        let mut totals = Vec::new();
-        let mut times = Vec::new();
+        let (mut added_mib, mut times) = (Vec::new(), Vec::new());
         for number in 1..=most {
             let name = format!("vm{number}");
             start(&lab, &name, (IMAGE, MEMORY), files)?;
@@ -86,97 +75,64 @@ fn measure(
             let before = of_vm(&lab, &name)?;
             let began = Instant::now();
             lab.exec(&name, &shown(start_it), LIMIT)?;
-            times.push(began.elapsed().as_secs_f64());
-            let with = of_vm(&lab, &name)?;
-            totals.push(with - before);
+            let took = began.elapsed().as_secs_f64();
+            let added = mib(of_vm(&lab, &name)? - before);
             eprintln!(
-                "{program}, VM {number}, segment {segment}: {:.0} MiB, shown after {:.1} s",
-                mib(with - before),
-                times[number - 1]
+                "{program}, VM {number}, segment {segment}: {added:.0} MiB, shown after {took:.1} s"
             );
+            times.push(took);
+            added_mib.push(added);
         }
-        samples.push(json!({
-            "program": program, "segment": segment, "start_s": times,
-            "added_mib": totals.iter().map(|bytes| mib(*bytes)).collect::<Vec<_>>(),
-        }));
         // The first VM is left out, because it includes the memory that all VMs share.
-        slopes.push(median(&totals[1.min(totals.len() - 1)..]));
+        slopes.push(median(&added_mib[1.min(most - 1)..]));
         starts.push(median(&times));
+        found.samples.push(json!({
+            "program": program, "segment": segment, "start_s": times, "added_mib": added_mib,
+        }));
     }
-    let mut results = Map::new();
-    results.insert(
-        format!("{program}_saving_percent"),
-        saving_percent(slopes[1], slopes[0]).into(),
-    );
-    results.insert(format!("{program}_mib"), mib(slopes[0]).into());
-    results.insert(format!("{program}_mib_segment"), mib(slopes[1]).into());
-    results.insert(
-        format!("{program}_start_ratio"),
-        (starts[0] / starts[1]).into(),
-    );
-    Ok((results, samples))
+    found.results = json!({
+        format!("{program}_saving_percent"): saving_percent(slopes[1], slopes[0]),
+        format!("{program}_mib"): slopes[0],
+        format!("{program}_mib_segment"): slopes[1],
+        format!("{program}_start_ratio"): starts[0] / starts[1],
+    });
+    Ok(found)
 }
 
 /// Measures starts of a program that has been started before, cold and warm, in VMs of each kind in
 /// turn. Ratios refer to the VM with the segment.
-fn starts(
-    program: &str,
-    start_it: &str,
-    rounds: usize,
-) -> anyhow::Result<(Map<String, Value>, Value)> {
-    const PLACE: &str = "segment";
-    let disks = [
-        ("disk", Files::Disk),
-        ("disk_uncached", Files::DiskUncached),
-    ];
+fn starts(program: &str, start_it: &str, rounds: usize) -> anyhow::Result<Found> {
+    let kinds = ["disk", "disk_uncached", "segment"];
+    let files = [Files::Disk, Files::DiskUncached, Files::Root];
+    let vms = ["disk", "disk-uncached", "segment"];
     let lab = Lab::new(EngineSettings::default())?;
     build(&lab, (ROOT, IMAGE), |request| request.root = true)?;
-    let vms = [disks[0], disks[1], (PLACE, Files::Root)];
-    for (name, files) in vms {
-        start(&lab, &vm_name(name), (IMAGE, MEMORY), files)?;
+    for (name, files) in vms.into_iter().zip(files) {
+        start(&lab, name, (IMAGE, MEMORY), files)?;
     }
-    for (name, _) in vms {
-        booted(&lab, &vm_name(name))?;
-        lab.exec(&vm_name(name), &shown(start_it), LIMIT)?;
+    for name in vms {
+        booted(&lab, name)?;
+        lab.exec(name, &shown(start_it), LIMIT)?;
     }
-    let mut results = Map::new();
-    let mut times = Map::new();
+    let mut found = Found::default();
+    let mut sample = json!({ "program": program });
     for (kind, is_cold) in [("cold", true), ("warm", false)] {
-        let mut all: [Vec<f64>; 3] = Default::default();
-        let mut faults: [Vec<f64>; 3] = Default::default();
-        for _ in 0..rounds {
-            for (((name, _), times), faults) in vms.iter().zip(&mut all).zip(&mut faults) {
-                let said = lab.exec(&vm_name(name), &again(start_it, is_cold), LIMIT)?;
-                let (took, touched) = took(&said)?;
-                times.push(took);
-                faults.push(touched);
+        let script = again(start_it, is_cold);
+        let Starts { ms, faults } = measure_starts(&lab, &vms, ("program", &script), rounds)?;
+        for ((name, ms_of), faults) in kinds.into_iter().zip(&ms).zip(&faults) {
+            let (took, touched) = (median(ms_of), median(faults));
+            eprintln!("{program}, {kind} start, {name}: {took:.0} ms, {touched:.0} page faults");
+            sample[format!("{kind}_start_ms_{name}")] = json!(ms_of);
+            sample[format!("{kind}_start_faults_{name}")] = json!(faults);
+            let key = |what: &str| format!("{program}_{kind}_start_{what}_{name}");
+            found.results[key("faults")] = spread(faults);
+            if name != "segment" {
+                found.results[key("ratio")] = spread(ratios(ms_of, &ms[2]));
             }
         }
-        for ((name, _), times) in disks.iter().zip(&all) {
-            let ratios: Vec<f64> = times.iter().zip(&all[2]).map(|(a, b)| a / b).collect();
-            results.insert(
-                format!("{program}_{kind}_start_ratio_{name}"),
-                spread(&ratios),
-            );
-        }
-        for (((name, _), all), faults) in vms.iter().zip(&all).zip(&faults) {
-            let (took, touched) = (median(all), median(faults));
-            eprintln!("{program}, {kind} start, {name}: {took:.0} ms, {touched:.0} page faults");
-            times.insert(format!("{kind}_start_ms_{name}"), json!(all));
-            times.insert(format!("{kind}_start_faults_{name}"), json!(faults));
-            results.insert(
-                format!("{program}_{kind}_start_faults_{name}"),
-                spread(faults),
-            );
-        }
     }
-    times.insert("program".into(), program.into());
-    Ok((results, times.into()))
-}
-
-/// Returns the name of the VM whose files are in a place of kind `kind`.
-fn vm_name(kind: &str) -> String {
-    kind.replace('_', "-")
+    found.samples.push(sample);
+    Ok(found)
 }
 
 /// Returns a VM's own memory plus the memory that segments take for all VMs, in bytes, when it no
@@ -212,8 +168,8 @@ until xdotool search --onlyvisible --class 'firefox|libreoffice|soffice' > /dev/
 done
 systemctl is-active -q program";
 
-/// Returns the shell script that ends the program, starts it again, and prints the milliseconds and
-/// the page faults until it shows a window.
+/// Returns the shell script that ends the program, starts it again, and prints the milliseconds
+/// until it shows a window.
 fn again(start_it: &str, is_cold: bool) -> String {
     let drop = if is_cold {
         "echo 3 > /proc/sys/vm/drop_caches"
@@ -229,55 +185,41 @@ sync
 began=$(date +%s%N)
 systemd-run -q --collect --unit=program -E HOME=/root -E DISPLAY=:7 {start_it}
 {WINDOW}
-echo $(( ($(date +%s%N) - began) / 1000000 )) $({})",
-        faults_of("program")
+echo $(( ($(date +%s%N) - began) / 1000000 ))"
     )
 }
 
 /// Draws the study's figures.
-#[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
-    let empty = Vec::new();
-    let samples = study["samples"].as_array().unwrap_or(&empty);
-    let mut figures = Vec::new();
-    for (program, _) in PROGRAMS {
-        let mut lines = Vec::new();
-        for sample in samples.iter().filter(|s| s["program"] == program) {
-            // Other samples are those of starts.
-            let Some(added) = sample["added_mib"].as_array() else {
-                continue;
-            };
-            let mut sum = 0.0;
-            let mut points = vec![(0.0, 0.0)];
-            for (number, mib) in added.iter().enumerate() {
-                sum += mib.as_f64().unwrap_or(f64::NAN);
-                points.push((number as f64 + 1.0, sum));
-            }
-            let in_place = sample["segment"] == true;
-            lines.push(Series {
-                name: if in_place {
-                    "from a segment"
-                } else {
-                    "from disks"
+    let drawn = |(program, _): (&str, &str)| {
+        let samples = figure::samples(study).iter();
+        let lines = samples
+            .filter(|s| s["program"] == program)
+            .filter_map(|sample| {
+                // Other samples are those of starts.
+                let added = sample["added_mib"].as_array()?;
+                let mut points = vec![(0.0, 0.0)];
+                for mib in added {
+                    let (vms, sum) = points.last().copied()?;
+                    points.push((vms + 1.0, sum + number(mib)));
                 }
-                .into(),
-                points,
-                dashed: !in_place,
+                let in_place = sample["segment"] == true;
+                let from = if in_place { "a segment" } else { "disks" };
+                Some(Series {
+                    name: format!("from {from}"),
+                    points,
+                    dashed: !in_place,
+                })
             });
-        }
-        if !lines.is_empty() {
-            figures.push((
-                format!("desktops-{program}"),
-                figure::lines(
-                    &format!("Memory of VMs with a program ({program})"),
-                    &Axis::linear("VMs"),
-                    &Axis::linear("MiB that the program adds, all VMs"),
-                    &lines,
-                ),
-            ));
-        }
-    }
-    figures
+        let title = format!("Memory of VMs with a program ({program})");
+        let (x, y) = (
+            Axis::Linear("VMs"),
+            Axis::Linear("MiB that the program adds, all VMs"),
+        );
+        let name = format!("desktops-{program}");
+        figure::drawn(&name, &title, x, y, &lines.collect::<Vec<_>>())
+    };
+    PROGRAMS.into_iter().filter_map(drawn).collect()
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::Context as _;
+use serde_json::Value;
 
 /// Name and SVG text of a figure.
 pub type Figure = (String, String);
@@ -15,46 +16,21 @@ const RIGHT: f64 = 250.0;
 const TOP: f64 = 50.0;
 const BOTTOM: f64 = 55.0;
 
+const DASH: &str = " stroke-dasharray=\"6 4\"";
+
 /// Colours of lines that people with impaired colour vision can distinguish, too (the set of Okabe
 /// and Ito).
 const COLOURS: [&str; 7] = [
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000",
 ];
 
-/// Scale of an axis.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scale {
+/// An axis of a chart, with its label, which has the unit.
+#[derive(Clone, Copy, Debug)]
+pub enum Axis {
     /// Linear scale, from zero.
-    Linear,
+    Linear(&'static str),
     /// Logarithmic scale; every value must be above zero.
-    Log,
-}
-
-/// An axis of a chart.
-#[derive(Clone, Debug)]
-pub struct Axis {
-    /// Label of the axis, with the unit.
-    pub label: String,
-    /// Scale of the axis.
-    pub scale: Scale,
-}
-
-impl Axis {
-    /// Creates an axis with a linear scale from zero.
-    #[must_use]
-    pub fn linear(label: &str) -> Self {
-        let label = label.to_owned();
-        let scale = Scale::Linear;
-        Self { label, scale }
-    }
-
-    /// Creates an axis with a logarithmic scale.
-    #[must_use]
-    pub fn log(label: &str) -> Self {
-        let label = label.to_owned();
-        let scale = Scale::Log;
-        Self { label, scale }
-    }
+    Log(&'static str),
 }
 
 /// A line in a chart.
@@ -68,17 +44,27 @@ pub struct Series {
     pub dashed: bool,
 }
 
+/// Returns the samples of a study's record.
+pub fn samples(study: &Value) -> &[Value] {
+    study["samples"].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Returns a number of a study's record; NaN if it is missing.
+pub fn number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or(f64::NAN)
+}
+
+/// Returns the figure `name`; `None` if it has no line.
+pub fn drawn(name: &str, title: &str, x: Axis, y: Axis, series: &[Series]) -> Option<Figure> {
+    (!series.is_empty()).then(|| (name.to_owned(), lines(title, x, y, series)))
+}
+
 /// Draws lines in a chart with common axes, with a legend at the right. Returns the SVG text.
-#[must_use]
-pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
-    let points = || {
-        series
-            .iter()
-            .flat_map(|s| &s.points)
-            .filter(|p| finite(**p))
-    };
-    let across = Range::of(x.scale, points().map(|p| p.0));
-    let up = Range::of(y.scale, points().map(|p| p.1));
+fn lines(title: &str, x: Axis, y: Axis, series: &[Series]) -> String {
+    let finite = |p: &&(f64, f64)| p.0.is_finite() && p.1.is_finite();
+    let points = || series.iter().flat_map(|s| &s.points).filter(finite);
+    let across = Range::of(x, points().map(|p| p.0));
+    let up = Range::of(y, points().map(|p| p.1));
     let at_x = |v: f64| LEFT + across.part(v) * (WIDTH - LEFT - RIGHT);
     let at_y = |v: f64| HEIGHT - BOTTOM - up.part(v) * (HEIGHT - TOP - BOTTOM);
     let (right, floor) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
@@ -98,7 +84,7 @@ pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
         add(format!(
             "<line x1=\"{LEFT}\" y1=\"{height:.1}\" x2=\"{right}\" y2=\"{height:.1}\" stroke=\"#dddddd\"/>"
         ));
-        add(text(LEFT - 8.0, height + 4.0, "end", &number(tick)));
+        add(text(LEFT - 8.0, height + 4.0, "end", &short(tick)));
     }
     for tick in across.ticks() {
         let place = at_x(tick);
@@ -106,31 +92,23 @@ pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
             "<line x1=\"{place:.1}\" y1=\"{floor}\" x2=\"{place:.1}\" y2=\"{:.1}\" stroke=\"#333333\"/>",
             floor + 5.0
         ));
-        add(text(place, floor + 20.0, "middle", &number(tick)));
+        add(text(place, floor + 20.0, "middle", &short(tick)));
     }
     add(format!(
         "<path d=\"M{LEFT} {TOP}V{floor}H{right}\" fill=\"none\" stroke=\"#333333\"/>"
     ));
-    add(text(
-        f64::midpoint(LEFT, right),
-        HEIGHT - 12.0,
-        "middle",
-        &x.label,
-    ));
+    let middle = f64::midpoint(LEFT, right);
+    add(text(middle, HEIGHT - 12.0, "middle", x.label()));
     let middle = f64::midpoint(TOP, floor);
     add(format!(
         "<text x=\"18\" y=\"{middle:.1}\" text-anchor=\"middle\" transform=\"rotate(-90 18 {middle:.1})\">{}</text>",
-        escape(&y.label)
+        escape(y.label())
     ));
     for (at, line) in series.iter().enumerate() {
         let colour = COLOURS[at % COLOURS.len()];
-        let dash = if line.dashed {
-            " stroke-dasharray=\"6 4\""
-        } else {
-            ""
-        };
+        let dash = if line.dashed { DASH } else { "" };
         let mut path = String::new();
-        for &(x, y) in line.points.iter().filter(|p| finite(**p)) {
+        for &(x, y) in line.points.iter().filter(finite) {
             let step = if path.is_empty() { 'M' } else { 'L' };
             // Writing to a string cannot fail.
             let _ = write!(path, "{step}{:.1} {:.1}", at_x(x), at_y(y));
@@ -150,8 +128,12 @@ pub fn lines(title: &str, x: &Axis, y: &Axis, series: &[Series]) -> String {
     svg
 }
 
-fn finite((x, y): (f64, f64)) -> bool {
-    x.is_finite() && y.is_finite()
+impl Axis {
+    fn label(&self) -> &'static str {
+        match self {
+            Self::Linear(label) | Self::Log(label) => label,
+        }
+    }
 }
 
 fn text(x: f64, y: f64, anchor: &str, words: &str) -> String {
@@ -162,55 +144,45 @@ fn text(x: f64, y: f64, anchor: &str, words: &str) -> String {
 }
 
 fn escape(words: &str) -> String {
-    words
-        .replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
+    let words = words.replace('&', "&amp;");
+    words.replace('<', "&lt;").replace('>', "&gt;")
 }
 
 /// Formats the number at a tick as short as possible.
-fn number(value: f64) -> String {
-    let rounded = (value * 1e4).round() / 1e4;
-    format!("{rounded}")
+fn short(value: f64) -> String {
+    ((value * 1e4).round() / 1e4).to_string()
 }
 
 /// Range of values on an axis.
 struct Range {
-    scale: Scale,
+    axis: Axis,
     low: f64,
     high: f64,
 }
 
 impl Range {
-    fn of(scale: Scale, values: impl Iterator<Item = f64>) -> Self {
-        let (mut low, mut high) = (f64::INFINITY, f64::NEG_INFINITY);
-        for value in values {
-            low = low.min(value);
-            high = high.max(value);
-        }
-        match scale {
-            Scale::Linear => Self {
-                scale,
-                low: low.min(0.0),
-                high: if high > 0.0 { high } else { 1.0 },
-            },
-            Scale::Log => {
-                let low = if low > 0.0 && low.is_finite() {
-                    low
-                } else {
-                    1.0
-                };
-                let high = if high > low { high } else { low * 10.0 };
-                Self { scale, low, high }
-            }
-        }
+    fn of(axis: Axis, values: impl Iterator<Item = f64>) -> Self {
+        let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
+            (low.min(value), high.max(value))
+        });
+        let (low, least_high) = match axis {
+            Axis::Linear(_) => (low.min(0.0), 0.0),
+            Axis::Log(_) if low > 0.0 && low.is_finite() => (low, low),
+            Axis::Log(_) => (1.0, 1.0),
+        };
+        let high = match axis {
+            _ if high > least_high => high,
+            Axis::Linear(_) => 1.0,
+            Axis::Log(_) => low * 10.0,
+        };
+        Self { axis, low, high }
     }
 
     /// Returns the position of a value on the axis, from 0 to 1.
     fn part(&self, value: f64) -> f64 {
-        match self.scale {
-            Scale::Linear => (value - self.low) / (self.high - self.low),
-            Scale::Log => {
+        match self.axis {
+            Axis::Linear(_) => (value - self.low) / (self.high - self.low),
+            Axis::Log(_) => {
                 (value.max(f64::MIN_POSITIVE) / self.low).ln() / (self.high / self.low).ln()
             }
         }
@@ -219,42 +191,27 @@ impl Range {
 
     /// Returns round values to mark on the axis: four to ten.
     fn ticks(&self) -> Vec<f64> {
-        match self.scale {
-            Scale::Linear => {
+        let floor = |value: f64| 10f64.powf(value.log10().floor());
+        match self.axis {
+            Axis::Linear(_) => {
                 let rough = (self.high - self.low) / 5.0;
-                let power = 10f64.powf(rough.log10().floor());
-                let step = [1.0, 2.0, 5.0, 10.0]
-                    .map(|n| n * power)
-                    .into_iter()
-                    .find(|step| *step >= rough)
-                    .unwrap_or(rough);
-                let mut ticks = Vec::new();
-                let mut tick = (self.low / step).ceil() * step;
-                while tick <= self.high * 1.0001 {
-                    ticks.push(tick);
-                    tick += step;
-                }
-                ticks
+                let steps = [1.0, 2.0, 5.0, 10.0].map(|n| n * floor(rough));
+                let step = steps.into_iter().find(|step| *step >= rough);
+                let step = step.unwrap_or(rough);
+                let first = (self.low / step).ceil() * step;
+                let ticks = std::iter::successors(Some(first), |tick| Some(tick + step));
+                ticks.take_while(|t| *t <= self.high * 1.0001).collect()
             }
-            Scale::Log => {
-                let decades = (self.high / self.low).log10();
-                let steps: &[f64] = if decades > 3.0 {
-                    &[1.0]
-                } else {
-                    &[1.0, 2.0, 5.0]
-                };
-                let mut ticks = Vec::new();
-                let mut power = 10f64.powf(self.low.log10().floor());
-                while power <= self.high {
-                    ticks.extend(
-                        steps
-                            .iter()
-                            .map(|n| n * power)
-                            .filter(|t| *t >= self.low && *t <= self.high),
-                    );
-                    power *= 10.0;
-                }
+            Axis::Log(_) => {
+                let is_wide = (self.high / self.low).log10() > 3.0;
+                let steps: &[f64] = if is_wide { &[1.0] } else { &[1.0, 2.0, 5.0] };
+                let powers =
+                    std::iter::successors(Some(floor(self.low)), |power| Some(power * 10.0));
+                let powers = powers.take_while(|power| *power <= self.high);
+                let ticks = powers.flat_map(|power| steps.iter().map(move |n| n * power));
                 ticks
+                    .filter(|t| (self.low..=self.high).contains(t))
+                    .collect()
             }
         }
     }
@@ -284,8 +241,8 @@ mod tests {
         });
         let svg = lines(
             "Title",
-            &Axis::linear("time (s)"),
-            &Axis::linear("MB"),
+            Axis::Linear("time (s)"),
+            Axis::Linear("MB"),
             &series,
         );
         assert_eq!(svg.matches("stroke-width=\"2\"/>").count(), 2);
@@ -295,16 +252,16 @@ mod tests {
 
     #[test]
     fn axis_ticks_are_round_numbers_within_the_range() {
-        let linear = Range::of(Scale::Linear, [3.0, 47.0].into_iter());
+        let linear = Range::of(Axis::Linear(""), [3.0, 47.0].into_iter());
         assert_eq!(linear.ticks(), [0.0, 10.0, 20.0, 30.0, 40.0]);
-        let log = Range::of(Scale::Log, [0.5, 60.0].into_iter());
+        let log = Range::of(Axis::Log(""), [0.5, 60.0].into_iter());
         assert_eq!(log.ticks(), [0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0]);
         assert!((log.part(0.5)).abs() < 1e-9 && (log.part(60.0) - 1.0).abs() < 1e-9);
     }
 
     #[test]
     fn a_chart_without_data_is_a_valid_svg() {
-        let svg = lines("t", &Axis::log("x"), &Axis::linear("y"), &[]);
+        let svg = lines("t", Axis::Log("x"), Axis::Linear("y"), &[]);
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
     }
 }

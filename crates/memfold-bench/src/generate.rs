@@ -2,7 +2,7 @@
 //! definition of the command line.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Context as _;
 use clap::{Args, Command};
@@ -22,22 +22,17 @@ pub fn run(arguments: &Arguments, mut program: Command) -> anyhow::Result<()> {
     std::fs::create_dir_all(&arguments.man)
         .and_then(|()| clap_mangen::generate_to(program.clone(), &arguments.man))
         .with_context(|| format!("cannot write into {}", arguments.man.display()))?;
+    let place = &arguments.completions;
+    std::fs::create_dir_all(place).with_context(|| format!("cannot make {}", place.display()))?;
     for (shell, name) in [
         (Shell::Bash, "memfold-bench"),
         (Shell::Zsh, "_memfold-bench"),
         (Shell::Fish, "memfold-bench.fish"),
     ] {
-        complete(&mut program, shell, &arguments.completions.join(name))?;
+        let path = place.join(name);
+        let mut file =
+            File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+        clap_complete::generate(shell, &mut program, "memfold-bench", &mut file);
     }
-    Ok(())
-}
-
-fn complete(program: &mut Command, shell: Shell, path: &Path) -> anyhow::Result<()> {
-    let failed = || format!("cannot write {}", path.display());
-    if let Some(directory) = path.parent() {
-        std::fs::create_dir_all(directory).with_context(failed)?;
-    }
-    let mut file = File::create(path).with_context(failed)?;
-    clap_complete::generate(shell, program, "memfold-bench", &mut file);
     Ok(())
 }

@@ -23,19 +23,18 @@
 
 mod arm;
 mod results;
-mod work;
 
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use memfold_host::files::data_disks;
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
 use memfold_vm::VmSpec;
 use serde_json::{Value, json};
 
-use self::arm::{ArmRun, BUDGETS, Mechanism};
-use self::work::Work;
+use self::arm::{ArmRun, BUDGETS, Mechanism, Work};
+use crate::record::Found;
 use crate::study::Options;
 
 pub use self::results::figures;
@@ -68,7 +67,7 @@ impl Plan {
     /// Returns the plan of a quick study: Lua, without optimization (a minute in an emulated
     /// guest); one repeat of all arms, and three of the arm that measures how much folding slows
     /// guests down.
-    const fn quick() -> Self {
+    fn quick() -> Self {
         Self {
             repeats: 1,
             beside: 3,
@@ -106,38 +105,28 @@ impl Plan {
         })
     }
 
-    /// Leaves out all arms but these. For an arm of KSM at equal CPU, the folding arm whose CPU
-    /// time it follows is kept, too.
-    fn keep_arms(&mut self, names: &[String]) -> anyhow::Result<()> {
-        let known: Vec<String> = self.arms().iter().map(Mechanism::name).collect();
-        if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
-            bail!(
-                "no arm named '{unknown}'; this study has the arms {}",
-                known.join(", ")
-            );
-        }
-        let mut only = names.to_vec();
-        let held = names
-            .iter()
+    /// Leaves out all arms but the requested ones. For an arm of KSM at equal CPU, the folding arm
+    /// whose CPU time it follows is kept, too.
+    fn keep_arms(&mut self, options: &Options) -> anyhow::Result<()> {
+        let known: Vec<String> = self.arms().iter().map(|arm| arm.name()).collect();
+        options.check_arms("hints", &known)?;
+        let names = options.arms.iter();
+        let equal = names
+            .clone()
             .filter_map(|n| n.strip_prefix("ksm_equal_cpu_"));
-        only.extend(held.map(|rate| format!("fold_{rate}")));
-        self.only = Some(only);
+        let needed = equal.map(|rate| format!("fold_{rate}"));
+        self.only = Some(names.cloned().chain(needed).collect());
         Ok(())
     }
 
     /// Returns all arms of the study.
     fn arms(&self) -> Vec<Mechanism> {
         let mut arms = vec![Mechanism::None];
-        arms.extend(BUDGETS.map(|pages_per_second| Mechanism::Fold { pages_per_second }));
+        arms.extend(BUDGETS.map(Mechanism::Fold));
         arms.push(Mechanism::KsmDefault);
-        let equal = BUDGETS.into_iter().take(self.equal_cpu);
-        arms.extend(equal.map(|pages_per_second| Mechanism::KsmEqualCpu {
-            pages_per_second,
-            cpu: Vec::new(),
-        }));
-        arms.push(Mechanism::FoldBesideNone {
-            pages_per_second: BUDGETS[0],
-        });
+        let equal = &BUDGETS[..self.equal_cpu];
+        arms.extend(equal.iter().copied().map(Mechanism::KsmEqualCpu));
+        arms.push(Mechanism::FoldBesideNone(BUDGETS[0]));
         arms
     }
 
@@ -145,19 +134,16 @@ impl Plan {
     fn arms_of(&self, repeat: usize) -> Vec<Mechanism> {
         let wanted = |arm: &Mechanism| {
             let repeats = match arm {
-                Mechanism::FoldBesideNone { .. } => self.beside,
+                Mechanism::FoldBesideNone(_) => self.beside,
                 _ => self.repeats,
             };
-            let named = self
-                .only
-                .as_ref()
-                .is_none_or(|only| only.contains(&arm.name()));
-            named && repeat < repeats
+            let only = self.only.as_ref();
+            repeat < repeats && only.is_none_or(|only| only.contains(&arm.name()))
         };
         self.arms().into_iter().filter(wanted).collect()
     }
 
-    fn specs(&self, mechanism: &Mechanism) -> anyhow::Result<Vec<VmSpec>> {
+    fn specs(&self, mechanism: Mechanism) -> anyhow::Result<Vec<VmSpec>> {
         let spec = |(name, image): (&str, &str), fold| {
             let mut spec = Lab::spec(name, image, MEMORY, DiskMode::Buffered)?;
             spec.fold = fold;
@@ -169,7 +155,7 @@ impl Plan {
             Ok(spec)
         };
         let mut vms: Vec<_> = VMS.into_iter().map(|vm| spec(vm, true)).collect();
-        if matches!(mechanism, Mechanism::FoldBesideNone { .. }) {
+        if matches!(mechanism, Mechanism::FoldBesideNone(_)) {
             vms.extend(BESIDE.into_iter().map(|vm| spec(vm, false)));
         }
         vms.into_iter().collect()
@@ -185,40 +171,35 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         Plan::full()?
     };
     if !options.arms.is_empty() {
-        plan.keep_arms(&options.arms)?;
+        plan.keep_arms(options)?;
     }
     let mut runs: Vec<ArmRun> = Vec::new();
     for repeat in 0..plan.repeats.max(plan.beside) {
-        for mut mechanism in plan.arms_of(repeat) {
-            if let Mechanism::KsmEqualCpu {
-                pages_per_second,
-                cpu,
-            } = &mut mechanism
-            {
-                let pages_per_second = *pages_per_second;
-                let fold = Mechanism::Fold { pages_per_second };
-                let last = runs.iter().rfind(|run| run.mechanism == fold);
-                *cpu = last.map(ArmRun::scanner_cpu).unwrap_or_default();
-            }
-            runs.push(one(&plan, mechanism, repeat)?);
+        for mechanism in plan.arms_of(repeat) {
+            let allowed = match mechanism {
+                Mechanism::KsmEqualCpu(rate) => {
+                    let is_same = |run: &&ArmRun| run.mechanism == Mechanism::Fold(rate);
+                    let last = runs.iter().rfind(is_same);
+                    Some(last.map(ArmRun::scanner_cpu).unwrap_or_default())
+                }
+                _ => None,
+            };
+            let name = mechanism.name();
+            let specs = plan.specs(mechanism)?;
+            let run = arm::run(specs, &plan.work, mechanism, allowed, repeat)
+                .with_context(|| format!("arm {name}"))?;
+            eprintln!("{name}: {}", run.in_short());
+            runs.push(run);
         }
     }
     let vms = VMS.map(|(name, image)| {
         json!({"name": name, "image": image, "memory_bytes": MEMORY.0, "vcpus": 1, "work": plan.work.what})
     });
-    Ok(json!({
-        "vms": vms,
-        "samples": runs.iter().flat_map(ArmRun::samples_json).collect::<Vec<_>>(),
-        "results": results::of(&runs),
+    Ok(json!(Found {
+        vms: vms.into(),
+        samples: runs.iter().flat_map(ArmRun::samples_json).collect(),
+        results: results::of(&runs),
     }))
-}
-
-fn one(plan: &Plan, mechanism: Mechanism, repeat: usize) -> anyhow::Result<ArmRun> {
-    let name = mechanism.name();
-    let run = arm::run(plan.specs(&mechanism)?, &plan.work, mechanism, repeat)
-        .with_context(|| format!("arm {name}"))?;
-    eprintln!("{name}: {}", run.in_short());
-    Ok(run)
 }
 
 #[cfg(test)]
@@ -226,11 +207,8 @@ mod tests {
     use super::*;
 
     fn names(options: &Plan, repeat: usize) -> Vec<String> {
-        options
-            .arms_of(repeat)
-            .iter()
-            .map(Mechanism::name)
-            .collect()
+        let arms = options.arms_of(repeat);
+        arms.iter().map(|arm| arm.name()).collect()
     }
 
     #[test]
@@ -238,8 +216,12 @@ mod tests {
         let mut options = Plan::quick();
         assert_eq!(names(&options, 0).len(), 7);
         assert_eq!(names(&options, 1), ["fold_5000_beside_none"]);
-        assert!(options.keep_arms(&["fold_1".into()]).is_err());
-        options.keep_arms(&["ksm_equal_cpu_5000".into()]).unwrap();
+        let only = |name: &str| Options {
+            arms: vec![name.into()],
+            ..Options::default()
+        };
+        assert!(options.keep_arms(&only("fold_1")).is_err());
+        options.keep_arms(&only("ksm_equal_cpu_5000")).unwrap();
         assert_eq!(names(&options, 0), ["fold_5000", "ksm_equal_cpu_5000"]);
         assert!(names(&options, 1).is_empty());
     }

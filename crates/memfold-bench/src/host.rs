@@ -1,11 +1,13 @@
-//! Checks that VMs can run on this host.
+//! Checks that VMs can run on this host, reads `/proc`, and runs programs.
 
 use std::os::unix::process::CommandExt as _;
+use std::path::Path;
 use std::process::Command;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use memfold_api::DEFAULT_STATE;
 use memfold_host::{HostFacts, examine, own_program};
+use memfold_ksm as ksm;
 
 use crate::output::Output;
 
@@ -21,4 +23,62 @@ pub fn check_host(output: &Output) -> anyhow::Result<()> {
     Err(doctor.exec()).context(
         "VMs cannot run on this host; cannot start 'memfold doctor', which would print the reason",
     )
+}
+
+/// Returns the numbers in a text; words that are none count as 0.
+pub fn numbers(text: &str) -> Vec<f64> {
+    let words = text.split_ascii_whitespace();
+    words.map(|word| word.parse().unwrap_or(0.0)).collect()
+}
+
+/// The fields of a process or thread in its `stat` (`proc_pid_stat(5)`).
+pub struct Stat(Vec<u64>);
+
+impl Stat {
+    pub fn read(path: &Path) -> anyhow::Result<Self> {
+        let text = std::fs::read_to_string(path)?;
+        // Field 3 follows the name, which may contain any character.
+        let words = text.rsplit(')').next().unwrap_or_default();
+        let words = words.split_ascii_whitespace();
+        let fields: Vec<u64> = words.map(|word| word.parse().unwrap_or(0)).collect();
+        let is_known = fields.len() > 12;
+        ensure!(is_known, "unexpected words in {}: {text}", path.display());
+        Ok(Self(fields))
+    }
+
+    /// Returns field `number`, 3 to 15; 0 if it is no number.
+    pub fn field(&self, number: usize) -> u64 {
+        self.0[number - 3]
+    }
+}
+
+/// Runs a program of the Debian package `package`, and returns its output.
+pub fn run_program(package: &str, program: &str, arguments: &[&str]) -> anyhow::Result<String> {
+    let done = Command::new(program).args(arguments).output();
+    let done = done.with_context(|| format!("{program} is needed (apt install {package})"))?;
+    let said = String::from_utf8_lossy(&done.stderr);
+    let line = arguments.join(" ");
+    let is_done = done.status.success();
+    ensure!(is_done, "'{program} {line}' failed: {}", said.trim());
+    Ok(String::from_utf8_lossy(&done.stdout).trim().to_owned())
+}
+
+/// Starts KSM with these settings, until the result is stopped or dropped.
+pub fn start_ksm(settings: &ksm::Settings) -> anyhow::Result<ksm::Run> {
+    let controls = ksm::Controls::default();
+    Ok(ksm::Run::start(&controls, ksm::NOTES.as_ref(), settings)?)
+}
+
+/// Returns ksmd, to measure its CPU time.
+pub fn ksmd() -> anyhow::Result<ksm::Ksmd> {
+    ksm::Ksmd::find().context("cannot measure ksmd: no ksmd thread runs on this host")
+}
+
+/// Fails if KSM runs already, because its work on other memory would be counted.
+pub fn check_ksm_is_off() -> anyhow::Result<()> {
+    ensure!(
+        ksm::Controls::default().number::<u64>("run")? != Some(1),
+        "KSM runs on this host, and what it merges would be counted; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"
+    );
+    Ok(())
 }

@@ -15,40 +15,35 @@ mod scale;
 mod slowdown;
 mod speed;
 
-use anyhow::ensure;
+use memfold_ksm::NOTES;
 use serde_json::{Value, json};
 
-use memfold_ksm::{Controls, NOTES};
-
-use crate::figure::Figure;
+use crate::figure::{self, Figure};
+use crate::host::check_ksm_is_off;
+use crate::record::Found;
 use crate::study::Options;
 use scale::Scale;
 
 /// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = Scale::of(options);
-    let controls = Controls::default();
     // If an earlier run was killed, its settings of KSM are restored first.
     memfold_ksm::restore_leftover(NOTES.as_ref())?;
-    ensure!(
-        controls.number::<u64>("run")? != Some(1),
-        "KSM runs on this host, and what it merges would be counted; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"
-    );
-    let (mut results, mut samples) = speed::measure(&scale)?;
-    for part in [slowdown::measure, foci::measure] {
-        let (more, of) = part(&scale)?;
-        results.extend(more);
-        samples.extend(of);
-    }
+    check_ksm_is_off()?;
     let vm = json!({ "image": "trixie-a", "memory_mib": scale.memory.0 >> 20, "data_mib": scale.data_mib });
-    Ok(json!({ "vms": [vm], "samples": samples, "results": results }))
+    let mut found = Found {
+        vms: vec![vm],
+        ..Found::default()
+    };
+    for part in [speed::measure, slowdown::measure, foci::measure] {
+        found.add(part(&scale)?);
+    }
+    Ok(json!(found))
 }
 
 /// Draws the study's figures.
-#[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
-    let empty = Vec::new();
-    let samples = study["samples"].as_array().unwrap_or(&empty);
+    let samples = figure::samples(study);
     let mut figures = foci::figures(samples);
     figures.extend(speed::figure(samples));
     figures.extend(slowdown::figure(samples));

@@ -3,10 +3,11 @@
 //! `Documentation/admin-guide/cgroup-v1/blkio-controller.rst`).
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use memfold_units::ByteSize;
+
+use crate::host::run_program;
 
 /// The limits of the root group, cgroup v1. Group v2 has none for its root.
 const LIMITS: &str = "/sys/fs/cgroup/blkio";
@@ -21,13 +22,11 @@ pub struct LoopDisk {
 /// Limits the device that a path is on to so many bytes a second, reading and writing; 0: no limit.
 pub fn limit(path: &Path, bytes_per_s: u64) -> anyhow::Result<()> {
     let facts = rustix::fs::stat(path)?;
-    let number = (
-        rustix::fs::major(facts.st_dev),
-        rustix::fs::minor(facts.st_dev),
-    );
+    let device = facts.st_dev;
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
     for way in ["read", "write"] {
         let file = format!("{LIMITS}/blkio.throttle.{way}_bps_device");
-        let line = format!("{}:{} {bytes_per_s}", number.0, number.1);
+        let line = format!("{major}:{minor} {bytes_per_s}");
         std::fs::write(&file, line).with_context(|| {
             format!("cannot limit a disk's throughput with {file} (cgroup v1, 'blkio' controller)")
         })?;
@@ -36,14 +35,7 @@ pub fn limit(path: &Path, bytes_per_s: u64) -> anyhow::Result<()> {
 }
 
 fn run(program: &str, arguments: &[&str]) -> anyhow::Result<String> {
-    let done = Command::new(program).args(arguments).output();
-    let done = done.with_context(|| format!("cannot run '{program}'"))?;
-    ensure!(
-        done.status.success(),
-        "{program}: {}",
-        String::from_utf8_lossy(&done.stderr).trim()
-    );
-    Ok(String::from_utf8_lossy(&done.stdout).trim().to_owned())
+    run_program("util-linux e2fsprogs", program, arguments)
 }
 
 impl LoopDisk {
@@ -57,19 +49,18 @@ impl LoopDisk {
     pub fn make(file: &Path, size: ByteSize, place: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(place)?;
         std::fs::File::create(file)?.set_len(size.0)?;
-        let file = file
-            .to_str()
-            .context("the path of the loop disk's file is not valid UTF-8")?;
-        run("mkfs.ext4", &["-q", "-m", "0", file])?;
+        let text = |path: &Path| {
+            let text = path.to_str().map(str::to_owned);
+            text.context("the path of the loop disk is not valid UTF-8")
+        };
+        let file = text(file)?;
+        run("mkfs.ext4", &["-q", "-m", "0", &file])?;
         let disk = Self {
-            device: run("losetup", &["--find", "--show", file])?,
+            device: run("losetup", &["--find", "--show", &file])?,
             place: place.to_owned(),
         };
         // Deleted files give their room back to the host.
-        let place = place
-            .to_str()
-            .context("the path of the loop disk's mount point is not valid UTF-8")?;
-        run("mount", &["-o", "discard", &disk.device, place])?;
+        run("mount", &["-o", "discard", &disk.device, &text(place)?])?;
         Ok(disk)
     }
 }

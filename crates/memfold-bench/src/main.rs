@@ -7,6 +7,7 @@ mod demo;
 mod desktops;
 mod figure;
 mod fold;
+mod folding;
 mod generate;
 mod hints;
 mod host;
@@ -22,6 +23,7 @@ mod segments;
 mod selftest;
 mod snapshots;
 mod study;
+mod wait;
 mod warmth;
 
 use std::process::ExitCode;

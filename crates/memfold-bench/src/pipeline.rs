@@ -19,7 +19,8 @@
 //! number of rounds.
 
 use std::fs::File;
-use std::io::{Read as _, Seek as _, Write as _};
+use std::io::{Read as _, Seek as _};
+use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -35,11 +36,12 @@ use memfold_sys::memory;
 use memfold_units::{ByteSize, Hva, PAGE_SIZE};
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 use rustix::process::Pid;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::random::random;
-use super::record::{median, spread};
+use crate::random::Random;
+use crate::record::{median, spread};
+use memfold_lab::wait_for;
 
 /// Time limit for the other process to hold its bytes.
 const FILL_LIMIT: Duration = Duration::from_secs(60);
@@ -58,24 +60,13 @@ impl Holder {
         command.args(["-c", &size.0.to_string()]);
         command.stdin(Stdio::piped()).stdout(Stdio::null());
         let mut holder = Self(command.spawn().context("cannot start the program 'tail'")?);
-        let input = holder
-            .0
-            .stdin
-            .as_mut()
-            .context("cannot write to 'tail': its standard input is not a pipe")?;
-        let mut input = std::io::BufWriter::with_capacity(DD_BYTES, input);
-        random(size.0 / 8, |word| input.write_all(&word.to_ne_bytes()))?;
-        input.flush()?;
-        drop(input);
-        let end = Instant::now() + FILL_LIMIT;
-        while holder.heap()?.pages < size.0 / PAGE_SIZE {
-            ensure!(
-                Instant::now() < end,
-                "'tail' does not hold {size} after {} s",
-                FILL_LIMIT.as_secs()
-            );
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let input = holder.0.stdin.as_mut();
+        let input = input.context("cannot write to 'tail': its standard input is not a pipe")?;
+        Random::default().write(size.0, input)?;
+        let late = format!("'tail' does not hold {size}");
+        wait_for(late, (FILL_LIMIT, Duration::from_millis(20)), || {
+            Ok((holder.heap()?.pages >= size.0 / PAGE_SIZE).then_some(()))
+        })?;
         Ok(holder)
     }
 
@@ -89,9 +80,8 @@ impl Holder {
         let heap = maps.lines().find(|line| line.ends_with("[heap]"));
         let range = heap.and_then(|line| line.split_once(' ')?.0.split_once('-'));
         let address = |text| u64::from_str_radix(text, 16).map(Hva);
-        let (from, to) = range.map_or(Ok((Hva(0), Hva(0))), |(from, to)| {
-            Ok::<_, std::num::ParseIntError>((address(from)?, address(to)?))
-        })?;
+        let (from, to) = range.unwrap_or(("0", "0"));
+        let (from, to) = (address(from)?, address(to)?);
         Ok(Source {
             name: "heap".into(),
             hva: from,
@@ -137,6 +127,9 @@ impl Round {
     }
 }
 
+/// What is done with a piece, by its number, and a buffer.
+type Work<'a> = &'a (dyn Fn(u64, &mut [u8]) -> std::io::Result<()> + Sync);
+
 fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
     let heap = holder.heap()?;
     // The number of bytes is a multiple of the largest unit, so that every way handles the same
@@ -156,25 +149,17 @@ fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
     };
     let mut buffer = vec![1; DIRECT_BYTES + DD_BYTES];
     let piece = &mut buffer[..PIECE_BYTES];
-    let one = (0..pieces).map(|number| read(number, piece));
-    speeds.push((
-        "read",
-        speed(bytes, || Ok(one.collect::<Result<(), _>>()?))?,
-    ));
-    let all = || Ok(pipeline::run(pieces, PIECE_BYTES, read)?);
-    speeds.push(("read_all", speed(bytes, all)?));
-    let one = (0..pieces).map(|number| hash(number, piece));
-    speeds.push((
-        "hash",
-        speed(bytes, || Ok(one.collect::<Result<(), _>>()?))?,
-    ));
-    let all = || Ok(pipeline::run(pieces, PIECE_BYTES, hash)?);
-    speeds.push(("hash_all", speed(bytes, all)?));
+    let works: [(_, _, Work<'_>); 2] = [("read", "read_all", &read), ("hash", "hash_all", &hash)];
+    for (one_key, all_key, work) in works {
+        let one = || Ok((0..pieces).try_for_each(|number| work(number, piece))?);
+        speeds.push((one_key, speed(bytes, one)?));
+        let all = || Ok(pipeline::run(pieces, PIECE_BYTES, work)?);
+        speeds.push((all_key, speed(bytes, all)?));
+    }
 
     let written = file(place)?;
-    let whole = |written: &File| fallocate(written, FallocateFlags::empty(), 0, bytes);
     let began = Instant::now();
-    whole(&written)?;
+    fallocate(&written, FallocateFlags::empty(), 0, bytes)?;
     for at in (0..bytes).step_by(DD_BYTES) {
         written.write_all_at(&buffer[..DD_BYTES], at)?;
     }
@@ -238,10 +223,7 @@ fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
 /// support them.
 fn direct(place: &Path, chunks: u64, bytes: &[u8]) -> anyhow::Result<f64> {
     let written = file(place)?;
-    let path = {
-        use std::os::fd::AsRawFd as _;
-        format!("/proc/self/fd/{}", written.as_raw_fd())
-    };
+    let path = format!("/proc/self/fd/{}", written.as_raw_fd());
     let flags = i32::try_from(OFlags::DIRECT.bits())?;
     let Ok(past) = File::options().write(true).custom_flags(flags).open(path) else {
         return Ok(0.0);
@@ -272,36 +254,30 @@ pub fn run(size: ByteSize, rounds: usize, place: &Path) -> anyhow::Result<Value>
 
 fn results(size: ByteSize, all: &[Round]) -> Value {
     let values = |of: &dyn Fn(&Round) -> f64| all.iter().map(of).collect::<Vec<f64>>();
-    let mut results = Map::new();
-    results.insert("mib".into(), (size.0 >> 20).into());
-    results.insert("rounds".into(), all.len().into());
-    results.insert("workers".into(), pipeline::workers().into());
+    let percent = |of: fn(&Round) -> f64| spread(values(&|round| of(round) * 100.0));
+    let copy =
+        |round: &Round| round.speed("copy") / round.speed("read").max(round.speed("read_all"));
+    let mut results = json!({
+        "mib": size.0 >> 20,
+        "rounds": all.len(),
+        "workers": pipeline::workers(),
+        "copy_over_memory_percent": percent(copy),
+        "save_over_disk_percent": percent(|round| round.speed("save") / round.disk()),
+    });
     for (key, _) in all.first().map_or(&[][..], |round| &round.speeds) {
-        let name = format!("{key}_mb_per_s");
-        results.insert(name, spread(&values(&|round| round.speed(key))));
+        results[format!("{key}_mb_per_s")] = spread(values(&|round| round.speed(key)));
     }
-    let mut percent = |key: &str, of: &dyn Fn(&Round) -> f64| {
-        results.insert(key.into(), spread(&values(&|round| of(round) * 100.0)));
-    };
-    percent("copy_over_memory_percent", &|round| {
-        round.speed("copy") / round.speed("read").max(round.speed("read_all"))
-    });
-    percent("save_over_disk_percent", &|round| {
-        round.speed("save") / round.disk()
-    });
     for (stage, name) in ["read", "hash", "write"].into_iter().enumerate() {
         let share = |round: &Round| round.stages[stage] / round.stages.iter().sum::<f64>() * 100.0;
-        let name = format!("stage_{name}_percent");
-        results.insert(name, median(&values(&share)).into());
+        results[format!("stage_{name}_percent")] = median(values(&share)).into();
     }
-    json!(results)
+    results
 }
 
 fn in_short(round: &Round) -> String {
     let speeds = round.speeds.iter();
-    let speeds: Vec<String> = speeds
-        .map(|(key, speed)| format!("{key} {speed:.0}"))
-        .collect();
+    let speeds = speeds.map(|(key, speed)| format!("{key} {speed:.0}"));
+    let speeds: Vec<String> = speeds.collect();
     let [read, hash, write] = round.stages.map(|stage| stage * 1e3);
     format!(
         "{} MB/s; all workers read for {read:.0} ms, hashed for {hash:.0}, wrote for {write:.0}; the save has {:.0} % of the disk's speed",

@@ -7,16 +7,20 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
 
+use memfold_lab::{Lab, migrate, wait_for};
+
 use memfold_daemon::DaemonError;
-use memfold_lab::Lab;
 use memfold_snapshot::{Manifest, SnapshotError};
 use memfold_vm::{DiskFormat, DiskSpec, Incoming, LaunchError, Qmp, Vm, VmDirectory, VmSpec};
 
 /// Time limit of one operation of QEMU.
 const LIMIT: Duration = Duration::from_secs(900);
+
+/// Time between two questions to QEMU.
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// Layout of RAM in a file that QEMU migrates to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,16 +58,12 @@ fn monitor(lab: &Lab, vm: &str) -> anyhow::Result<Qmp> {
 
 fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {
     let capability = |name| json!({ "capability": name, "state": form == Form::MappedRam });
-    qmp.execute(
-        "migrate-set-capabilities",
-        json!({ "capabilities": [capability("mapped-ram"), capability("multifd")] }),
-    )?;
+    let both = [capability("mapped-ram"), capability("multifd")];
+    qmp.execute("migrate-set-capabilities", json!({ "capabilities": both }))?;
     // By default, QEMU limits itself to 128 MiB a second, which is meant for networks. libvirt
     // removes this limit for files, too.
-    qmp.execute(
-        "migrate-set-parameters",
-        json!({ "multifd-channels": 2, "max-bandwidth": NO_LIMIT }),
-    )?;
+    let parameters = json!({ "multifd-channels": 2, "max-bandwidth": NO_LIMIT });
+    qmp.execute("migrate-set-parameters", parameters)?;
     Ok(())
 }
 
@@ -74,11 +74,7 @@ pub fn save(lab: &Lab, vm: &str, form: Form, image: &Path, disk: &Path) -> anyho
     prepare_migration(&mut qmp, form)?;
     let began = Instant::now();
     qmp.query("stop")?;
-    qmp.execute(
-        "migrate",
-        json!({ "uri": format!("file:{}", image.display()) }),
-    )?;
-    wait_migrated(&mut qmp, "query-migrate", &["completed"])?;
+    migrate(&mut qmp, "migrate", image, LIMIT)?;
     let pause_s = began.elapsed().as_secs_f64();
     File::open(image)?.sync_all()?;
     let save_s = began.elapsed().as_secs_f64();
@@ -91,21 +87,6 @@ pub fn save(lab: &Lab, vm: &str, form: Form, image: &Path, disk: &Path) -> anyho
         restore_s: 0.0,
         bytes: std::fs::metadata(image)?.blocks() * 512,
     })
-}
-
-fn wait_migrated(qmp: &mut Qmp, query: &str, wanted: &[&str]) -> anyhow::Result<()> {
-    let end = Instant::now() + LIMIT;
-    loop {
-        let answer = qmp.query(query)?;
-        match answer["status"].as_str() {
-            Some(status) if wanted.contains(&status) => return Ok(()),
-            Some("failed" | "cancelled") => bail!("QEMU's migration failed: {answer}"),
-            _ if Instant::now() > end => {
-                bail!("QEMU's migration did not finish within the time limit: {answer}")
-            }
-            _ => std::thread::sleep(Duration::from_millis(2)),
-        }
-    }
 }
 
 /// Returns the node of the VM's first disk, and the file to which it writes.
@@ -152,19 +133,14 @@ pub fn save_inside(lab: &Lab, vm: &str, disk: &Path) -> anyhow::Result<Way> {
 /// Starts a job of QEMU named [`TAG`], and waits for its end.
 fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
     qmp.execute(command, orders.clone())?;
-    let end = Instant::now() + LIMIT;
-    loop {
+    wait_for("QEMU's job did not end", (LIMIT, PAUSE), || {
         let jobs = qmp.query("query-jobs")?;
         let mut all = jobs.as_array().into_iter().flatten();
         let job = all.find(|job| job["id"] == TAG);
         let job = job.with_context(|| format!("QEMU has no job any more: {jobs}"))?;
         ensure!(job["error"].is_null(), "QEMU: {job}");
-        if job["status"] == "concluded" {
-            break;
-        }
-        ensure!(Instant::now() < end, "QEMU: {job}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+        Ok((job["status"] == "concluded").then_some(()))
+    })?;
     qmp.execute("job-dismiss", json!({ "id": TAG }))?;
     Ok(())
 }
@@ -209,7 +185,10 @@ pub fn restore(
     };
     let never = memfold_vm::Cancel::default();
     let start = |state: &Path, spec| memfold_vm::start_unless(&never, state, spec, Some(&incoming));
-    run(lab, spec, start, |qmp| load(qmp, form, image))
+    run(lab, spec, start, |qmp| {
+        prepare_migration(qmp, form)?;
+        migrate(qmp, "migrate-incoming", image, LIMIT)
+    })
 }
 
 /// Starts a VM, loads its state, and lets it run. Returns the seconds that this took.
@@ -225,11 +204,9 @@ fn run(
         let vm = start(state, spec)?;
         let go_on = || {
             // QEMU does not answer while it reads RAM, so this connection has a long time limit.
-            let socket = vm
-                .directory()
-                .context("the VM has no directory with a QMP socket")?
-                .daemon_qmp();
-            let mut qmp = Qmp::connect(&socket, LIMIT)?;
+            let directory = vm.directory();
+            let directory = directory.context("the VM has no directory with a QMP socket")?;
+            let mut qmp = Qmp::connect(&directory.daemon_qmp(), LIMIT)?;
             load(&mut qmp)?;
             qmp.query("cont")?;
             anyhow::Ok(())
@@ -243,13 +220,4 @@ fn run(
     })?;
     ensure!(ran > 0.0, "no time was taken");
     Ok(ran)
-}
-
-fn load(qmp: &mut Qmp, form: Form, image: &Path) -> anyhow::Result<()> {
-    prepare_migration(qmp, form)?;
-    qmp.execute(
-        "migrate-incoming",
-        json!({ "uri": format!("file:{}", image.display()) }),
-    )?;
-    wait_migrated(qmp, "query-status", &["paused", "running", "prelaunch"])
 }

@@ -1,12 +1,15 @@
 //! The JSON record that every study writes: its results, and the version and host that they were
 //! measured with.
 
-use std::path::Path;
+use std::borrow::Borrow;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use memfold_api::DEFAULT_STATE;
 use memfold_host::{HostFacts, guest_images};
+
+use crate::figure;
 
 /// Makes the record of a study:
 /// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}`. `measured`: an
@@ -33,31 +36,26 @@ pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
 /// Returns facts about the host, without names and paths, because results are shown to others.
 fn host() -> Value {
     let facts = HostFacts::probe(DEFAULT_STATE.as_ref());
-    let qemu = facts.qemu.facts.as_ref().map(|q| {
-        let (major, minor, micro) = q.version;
-        format!("{major}.{minor}.{micro}")
-    });
-    let images: Map<String, Value> = guest_images()
-        .unwrap_or_default()
-        .into_iter()
-        .map(|(name, image)| (name, image.kernel_version.into()))
-        .collect();
+    let version = facts.qemu.facts.as_ref().map(|qemu| qemu.version);
+    let qemu = version.map(|(major, minor, micro)| format!("{major}.{minor}.{micro}"));
+    let images = guest_images().unwrap_or_default().into_iter();
+    let images = images.map(|(name, image)| (name, image.kernel_version.into()));
     json!({
         "kernel": facts.kernel,
-        "cpu": field(Path::new("/proc/cpuinfo"), "model name"),
+        "cpu": field("/proc/cpuinfo", "model name"),
         "cpus": std::thread::available_parallelism().map_or(0, usize::from),
-        "memory_kib": field(Path::new("/proc/meminfo"), "MemTotal")
+        "memory_kib": field("/proc/meminfo", "MemTotal")
             .and_then(|text| text.trim_end_matches(" kB").parse::<u64>().ok()),
         "qemu": qemu,
         "accelerator": if facts.kvm.is_usable() { "kvm" } else { "tcg" },
         "transparent_hugepage": facts.transparent_hugepage,
         "max_map_count": facts.max_map_count,
-        "guest_kernels": images,
+        "guest_kernels": images.collect::<Map<String, Value>>(),
     })
 }
 
 /// Returns the value of the first line `name : value` of a file in `/proc`.
-fn field(path: &Path, name: &str) -> Option<String> {
+fn field(path: &str, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(name))?;
     Some(line.split_once(':')?.1.trim().to_owned())
@@ -75,41 +73,68 @@ pub fn summary(study: &Value) -> String {
 fn flatten(name: &str, value: &Value, lines: &mut Vec<(String, String)>) {
     match value {
         Value::Object(parts) => {
+            let dot = if name.is_empty() { "" } else { "." };
             for (key, part) in parts {
-                let name = if name.is_empty() {
-                    key.clone()
-                } else {
-                    format!("{name}.{key}")
-                };
-                flatten(&name, part, lines);
+                flatten(&format!("{name}{dot}{key}"), part, lines);
             }
         }
         // Lists are shown only in the JSON output.
         Value::Array(_) => {}
         Value::Number(number) if number.is_f64() => {
-            lines.push((
-                name.into(),
-                format!("{:.3}", number.as_f64().unwrap_or(f64::NAN)),
-            ));
+            lines.push((name.into(), format!("{:.3}", figure::number(value))));
         }
         other => lines.push((name.into(), other.to_string())),
     }
 }
 
-/// Returns the median of values.
-pub fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
+/// What a study, or a part of it, has measured. Names of keys contain the units.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Found {
+    pub vms: Vec<Value>,
+    pub samples: Vec<Value>,
+    /// An object.
+    pub results: Value,
+}
+
+impl Found {
+    /// Adds what another part of the study has measured.
+    pub fn add(&mut self, other: Self) {
+        self.vms.extend(other.vms);
+        self.samples.extend(other.samples);
+        for (key, value) in other.results.as_object().into_iter().flatten() {
+            self.results[key] = value.clone();
+        }
+    }
+}
+
+/// Returns the median of values; of an even number, the middle of the two.
+pub fn median(values: impl IntoIterator<Item: Borrow<f64>>) -> f64 {
+    let sorted = sorted(values);
+    match sorted.len() {
+        0 => f64::NAN,
+        n => f64::midpoint(sorted[(n - 1) / 2], sorted[n / 2]),
+    }
 }
 
 /// Returns minimum, median and maximum of values.
-pub fn spread(values: &[f64]) -> Value {
-    json!({
-        "min": values.iter().copied().fold(f64::INFINITY, f64::min),
-        "median": median(values),
-        "max": values.iter().copied().fold(0.0, f64::max),
-    })
+pub fn spread(values: impl IntoIterator<Item: Borrow<f64>>) -> Value {
+    let sorted = sorted(values);
+    json!({"min": sorted.first(), "median": median(&sorted), "max": sorted.last()})
+}
+
+pub fn sorted(values: impl IntoIterator<Item: Borrow<f64>>) -> Vec<f64> {
+    let mut sorted: Vec<f64> = values.into_iter().map(|value| *value.borrow()).collect();
+    sorted.sort_by(f64::total_cmp);
+    sorted
+}
+
+/// Returns the ratios of values that were measured in the same round.
+pub fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
+    ours.iter().zip(theirs).map(|(a, b)| a / b).collect()
+}
+
+pub fn mib(bytes: f64) -> f64 {
+    bytes / f64::from(1 << 20)
 }
 
 #[cfg(test)]
@@ -133,5 +158,12 @@ mod tests {
         assert!(value["host"]["memory_kib"].as_u64().unwrap() > 1 << 16);
         let text = value["host"].to_string();
         assert!(!text.contains('/') || !text.contains("/usr"), "{text}");
+    }
+
+    #[test]
+    fn the_median_of_an_even_number_of_values_is_in_the_middle_and_the_largest_may_be_negative() {
+        let all = spread([-4.0, -1.0, -3.0, -2.0]);
+        assert_eq!(all, json!({"min": -4.0, "median": -2.5, "max": -1.0}));
+        assert!(spread([0.0; 0])["median"].is_null());
     }
 }

@@ -26,6 +26,7 @@ mod lender;
 mod link;
 mod path;
 
+use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::Instant;
 
@@ -36,11 +37,11 @@ use link::Link;
 use memfold_fold::EngineSettings;
 use memfold_lab::Lab;
 use memfold_units::ByteSize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::figure::{self, Axis, Figure, Series};
-use super::record::{median, spread};
-use super::study::Options;
+use crate::figure::{self, Axis, Figure, Series};
+use crate::record::{Found, median, mib, ratios, spread};
+use crate::study::Options;
 
 const ARMS: [Arm; 6] = [
     Arm::HardDisk,
@@ -90,30 +91,16 @@ struct Scale {
 }
 
 impl Scale {
-    /// Returns the scale of a quick study: one array, three rounds.
-    fn quick() -> Self {
+    fn of(options: &Options) -> Self {
         Self {
             ram: ByteSize::mib(320),
-            percents: vec![HEADLINE],
-            blocks: vec![PAGE],
+            percents: options.pick(vec![HEADLINE], vec![50, 100, HEADLINE, 400]),
+            blocks: options.pick(vec![PAGE], vec![PAGE, 64 << 10, 1 << 20]),
             rounds: 3,
-            seconds: 5,
+            seconds: options.pick(5, 4),
             kills: 50,
-            rows: 250_000,
-            memory: ByteSize::mib(20),
-        }
-    }
-
-    fn full() -> Self {
-        Self {
-            ram: ByteSize::mib(320),
-            percents: vec![50, 100, HEADLINE, 400],
-            blocks: vec![PAGE, 64 << 10, 1 << 20],
-            rounds: 3,
-            seconds: 4,
-            kills: 50,
-            rows: 400_000,
-            memory: ByteSize::mib(32),
+            rows: options.pick(250_000, 400_000),
+            memory: ByteSize::mib(options.pick(20, 32)),
         }
     }
 
@@ -135,8 +122,8 @@ struct Sample {
 
 /// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let scale = options.pick(Scale::quick(), Scale::full());
-    let path_alone = options.is_only("remote", PATH)?;
+    let scale = Scale::of(options);
+    options.check_arms("remote", &[PATH])?;
     let most = scale.percents.iter().max().copied().unwrap_or(0);
     // The swap disk has twice the needed size: if more than half of it were used, the kernel would
     // free the place of each page that is read (vm_swap_full). Pages that are only read would then
@@ -147,11 +134,10 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let round_trips = link.round_trips()?;
     let lender = Lender::start(&link, swap)?;
     let block_path = path::measure(&lender)?;
-    if path_alone {
-        return Ok(json!({
-            "vms": [],
-            "samples": [],
-            "results": { "round_trip": round_trips, "block_path": block_path },
+    if !options.arms.is_empty() {
+        return Ok(json!(Found {
+            results: json!({ "round_trip": round_trips, "block_path": block_path }),
+            ..Found::default()
         }));
     }
     let lab = Lab::with_registry(EngineSettings::default(), &lender.socket())?;
@@ -170,14 +156,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             // After this, no page has to be written before it can be read.
             guest.order("check")?;
             for patterns in [READS, WRITES] {
-                each_arm(
-                    &scale,
-                    &arms,
-                    &guest,
-                    (percent, round, patterns),
-                    &mut samples,
-                    &mut switches,
-                )?;
+                let phase = (percent, round, patterns);
+                let more = each_arm(&scale, &arms, &guest, phase, &mut switches)?;
+                samples.extend(more);
             }
         }
         guest.end()?;
@@ -188,23 +169,27 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let given_back = give_back(&scale, &guest)?;
     let sort = sort(&scale, &guest)?;
     lab.stop(VM)?;
-    let wrong: u64 = samples.iter().map(|s| s.done.wrong_words).sum();
-    let mut results = ratios(&samples);
-    results.insert("limit".into(), limit(&round_trips, &samples));
-    results.insert("round_trip".into(), round_trips);
-    results.insert("block_path".into(), block_path);
-    results.insert("wrong_words".into(), wrong.into());
-    results.insert("switch_ms".into(), spread(&switches.to_lent));
-    results.insert("give_back_ms".into(), spread(&switches.back));
-    let kills = kills.as_object().cloned().unwrap_or_default();
-    results.extend(kills);
-    results.insert("give_back_1_gib".into(), given_back);
-    results.insert("sort".into(), sort);
-    results.insert("left_out".into(), left_out);
-    Ok(json!({
-        "vms": [{"name": VM, "ram_bytes": scale.ram.0, "swap_bytes": swap.0}],
-        "samples": samples.iter().map(sample).collect::<Vec<_>>(),
-        "results": results,
+    let mut results = throughput_ratios(&samples);
+    results["limit"] = limit(&round_trips, &samples);
+    results["round_trip"] = round_trips;
+    results["block_path"] = block_path;
+    results["wrong_words"] = samples
+        .iter()
+        .map(|s| s.done.wrong_words)
+        .sum::<u64>()
+        .into();
+    results["switch_ms"] = spread(&switches.to_lent);
+    results["give_back_ms"] = spread(&switches.back);
+    for (key, value) in kills.as_object().into_iter().flatten() {
+        results[key] = value.clone();
+    }
+    results["give_back_1_gib"] = given_back;
+    results["sort"] = sort;
+    results["left_out"] = left_out;
+    Ok(json!(Found {
+        vms: vec![json!({"name": VM, "ram_bytes": scale.ram.0, "swap_bytes": swap.0})],
+        samples: samples.iter().map(Sample::json).collect(),
+        results,
     }))
 }
 
@@ -237,12 +222,11 @@ fn each_arm(
     arms: &[Arm],
     guest: &Guest<'_>,
     (percent, round, patterns): (u64, usize, &[&'static str]),
-    samples: &mut Vec<Sample>,
     switches: &mut Switches,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Vec<Sample>> {
+    let mut samples = Vec::new();
     for turn in 0..arms.len() {
         let arm = arms[(turn + round) % arms.len()];
-        let is_lent = arm.transport().is_some();
         let switched = guest.switch(arm)?;
         for &pattern in patterns {
             if arm == Arm::HardDiskStream && pattern.starts_with("rand") {
@@ -269,51 +253,46 @@ fn each_arm(
             }
         }
         let back = guest.back()?;
-        if is_lent {
+        if arm.transport().is_some() {
             switches.to_lent.push(switched as f64);
             switches.back.push(back as f64);
         }
     }
-    Ok(())
+    Ok(samples)
 }
 
 /// Measures the return of a GiB that is in use while the program continues, with a copy on disk and
 /// without one.
 fn give_back(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
     guest.fill(ByteSize(scale.ram.0 + GIB))?;
-    let mut results = Map::new();
+    let mut results = json!({});
     for arm in [Arm::Lent, Arm::LentAlone] {
+        let name = arm.name();
         let mut all = Vec::new();
         for _ in 0..scale.rounds {
             let given = guest.give_back(arm)?;
-            eprintln!(
-                "{}: {} in use given back in {} ms",
-                arm.name(),
-                given.used,
-                given.took_ms
-            );
+            let (used, took_ms) = (given.used, given.took_ms);
+            eprintln!("{name}: {used} in use given back in {took_ms} ms");
             all.push(given);
         }
-        let each = |what: fn(&GivenBack) -> f64| spread(&all.iter().map(what).collect::<Vec<_>>());
-        let found = json!({
+        let each = |what: fn(&GivenBack) -> f64| spread(all.iter().map(what));
+        results[name] = json!({
             "ms": each(|given| given.took_ms as f64),
             "ms_a_gib": each(|given| given.took_ms as f64 * GIB as f64 / given.used.0.max(1) as f64),
-            "used_mib": each(|given| given.used.0 as f64 / 1_048_576.0),
+            "used_mib": each(|given| mib(given.used.0 as f64)),
             "longest_stall_s": each(|given| given.mixed.longest_ns as f64 / 1e9),
             "wrong_words": all.iter().map(|given| given.mixed.wrong_words).sum::<u64>(),
         });
-        results.insert(arm.name().to_owned(), found);
     }
     let wrong = guest.order("check")?.wrong_words;
     ensure!(wrong == 0, "{wrong} words of the array are wrong");
     guest.end()?;
-    Ok(json!(results))
+    Ok(results)
 }
 
 /// Measures the sort of `PostgreSQL` in each arm.
 fn sort(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
     let arms = [Arm::HardDisk, Arm::Lent, Arm::Disk];
-    let mut results = Map::new();
     let mut all: Vec<Vec<f64>> = vec![Vec::new(); arms.len()];
     let mut swapped = 0.0_f64;
     // This first sort brings the program and its files into memory for all arms.
@@ -328,58 +307,50 @@ fn sort(scale: &Scale, guest: &Guest<'_>) -> anyhow::Result<Value> {
             guest.back()?;
         }
     }
+    let mut results = json!({
+        "hdd_over_lent": median(&all[0]) / median(&all[1]),
+        "rows": scale.rows,
+        "swapped_out_mib": mib(swapped),
+    });
     for (arm, times) in arms.iter().zip(&all) {
-        results.insert(format!("{}_s", arm.name()), spread(times));
+        results[format!("{}_s", arm.name())] = spread(times);
     }
-    results.insert(
-        "hdd_over_lent".into(),
-        (median(&all[0]) / median(&all[1])).into(),
-    );
-    results.insert("rows".into(), scale.rows.into());
-    results.insert("swapped_out_mib".into(), (swapped / 1_048_576.0).into());
-    Ok(json!(results))
+    Ok(results)
 }
 
-fn sample(sample: &Sample) -> Value {
-    let mut value = sample.done.json();
-    value["array_percent_of_ram"] = sample.percent.into();
-    value["round"] = sample.round.into();
-    value["arm"] = sample.arm.name().into();
-    value["pattern"] = sample.pattern.into();
-    value["block_bytes"] = sample.block.into();
-    value
+impl Sample {
+    fn json(&self) -> Value {
+        let mut value = self.done.json();
+        value["array_percent_of_ram"] = self.percent.into();
+        value["round"] = self.round.into();
+        value["arm"] = self.arm.name().into();
+        value["pattern"] = self.pattern.into();
+        value["block_bytes"] = self.block.into();
+        value
+    }
 }
 
-/// Returns the throughput of an arm over that of another, round by round, for the middle array and
-/// single pages.
-fn ratio(samples: &[Sample], pattern: &str, arm: Arm, other: Arm) -> Vec<f64> {
-    let of = |arm: Arm, round: usize| {
-        samples
-            .iter()
-            .find(|s| {
-                s.arm == arm
-                    && s.round == round
-                    && s.pattern == pattern
-                    && s.block == PAGE
-                    && s.percent == HEADLINE
-            })
-            .map(|s| s.done.mb_per_s())
-    };
-    (0..)
-        .map_while(|round| Some(of(arm, round)? / of(other, round)?))
-        .collect()
+/// Returns the samples of an arm for the middle array and single pages.
+fn headline<'a>(
+    samples: &'a [Sample],
+    arm: Arm,
+    pattern: &'a str,
+) -> impl Iterator<Item = &'a Sample> {
+    samples.iter().filter(move |s| {
+        s.arm == arm && s.pattern == pattern && s.block == PAGE && s.percent == HEADLINE
+    })
 }
 
-fn ratios(samples: &[Sample]) -> Map<String, Value> {
-    let mut results = Map::new();
-    let mut add = |name: &str, values: &[f64]| {
+fn throughput_ratios(samples: &[Sample]) -> Value {
+    let mut results = json!({});
+    let mut add = |name: String, values: Vec<f64>| {
         // An arm that was left out has no figure.
-        let (middle, all) = match values {
-            [] => (Value::Null, Value::Null),
-            values => (median(values).into(), spread(values)),
-        };
-        results.insert(name.to_owned(), middle);
-        results.insert(format!("{name}_spread"), all);
+        if values.is_empty() {
+            results[format!("{name}_spread")] = Value::Null;
+        } else {
+            results[format!("{name}_spread")] = spread(&values);
+        }
+        results[name] = median(&values).into();
     };
     for pattern in PATTERNS {
         // Writes also go to the copy, which is not limited, so writes are compared in the arm
@@ -389,28 +360,25 @@ fn ratios(samples: &[Sample]) -> Map<String, Value> {
         } else {
             Arm::Lent
         };
-        let of = |other| ratio(samples, pattern, lent, other);
-        add(&format!("{pattern}_ratio"), &of(Arm::HardDisk));
-        add(&format!("{pattern}_ratio_to_disk_as_is"), &of(Arm::Disk));
-        let iscsi = ratio(samples, pattern, Arm::Iscsi, Arm::HardDisk);
-        add(&format!("{pattern}_ratio_iscsi"), &iscsi);
+        let of = |arm| -> Vec<f64> {
+            let samples = headline(samples, arm, pattern);
+            samples.map(|s| s.done.mb_per_s()).collect()
+        };
+        let over = |other| ratios(&of(lent), &of(other));
+        add(format!("{pattern}_ratio"), over(Arm::HardDisk));
+        add(format!("{pattern}_ratio_to_disk_as_is"), over(Arm::Disk));
+        let iscsi = ratios(&of(Arm::Iscsi), &of(Arm::HardDisk));
+        add(format!("{pattern}_ratio_iscsi"), iscsi);
         if pattern.starts_with("seq") {
             add(
-                &format!("{pattern}_ratio_to_stream"),
-                &of(Arm::HardDiskStream),
+                format!("{pattern}_ratio_to_stream"),
+                over(Arm::HardDiskStream),
             );
         }
     }
-    let p50 = of_lent(samples, "randread").map(|s| s.done.p50_ns as f64 / 1e3);
-    add("randread_p50_us", &p50.collect::<Vec<_>>());
+    let p50 = headline(samples, Arm::Lent, "randread").map(|s| s.done.p50_ns as f64 / 1e3);
+    add("randread_p50_us".into(), p50.collect());
     results
-}
-
-/// Returns the samples of lent RAM with a copy, for the middle array and single pages.
-fn of_lent<'a>(samples: &'a [Sample], pattern: &'a str) -> impl Iterator<Item = &'a Sample> {
-    samples.iter().filter(move |s| {
-        s.arm == Arm::Lent && s.pattern == pattern && s.block == PAGE && s.percent == HEADLINE
-    })
 }
 
 /// Returns the speed of copying memory on one core, and of fetching one page after the other over
@@ -424,11 +392,11 @@ fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
         COPIED as f64 / 1e6 / began.elapsed().as_secs_f64()
     };
     let copied: Vec<f64> = std::iter::repeat_with(copied).take(COPIES).collect();
-    let page_us = round_trips[format!("{PAGE}_bytes_us")]["median"].as_f64();
-    let pages = PAGE as f64 / page_us.unwrap_or(f64::NAN);
-    let percent = |pattern: &str| {
-        let percents = of_lent(samples, pattern).map(|s| s.done.mb_per_s() * 100.0 / pages);
-        spread(&percents.collect::<Vec<_>>())
+    let page_us = figure::number(&round_trips[format!("{PAGE}_bytes_us")]["median"]);
+    let pages = PAGE as f64 / page_us;
+    let percent = |pattern| {
+        let lent = headline(samples, Arm::Lent, pattern);
+        spread(lent.map(|s| s.done.mb_per_s() * 100.0 / pages))
     };
     json!({
         "memory_copy_mb_s": spread(&copied),
@@ -439,48 +407,34 @@ fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
 }
 
 /// Draws the throughput by size of the array, for each pattern.
-#[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
-    let samples = study["samples"].as_array().cloned().unwrap_or_default();
-    let mut sizes: Vec<u64> = samples
+    let samples = figure::samples(study);
+    let sizes = samples
         .iter()
-        .filter_map(|s| s["array_percent_of_ram"].as_u64())
-        .collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    let point = |arm: Arm, pattern: &str, size: u64| {
-        let values: Vec<f64> = samples
-            .iter()
-            .filter(|s| {
-                s["arm"] == arm.name()
-                    && s["pattern"] == pattern
-                    && s["block_bytes"] == PAGE
-                    && s["array_percent_of_ram"] == size
-            })
-            .filter_map(|s| s["mb_per_s"].as_f64())
-            .collect();
-        (size as f64 / 100.0, median(&values))
+        .filter_map(|s| s["array_percent_of_ram"].as_u64());
+    let sizes: BTreeSet<u64> = sizes.collect();
+    let drawn = |pattern: &str| {
+        let line = |arm: &Arm| {
+            let mine = samples.iter().filter(|s| {
+                s["arm"] == arm.name() && s["pattern"] == pattern && s["block_bytes"] == PAGE
+            });
+            let point = |&size: &u64| {
+                let of_size = mine.clone().filter(|s| s["array_percent_of_ram"] == size);
+                let middle = median(of_size.filter_map(|s| s["mb_per_s"].as_f64()));
+                (size as f64 / 100.0, middle)
+            };
+            Series {
+                name: arm.name().to_owned(),
+                points: sizes.iter().map(point).collect(),
+                dashed: arm.transport().is_none(),
+            }
+        };
+        let title = format!("{pattern}, one page at a time");
+        let (x, y) = (Axis::Linear("array / the VM's RAM"), Axis::Log("MB/s"));
+        let lines = ARMS.each_ref().map(line);
+        figure::drawn(&format!("remote-{pattern}"), &title, x, y, &lines)
     };
-    PATTERNS
-        .iter()
-        .map(|pattern| {
-            let series: Vec<Series> = ARMS
-                .iter()
-                .map(|arm| Series {
-                    name: arm.name().to_owned(),
-                    points: sizes.iter().map(|s| point(*arm, pattern, *s)).collect(),
-                    dashed: arm.transport().is_none(),
-                })
-                .collect();
-            let svg = figure::lines(
-                &format!("{pattern}, one page at a time"),
-                &Axis::linear("array / the VM's RAM"),
-                &Axis::log("MB/s"),
-                &series,
-            );
-            (format!("remote-{pattern}"), svg)
-        })
-        .collect()
+    PATTERNS.into_iter().filter_map(drawn).collect()
 }
 
 #[cfg(test)]
@@ -489,7 +443,7 @@ mod tests {
 
     #[test]
     fn a_skipped_study_arm_has_null_results() {
-        let results = ratios(&[]);
+        let results = throughput_ratios(&[]);
         assert!(results["randread_ratio_iscsi"].is_null());
         assert!(results["randread_ratio_iscsi_spread"].is_null());
     }

@@ -24,20 +24,21 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use memfold_api::{BuildRequest, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
-use memfold_host::guest_images;
-use memfold_lab::{DiskMode, Lab};
+use memfold_lab::{DiskMode, Lab, guest_image};
 use memfold_segment::Manifest;
 use memfold_snapshot::Renew;
 use memfold_units::ByteSize;
 use memfold_vm::SegmentSpec;
 use memfold_vm::segments::SMALL_REPORTS;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::record::{median, spread};
-use super::study::Options;
+use crate::host::numbers;
+use crate::record::{Found, median, mib, ratios, spread};
+use crate::study::Options;
+use crate::wait::wait_steady;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
@@ -77,21 +78,10 @@ echo $(( ($(date +%s%N) - began) / 1000000 ))";
 
 /// Returns a shell command that prints how many page faults a systemd unit has had since its start
 /// (`memory.stat`, `Documentation/admin-guide/cgroup-v2.rst`).
-pub(super) fn faults_of(unit: &str) -> String {
+fn faults_of(unit: &str) -> String {
     format!(
         r#"awk '$1 == "pgfault" {{ print $2 }}' /sys/fs/cgroup/system.slice/{unit}.service/memory.stat"#
     )
-}
-
-/// Parses milliseconds and page faults, as a guest prints them.
-pub(super) fn took(said: &str) -> anyhow::Result<(f64, f64)> {
-    let mut numbers = said.split_whitespace().map(str::parse::<f64>);
-    let mut next = || {
-        numbers
-            .next()
-            .with_context(|| format!("the guest said: {said}"))
-    };
-    Ok((next()??, next()??))
 }
 
 /// Shell command that prints the use of a guest's memory.
@@ -117,31 +107,21 @@ pub(super) enum Files {
     Root,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Arm {
-    name: &'static str,
-    files: Files,
-    clone: bool,
-}
-
 /// Names of segments: of all files that can be mounted over, of the files that save most, of a
 /// whole system.
 const TREE: &str = "tree";
 const BEST: &str = "best";
 pub(super) const ROOT: &str = "root";
 
-const fn arm(name: &'static str, files: Files, clone: bool) -> Arm {
-    Arm { name, files, clone }
-}
-
-/// Arms of the study. The others are compared with the first one.
-const ARMS: [Arm; 6] = [
-    arm("none", Files::Disk, false),
-    arm("tree", Files::Laid(TREE), false),
-    arm("segment", Files::Laid(BEST), false),
-    arm("root", Files::Root, false),
-    arm("clone", Files::Disk, true),
-    arm("both", Files::Laid(BEST), true),
+/// Arms of the study: name, and whether the VMs are clones. The others are compared with the first
+/// one.
+const ARMS: [(&str, Files, bool); 6] = [
+    ("none", Files::Disk, false),
+    ("tree", Files::Laid(TREE), false),
+    ("segment", Files::Laid(BEST), false),
+    ("root", Files::Root, false),
+    ("clone", Files::Disk, true),
+    ("both", Files::Laid(BEST), true),
 ];
 
 /// Attributable memory of a VM in bytes, on average over the running VMs.
@@ -159,11 +139,11 @@ impl Memory {
 
 /// Measurements of an arm.
 struct Measured {
-    arm: Arm,
+    arm: &'static str,
     idle: Memory,
     apache: Memory,
     /// `/proc/meminfo` of one idle guest, in KiB.
-    guest: Map<String, Value>,
+    guest: Value,
 }
 
 impl Measured {
@@ -174,16 +154,12 @@ impl Measured {
     fn sample(&self) -> Value {
         let memory = |m: Memory| json!({ "ram_mib": mib(m.ram), "segments_mib": mib(m.segments) });
         json!({
-            "arm": self.arm.name,
+            "arm": self.arm,
             "idle": memory(self.idle),
             "with_apache": memory(self.apache),
             "guest_kib": self.guest,
         })
     }
-}
-
-pub(super) fn mib(bytes: f64) -> f64 {
-    bytes / f64::from(1 << 20)
 }
 
 pub(super) fn saving_percent(with: f64, without: f64) -> f64 {
@@ -195,28 +171,26 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     // Number of VMs at once in each arm, and number of cold starts.
     let (vms, starts) = options.pick((4, 3), (6, 5));
     let lab = Lab::new(EngineSettings::default())?;
-    let mut samples = Vec::new();
+    let mut found = Found::default();
     let mut arms = Vec::new();
     let mut built = None;
-    for arm in ARMS {
-        let names = bring_up(&lab, arm, vms).with_context(|| format!("arm '{}'", arm.name))?;
-        let measured = measure(&lab, arm, &names).with_context(|| format!("arm '{}'", arm.name))?;
+    for (arm, files, clone) in ARMS {
+        let context = || format!("arm '{arm}'");
+        let names = bring_up(&lab, (arm, files, clone), vms).with_context(context)?;
+        let measured = measure(&lab, arm, &names).with_context(context)?;
         eprintln!(
-            "{:8} idle {:4.0} MiB a VM, of it {:3.0} of segments; apache2 adds {:3.0} MiB",
-            arm.name,
+            "{arm:8} idle {:4.0} MiB a VM, of it {:3.0} of segments; apache2 adds {:3.0} MiB",
             mib(measured.idle.all()),
             mib(measured.idle.segments),
             mib(measured.added_by_apache()),
         );
-        samples.push(measured.sample());
+        found.samples.push(measured.sample());
         arms.push(measured);
         if built.is_none() {
             // The files are ranked by the page caches of these VMs.
             built = Some(build_all(&lab, vms)?);
         }
-        for name in &names {
-            lab.stop(name)?;
-        }
+        names.iter().try_for_each(|name| lab.stop(name))?;
     }
     let [all, best] = built.context("no arm of the study was measured")?;
     // The sources are left out, because they are paths of this machine.
@@ -225,55 +199,47 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             "name": m.name, "files": m.files, "content_bytes": m.content_bytes, "image_bytes": m.image_bytes,
         })
     };
-    samples.push(json!({ "segments": [facts(&all), facts(&best)] }));
-    let mut results = savings(&arms, &all, &best)?;
-    let starts = cold_starts(&lab, starts)?;
-    results.extend(starts.0);
-    samples.push(starts.1);
+    let segments = json!({ "segments": [facts(&all), facts(&best)] });
+    found.samples.push(segments);
+    found.results = savings(&arms, &all, &best)?;
+    found.add(cold_starts(&lab, starts)?);
     for directory in options.pick(&[][..], &DIRECTORIES) {
-        let found = one_directory(&lab, directory, arms[0].idle)?;
-        eprintln!("{directory} alone: {found}");
-        samples.push(found);
+        let alone = one_directory(&lab, directory, arms[0].idle)?;
+        eprintln!("{directory} alone: {alone}");
+        found.samples.push(alone);
     }
-    Ok(json!({ "samples": samples, "results": results }))
+    Ok(json!(found))
 }
 
-fn savings(
-    arms: &[Measured],
-    all: &Manifest,
-    best: &Manifest,
-) -> anyhow::Result<Map<String, Value>> {
+fn savings(arms: &[Measured], all: &Manifest, best: &Manifest) -> anyhow::Result<Value> {
     let named = |name: &str| {
-        let found = arms.iter().find(|measured| measured.arm.name == name);
+        let found = arms.iter().find(|measured| measured.arm == name);
         found.with_context(|| format!("no arm '{name}'"))
     };
     let none = named("none")?;
     let idle = |m: &Measured| saving_percent(m.idle.all(), none.idle.all());
     let apache = |m: &Measured| saving_percent(m.added_by_apache(), none.added_by_apache());
-    let mut results = Map::new();
+    let saved = |m: &Measured| mib(none.apache.all() - m.apache.all());
+    let (tree, segment) = (saved(named("tree")?), saved(named("segment")?));
+    let bytes = best.image_bytes as f64 / all.image_bytes as f64;
+    let mut results = json!({
+        // Study A gives this saving.
+        "idle_saving_percent": idle(named("both")?),
+        "apache_saving_percent": apache(named("segment")?),
+        "tree_saving_mib": tree,
+        "top_files_saving_mib": segment,
+        "top_files_saving_percent": segment / tree * 100.0,
+        "top_files_bytes_percent": bytes * 100.0,
+    });
     for measured in arms {
-        let name = measured.arm.name;
-        results.insert(format!("idle_mib_{name}"), mib(measured.idle.all()).into());
-        let added = mib(measured.added_by_apache());
-        results.insert(format!("apache_mib_{name}"), added.into());
+        let name = measured.arm;
+        results[format!("idle_mib_{name}")] = mib(measured.idle.all()).into();
+        results[format!("apache_mib_{name}")] = mib(measured.added_by_apache()).into();
         if name != "none" {
-            results.insert(format!("idle_saving_percent_{name}"), idle(measured).into());
-            let saving = apache(measured).into();
-            results.insert(format!("apache_saving_percent_{name}"), saving);
+            results[format!("idle_saving_percent_{name}")] = idle(measured).into();
+            results[format!("apache_saving_percent_{name}")] = apache(measured).into();
         }
     }
-    // Study A gives this saving.
-    results.insert("idle_saving_percent".into(), idle(named("both")?).into());
-    let saving = apache(named("segment")?).into();
-    results.insert("apache_saving_percent".into(), saving);
-    let saved = |m: &Measured| none.apache.all() - m.apache.all();
-    let (tree, segment) = (saved(named("tree")?), saved(named("segment")?));
-    results.insert("tree_saving_mib".into(), mib(tree).into());
-    results.insert("top_files_saving_mib".into(), mib(segment).into());
-    let share = segment / tree * 100.0;
-    results.insert("top_files_saving_percent".into(), share.into());
-    let bytes = best.image_bytes as f64 / all.image_bytes as f64 * 100.0;
-    results.insert("top_files_bytes_percent".into(), bytes.into());
     Ok(results)
 }
 
@@ -283,10 +249,7 @@ pub(super) fn build(
     (name, image): (&str, &str),
     change: impl FnOnce(&mut BuildRequest),
 ) -> anyhow::Result<Manifest> {
-    let images = guest_images().context("no guest images found; run 'make setup'")?;
-    let image = images
-        .get(image)
-        .with_context(|| format!("no guest image '{image}'; see guest/README.md"))?;
+    let image = guest_image(image)?;
     let mut request = BuildRequest {
         name: name.into(),
         domain: DOMAIN.into(),
@@ -344,22 +307,23 @@ pub(super) fn start(
 }
 
 /// Starts the VMs of an arm, and waits until they are idle. Returns their names.
-fn bring_up(lab: &Lab, arm: Arm, number: usize) -> anyhow::Result<Vec<String>> {
+fn bring_up(
+    lab: &Lab,
+    (arm, files, clone): (&str, Files, bool),
+    number: usize,
+) -> anyhow::Result<Vec<String>> {
     let names: Vec<String> = (1..=number).map(|n| format!("vm{n}")).collect();
     let trixie = (IMAGE, MEMORY);
-    if !arm.clone {
-        for name in &names {
-            start(lab, name, trixie, arm.files)?;
-        }
-        for name in &names {
-            booted(lab, name)?;
-        }
+    let mut all = names.iter();
+    if !clone {
+        all.try_for_each(|name| start(lab, name, trixie, files))?;
+        names.iter().try_for_each(|name| booted(lab, name))?;
         return Ok(names);
     }
-    start(lab, "template", trixie, arm.files)?;
+    start(lab, "template", trixie, files)?;
     booted(lab, "template")?;
     std::thread::sleep(REST);
-    let snapshot = format!("template-{}", arm.name);
+    let snapshot = format!("template-{arm}");
     let request = SaveRequest {
         keep: KeepChoice::None,
         ..SaveRequest::new("template", &snapshot)
@@ -383,39 +347,33 @@ pub(super) fn booted(lab: &Lab, name: &str) -> anyhow::Result<()> {
     lab.wait_ready(name, BOOT_TIMEOUT)?;
     // The exit code is ignored: it says whether every service runs.
     let wait = "systemctl is-system-running --wait > /dev/null; true";
-    lab.exec(name, wait, LIMIT)?;
-    Ok(())
+    lab.exec(name, wait, LIMIT).map(drop)
 }
 
-fn measure(lab: &Lab, arm: Arm, names: &[String]) -> anyhow::Result<Measured> {
+fn measure(lab: &Lab, arm: &'static str, names: &[String]) -> anyhow::Result<Measured> {
     let idle = memory(lab)?;
     let first = names.first().context("the arm has no VM to measure")?;
     let guest = guest(lab, first)?;
     for name in names {
         lab.exec(name, APACHE, LIMIT)?;
     }
-    let apache = memory(lab)?;
     Ok(Measured {
         arm,
         idle,
-        apache,
+        apache: memory(lab)?,
         guest,
     })
 }
 
 /// Returns the attributable memory of the laboratory's VMs when it no longer changes.
 pub(super) fn memory(lab: &Lab) -> anyhow::Result<Memory> {
-    let mut before = memory_now(lab)?;
-    for _ in 0..LONGEST_REST.as_secs() / REST.as_secs() {
-        std::thread::sleep(REST);
-        let now = memory_now(lab)?;
-        if (now.all() - before.all()).abs() < before.all() * SAME {
-            return Ok(now);
-        }
-        before = now;
+    let times = LONGEST_REST.as_secs() / REST.as_secs();
+    let now = || memory_now(lab);
+    let (memory, is_steady) = wait_steady((REST, times, SAME), now, |memory| memory.all())?;
+    if !is_steady {
+        eprintln!("memory still changes after {} s", LONGEST_REST.as_secs());
     }
-    eprintln!("memory still changes after {} s", LONGEST_REST.as_secs());
-    Ok(before)
+    Ok(memory)
 }
 
 fn memory_now(lab: &Lab) -> anyhow::Result<Memory> {
@@ -431,64 +389,81 @@ fn memory_now(lab: &Lab) -> anyhow::Result<Memory> {
     })
 }
 
-fn guest(lab: &Lab, name: &str) -> anyhow::Result<Map<String, Value>> {
+fn guest(lab: &Lab, name: &str) -> anyhow::Result<Value> {
     let said = lab.exec(name, GUEST, LIMIT)?;
-    let mut facts = Map::new();
-    for line in said.lines() {
-        if let Some((key, value)) = line.split_once(": ") {
-            facts.insert(key.to_owned(), value.trim().parse::<u64>()?.into());
-        }
+    let mut facts = json!({});
+    for (key, value) in said.lines().filter_map(|line| line.split_once(": ")) {
+        facts[key] = value.trim().parse::<u64>()?.into();
     }
     Ok(facts)
 }
 
+/// Starts of a program in several VMs, each list in the order of the VMs.
+pub(super) struct Starts {
+    /// Milliseconds of each start.
+    pub ms: Vec<Vec<f64>>,
+    /// Page faults of the program until then.
+    pub faults: Vec<Vec<f64>>,
+}
+
+/// Measures starts of the program of the systemd unit `unit`, in each VM in turn. `script`: starts
+/// the program, and prints the milliseconds.
+pub(super) fn measure_starts(
+    lab: &Lab,
+    vms: &[&str],
+    (unit, script): (&str, &str),
+    rounds: usize,
+) -> anyhow::Result<Starts> {
+    let script = format!("{script}\n{}", faults_of(unit));
+    let mut found = Starts {
+        ms: vec![Vec::new(); vms.len()],
+        faults: vec![Vec::new(); vms.len()],
+    };
+    for _ in 0..rounds {
+        for (at, vm) in vms.iter().enumerate() {
+            let said = lab.exec(vm, &script, LIMIT)?;
+            let [ms, faults] = numbers(&said)[..] else {
+                bail!("the guest said: {said}");
+            };
+            found.ms[at].push(ms);
+            found.faults[at].push(faults);
+        }
+    }
+    Ok(found)
+}
+
 /// Measures cold starts of apache2, whose files are in no guest's cache, in a VM of each kind in
 /// turn.
-fn cold_starts(lab: &Lab, rounds: usize) -> anyhow::Result<(Map<String, Value>, Value)> {
-    let vms = [("disk", Files::Disk), ("place", Files::Root)];
-    for (name, files) in vms {
+fn cold_starts(lab: &Lab, rounds: usize) -> anyhow::Result<Found> {
+    let vms = ["disk", "place"];
+    for (name, files) in vms.into_iter().zip([Files::Disk, Files::Root]) {
         start(lab, name, (IMAGE, MEMORY), files)?;
     }
-    for (name, _) in vms {
+    for name in vms {
         booted(lab, name)?;
         lab.exec(name, APACHE, LIMIT)?;
     }
-    let (mut times, mut faults) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
-    for _ in 0..rounds {
-        for (((name, _), times), faults) in vms.iter().zip(&mut times).zip(&mut faults) {
-            let script = format!("{COLD_APACHE}\n{}", faults_of("apache2"));
-            let (took, touched) = took(&lab.exec(name, &script, LIMIT)?)?;
-            times.push(took);
-            faults.push(touched);
-        }
-    }
-    for (name, _) in vms {
-        lab.stop(name)?;
-    }
-    let ratios: Vec<f64> = times[0]
-        .iter()
-        .zip(&times[1])
-        .map(|(disk, place)| disk / place)
-        .collect();
+    let Starts { ms, faults } = measure_starts(lab, &vms, ("apache2", COLD_APACHE), rounds)?;
+    vms.iter().try_for_each(|name| lab.stop(name))?;
     eprintln!(
         "cold start of apache2: {:.0} ms and {:.0} page faults from a disk, {:.0} ms and {:.0} from a segment",
-        median(&times[0]),
+        median(&ms[0]),
         median(&faults[0]),
-        median(&times[1]),
+        median(&ms[1]),
         median(&faults[1])
     );
-    let mut results = Map::new();
-    results.insert("apache_cold_start_ratio".into(), spread(&ratios));
-    results.insert("apache_cold_start_faults_disk".into(), spread(&faults[0]));
-    results.insert(
-        "apache_cold_start_faults_segment".into(),
-        spread(&faults[1]),
-    );
-    let sample = json!({
-        "cold_start_ms": { "disk": times[0], "segment": times[1] },
-        "cold_start_faults": { "disk": faults[0], "segment": faults[1] },
-    });
-    Ok((results, sample))
+    Ok(Found {
+        results: json!({
+            "apache_cold_start_ratio": spread(ratios(&ms[0], &ms[1])),
+            "apache_cold_start_faults_disk": spread(&faults[0]),
+            "apache_cold_start_faults_segment": spread(&faults[1]),
+        }),
+        samples: vec![json!({
+            "cold_start_ms": { "disk": ms[0], "segment": ms[1] },
+            "cold_start_faults": { "disk": faults[0], "segment": faults[1] },
+        })],
+        ..Found::default()
+    })
 }
 
 /// Measures two idle VMs with one directory from a segment mounted over their own: study A's
@@ -498,11 +473,9 @@ fn one_directory(lab: &Lab, directory: &str, none: Memory) -> anyhow::Result<Val
     let built = build(lab, (ONE, IMAGE), |request| {
         request.include = vec![format!("{directory}/**")];
     })?;
-    let names = bring_up(lab, arm(ONE, Files::Laid(ONE), false), 2)?;
+    let names = bring_up(lab, (ONE, Files::Laid(ONE), false), 2)?;
     let with = memory(lab)?;
-    for name in &names {
-        lab.stop(name)?;
-    }
+    names.iter().try_for_each(|name| lab.stop(name))?;
     let saved = none.all() - with.all();
     Ok(json!({
         "directory": directory,

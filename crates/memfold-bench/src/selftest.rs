@@ -12,16 +12,18 @@ pub mod table;
 
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use memfold_units::{ByteSize, PageCount};
 use serde::Serialize;
 
 pub use library::LibraryProof;
 
 use memfold_fold::{EngineSettings, EngineStats};
-use memfold_lab::{DiskMode, Lab};
+use memfold_lab::{DiskMode, Lab, at_once};
 use memfold_ledger as ledger;
 use memfold_vm::Vm;
+
+use crate::wait::most_folded;
 
 /// Name and image of the two guests. The images are built separately, as those of users' VMs are.
 const GUESTS: [(&str, &str); 2] = [("self-test-a", "trixie-a"), ("self-test-b", "trixie-b")];
@@ -113,12 +115,9 @@ pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     let lab = Lab::new(EngineSettings::default())?;
     let names: Vec<&str> = GUESTS.iter().map(|(name, _)| *name).collect();
     progress("booting two Debian guests");
-    for (name, image) in GUESTS {
-        lab.start(Lab::spec(name, image, MEMORY, DiskMode::Buffered)?)?;
-    }
-    for name in &names {
-        lab.wait_ready(name, BOOT_TIMEOUT)?;
-    }
+    let spec = |(name, image)| Lab::spec(name, image, MEMORY, DiskMode::Buffered);
+    let specs = GUESTS.into_iter().map(spec);
+    lab.boot(specs.collect::<Result<_, _>>()?, BOOT_TIMEOUT)?;
     let accelerator = accelerator(&lab)?;
     progress(&format!(
         "hashing files in both, before folding ({accelerator})"
@@ -126,48 +125,32 @@ pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     let before = lab.exec_all(&names, HASH, WORK_TIMEOUT)?;
     progress("hashing again while folding, beside a program that writes");
     let (during, churn) = fold_under_writes(&lab, &names)?;
-    let stats = most_folded(&lab)?;
+    let (stats, _) = most_folded(&lab, |vm| vm.mapped_pages)?;
     let frames = shared_frames(&lab)?;
-    let report = lab.report()?;
+    let ledger = lab.report()?.ledger;
     progress("hashing once more, what is cached and then from disk");
     let after = lab.exec_all(&names, HASH, WORK_TIMEOUT)?;
     let from_disk = lab.exec_all(&names, &format!("{HASH_FROM_DISK}{HASH}"), WORK_TIMEOUT)?;
     let last = lab.stats()?;
 
-    let guests = figures(
-        &stats,
-        &last,
-        &churn,
-        frames,
-        report.ledger.host.saved_by_folding_bytes,
-    );
-    let mut claims = library_claims(&library);
-    let equal = |sums: &[String]| sums == before;
+    let saved_bytes = ledger.host.saved_by_folding_bytes;
+    let guests = figures(&stats, &last, &churn, frames, saved_bytes);
+    let is_equal = [&during, &after, &from_disk].map(|sums| *sums == before);
+    let [during, after, from_disk] = is_equal.map(word);
+    let mut claims = library_claims(&library).to_vec();
     claims.push(claim(
         "guests read the same bytes before, during and after folding, and from disk",
-        equal(&during) && equal(&after) && equal(&from_disk),
-        format!(
-            "hashes during {}, after {}, from disk {}",
-            word(equal(&during)),
-            word(equal(&after)),
-            word(equal(&from_disk))
-        ),
+        is_equal == [true; 3],
+        format!("hashes during {during}, after {after}, from disk {from_disk}"),
     ));
     claims.extend(guest_claims(&guests));
-    let disagreements: Vec<_> = report
-        .ledger
-        .disagreements
-        .iter()
-        .map(|d| &*d.what)
-        .collect();
+    let disagreements = ledger.disagreements.iter().map(|d| &*d.what);
+    let disagreements = disagreements.collect::<Vec<_>>().join("; ");
+    let agrees = disagreements.is_empty();
     claims.push(claim(
         "the ledger's sums agree with the kernel's within 2 %",
-        disagreements.is_empty(),
-        if disagreements.is_empty() {
-            "all".to_owned()
-        } else {
-            disagreements.join("; ")
-        },
+        agrees,
+        if agrees { "all".into() } else { disagreements },
     ));
     Ok(SelfTest {
         passed: claims.iter().all(|c| c.holds),
@@ -179,12 +162,8 @@ pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     })
 }
 
-fn claim(what: &'static str, holds: bool, seen: impl Into<String>) -> Claim {
-    Claim {
-        what,
-        holds,
-        seen: seen.into(),
-    }
+const fn claim(what: &'static str, holds: bool, seen: String) -> Claim {
+    Claim { what, holds, seen }
 }
 
 const fn word(equal: bool) -> &'static str {
@@ -206,47 +185,19 @@ fn accelerator(lab: &Lab) -> anyhow::Result<String> {
 /// Folds while both guests hash and write. Returns the guests' hashes, and the output of their
 /// writers.
 fn fold_under_writes(lab: &Lab, names: &[&str]) -> anyhow::Result<(Vec<String>, Vec<String>)> {
+    let write = |(seed, name): (usize, &&str)| {
+        let script = format!(
+            "perl - /var/tmp/memfold-self-test {CHURN_SECONDS} {seed} <<'MEMFOLD_CHURN'\n{CHURN}\nMEMFOLD_CHURN\n"
+        );
+        lab.exec(name, &script, WORK_TIMEOUT)
+    };
     std::thread::scope(|scope| {
-        let writers: Vec<_> = (1..)
-            .zip(names)
-            .map(|(seed, name)| {
-                let script = format!(
-                    "perl - /var/tmp/memfold-self-test {CHURN_SECONDS} {seed} <<'MEMFOLD_CHURN'\n{CHURN}\nMEMFOLD_CHURN\n"
-                );
-                scope.spawn(move || lab.exec(name, &script, WORK_TIMEOUT))
-            })
-            .collect();
+        let writers = scope.spawn(|| at_once((1..).zip(names), write));
         lab.fold(true)?;
         let during = lab.exec_all(names, HASH, WORK_TIMEOUT)?;
-        let churn = writers
-            .into_iter()
-            .map(|w| {
-                w.join().unwrap_or_else(|_| {
-                    anyhow::bail!("the thread that writes files in a guest panicked")
-                })
-            })
-            .collect::<anyhow::Result<Vec<_>>>()?;
-        Ok((during, churn))
+        let panicked = |_| bail!("the thread that waits for the guests panicked");
+        Ok((during, writers.join().unwrap_or_else(panicked)?))
     })
-}
-
-/// Waits until the number of folded pages no longer grows, for a minute at most.
-pub(super) fn most_folded(lab: &Lab) -> anyhow::Result<EngineStats> {
-    let began = Instant::now();
-    let mut best = 0;
-    let mut grew = began;
-    loop {
-        let stats = lab.stats()?;
-        let folded: u64 = stats.vms.iter().map(|vm| vm.mapped_pages).sum();
-        if folded > best + best / 200 {
-            best = folded;
-            grew = Instant::now();
-        }
-        if grew.elapsed() > Duration::from_secs(5) || began.elapsed() > Duration::from_secs(60) {
-            return Ok(stats);
-        }
-        std::thread::sleep(Duration::from_millis(500));
-    }
 }
 
 /// Returns the number of physical page frames that both guests map, from the kernel's page map.
@@ -316,54 +267,56 @@ fn median_us(buckets: &[u64]) -> f64 {
     middle.map_or(0.0, |(end, _)| f64::exp2(f64::from(end)) / 1000.0)
 }
 
-fn library_claims(proof: &LibraryProof) -> Vec<Claim> {
-    vec![
+fn library_claims(proof: &LibraryProof) -> [Claim; 2] {
+    let LibraryProof {
+        writes,
+        wrong_pages,
+        folded_pages,
+        refolded_pages,
+        changed_runs,
+        ..
+    } = proof;
+    [
         claim(
             "no write is lost while pages of this process are folded",
-            proof.wrong_pages == 0 && proof.writes > 0,
+            *wrong_pages == 0 && *writes > 0,
             format!(
-                "{} writes in {:.0} s, {} pages wrong",
-                proof.writes, proof.seconds, proof.wrong_pages
+                "{writes} writes in {:.0} s, {wrong_pages} pages wrong",
+                proof.seconds
             ),
         ),
         claim(
             "the kernel folds, and folds again",
-            proof.folded_pages > 0 && proof.refolded_pages > 0,
+            *folded_pages > 0 && *refolded_pages > 0,
             format!(
-                "{} pages folded, {} again, {} runs changed meanwhile and left alone",
-                proof.folded_pages, proof.refolded_pages, proof.changed_runs
+                "{folded_pages} pages folded, {refolded_pages} again, {changed_runs} runs changed meanwhile and left alone"
             ),
         ),
     ]
 }
 
-fn guest_claims(guests: &GuestFigures) -> Vec<Claim> {
-    vec![
+fn guest_claims(guests: &GuestFigures) -> [Claim; 4] {
+    let (writes, checks, errors) = (
+        guests.churn_writes,
+        guests.churn_checks,
+        guests.churn_errors,
+    );
+    let (frames, folded) = (guests.shared_frames, guests.folded_pages);
+    [
         claim(
             "guests' pages were folded",
-            guests.folded_pages >= FEWEST_PAGES,
-            format!(
-                "{}, {} again",
-                size(guests.folded_pages),
-                size(guests.refolded_pages)
-            ),
+            folded >= FEWEST_PAGES,
+            format!("{}, {} again", size(folded), size(guests.refolded_pages)),
         ),
         claim(
             "both guests map the same physical pages",
-            guests.shared_frames >= FEWEST_PAGES / 2,
-            format!(
-                "{} ({} page frames)",
-                size(guests.shared_frames),
-                guests.shared_frames
-            ),
+            frames >= FEWEST_PAGES / 2,
+            format!("{} ({frames} page frames)", size(frames)),
         ),
         claim(
             "programs in the guests find what they wrote, beside folding",
-            guests.churn_errors == 0 && guests.churn_writes > 0 && guests.churn_checks > 0,
-            format!(
-                "{} pages written, {} checked, {} wrong",
-                guests.churn_writes, guests.churn_checks, guests.churn_errors
-            ),
+            errors == 0 && writes > 0 && checks > 0,
+            format!("{writes} pages written, {checks} checked, {errors} wrong"),
         ),
         claim(
             "folded pages that were written have copies of their own",

@@ -27,13 +27,21 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns whether only `part` of the study `study` was requested.
-    pub fn is_only(&self, study: &str, part: &str) -> anyhow::Result<bool> {
+    /// Fails if a part of the study `study` was requested that it does not have.
+    pub fn check_arms(&self, study: &str, known: &[impl AsRef<str>]) -> anyhow::Result<()> {
+        let known: Vec<&str> = known.iter().map(AsRef::as_ref).collect();
+        let is_known = |name: &String| known.contains(&name.as_str());
         ensure!(
-            self.arms.iter().all(|name| name == part),
-            "of '{study}' one part can be had alone: {part}"
+            self.arms.iter().all(is_known),
+            "of '{study}' these parts can be had alone: {}",
+            known.join(", ")
         );
-        Ok(!self.arms.is_empty())
+        Ok(())
+    }
+
+    /// Returns whether a part is to run: requested, or nothing was requested.
+    pub fn is_wanted(&self, part: &str) -> bool {
+        self.arms.is_empty() || self.arms.iter().any(|name| name == part)
     }
 
     /// Returns `quick` for a smaller and shorter study, else `full`.

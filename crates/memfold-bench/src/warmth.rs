@@ -27,10 +27,10 @@ use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, PAGE_SIZE};
-use serde_json::{Map, Value};
+use serde_json::json;
 
-use super::qemu_way::{self, Form};
-use super::record::spread;
+use crate::qemu_way::{self, Form};
+use crate::record::{Found, ratios, spread};
 
 const MEMORY: ByteSize = ByteSize::mib(1024);
 
@@ -87,11 +87,10 @@ const COLD: usize = 1;
 const HOT: usize = 2;
 
 /// Measures each arm `rounds` times. Returns entries for `results`.
-pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
+pub fn run(rounds: usize) -> anyhow::Result<Found> {
     let lab = Lab::new(EngineSettings::default())?;
     let spec = Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered)?;
-    lab.start(spec.clone())?;
-    lab.wait_ready(VM, BOOT_TIMEOUT)?;
+    lab.boot(vec![spec.clone()], BOOT_TIMEOUT)?;
     lab.exec(VM, READ, LIMIT)?;
     // The arms are compared with this time, when all files are cached.
     let since = clock(&lab, VM)?;
@@ -101,12 +100,7 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
     let disk = lab.directory().join("disk.qcow2");
     qemu_way::save(&lab, VM, Form::MappedRam, &image, &disk)?;
     let mut sizes = Vec::new();
-    for keep in [KeepChoice::Hot, KeepChoice::None] {
-        let name = if keep == KeepChoice::Hot {
-            "hot"
-        } else {
-            "none"
-        };
+    for (name, keep) in [("hot", KeepChoice::Hot), ("none", KeepChoice::None)] {
         let request = SaveRequest {
             keep,
             live: true,
@@ -115,11 +109,8 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
         let saved = lab.daemon().snapshots().save(&request)?;
         let referred = saved.references.as_ref().map_or(0, |r| r.pages) * PAGE_SIZE;
         let bytes = image_bytes(&lab.directory().join("snapshots").join(name))?;
-        eprintln!(
-            "--keep {name}: image of {}, {} by reference",
-            ByteSize(bytes),
-            ByteSize(referred)
-        );
+        let (size, referred) = (ByteSize(bytes), ByteSize(referred));
+        eprintln!("--keep {name}: image of {size}, {referred} by reference");
         sizes.push((bytes, saved));
     }
     lab.stop(VM)?;
@@ -149,23 +140,23 @@ pub fn run(rounds: usize) -> anyhow::Result<Map<String, Value>> {
             memory.push(resident as f64);
         }
     }
-    let (hot, cold) = (&sizes[0], &sizes[1]);
-    let mut results = Map::new();
-    for ((arm, ..), percents) in ARMS.iter().zip(&percents) {
-        results.insert(format!("{arm}_throughput_percent"), spread(percents));
-    }
-    let ratio = hot.0 as f64 / cold.0 as f64;
-    results.insert("hot_size_over_cold".into(), ratio.into());
     // The ratio of arms in the same round excludes the cost of the new emulator process.
-    let percent = |ours: &[f64], theirs: &[f64]| -> Vec<f64> {
-        let both = ours.iter().zip(theirs);
-        both.map(|(a, b)| a / b * 100.0).collect()
+    let percent = |ours: &[f64], theirs: &[f64]| {
+        let ratios = ratios(ours, theirs).into_iter();
+        spread(ratios.map(|ratio| ratio * 100.0))
     };
-    let over = percent(&percents[HOT], &percents[QEMU]);
-    results.insert("hot_over_qemu_percent".into(), spread(&over));
-    let over = percent(&memory[HOT], &memory[COLD]);
-    results.insert("hot_memory_over_cold_percent".into(), spread(&over));
-    Ok(results)
+    let mut found = Found {
+        results: json!({
+            "hot_size_over_cold": sizes[0].0 as f64 / sizes[1].0 as f64,
+            "hot_over_qemu_percent": percent(&percents[HOT], &percents[QEMU]),
+            "hot_memory_over_cold_percent": percent(&memory[HOT], &memory[COLD]),
+        }),
+        ..Found::default()
+    };
+    for ((arm, ..), percents) in ARMS.iter().zip(&percents) {
+        found.results[format!("{arm}_throughput_percent")] = spread(percents);
+    }
+    Ok(found)
 }
 
 /// Returns the bytes on disk of a snapshot's files, disks excepted, because only the first
@@ -192,25 +183,17 @@ fn read_after_restore(lab: &Lab) -> anyhow::Result<(u64, u64)> {
     let left = Duration::from_secs_f64(SPAN_S + 1.0).saturating_sub(ran.elapsed());
     std::thread::sleep(left);
     let read = read_since(lab, AGAIN, since)?;
-    let vms = lab.daemon().vms().list();
-    let vm = vms
-        .iter()
-        .find(|vm| vm.name == AGAIN)
-        .context("the daemon does not list the restored VM")?;
-    let rollup = memfold_ledger::read::Proc::default().rollup(vm.pid)?;
-    let memory = rollup
-        .context("cannot read the memory use of the restored VM's QEMU")?
-        .pss_bytes
-        .0;
+    let rollup = memfold_ledger::read::Proc::default().rollup(lab.pid(AGAIN)?)?;
+    let rollup = rollup.context("cannot read the memory use of the restored VM's QEMU")?;
+    let memory = rollup.pss_bytes.0;
     lab.stop(AGAIN)?;
     Ok((read, memory))
 }
 
 fn clock(lab: &Lab, vm: &str) -> anyhow::Result<f64> {
     let said = lab.exec(vm, CLOCK, LIMIT)?;
-    said.trim()
-        .parse()
-        .context("cannot parse the time of the guest's clock")
+    let time = said.trim().parse();
+    time.context("cannot parse the time of the guest's clock")
 }
 
 /// Returns the number of files that the program read in the 30 s since the guest's clock showed

@@ -12,32 +12,9 @@ use memfold_wire::library::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::subject::Subject;
-
-pub const FROM_AGENT: Subject = Subject {
-    name: "from_agent",
-    run: run::<FromAgent>,
-    seeds: || frames(&from_agent()),
-};
-pub const TO_AGENT: Subject = Subject {
-    name: "to_agent",
-    run: run::<ToAgent>,
-    seeds: || frames(&to_agent()),
-};
-pub const ORDER: Subject = Subject {
-    name: "order",
-    run: run::<Order>,
-    seeds: || frames(&orders()),
-};
-pub const REPLY: Subject = Subject {
-    name: "reply",
-    run: run::<Reply>,
-    seeds: || frames(&replies()),
-};
-
 /// The bytes as a stream, in pieces as a socket might give them, and (with the header left out) as
 /// a body.
-fn run<M>(data: &[u8]) -> u64
+pub fn run<M>(data: &[u8]) -> u64
 where
     M: Serialize + DeserializeOwned + Validate + PartialEq + Debug + Limited,
 {
@@ -86,29 +63,22 @@ where
 
 /// The limits that the receiver's code relies on, said a second time and independently of
 /// [`Validate`].
-trait Limited {
+pub trait Limited {
     fn assert_limits(&self);
-}
-
-fn agent_run(pages: u32) -> bool {
-    (1..=agent::MAX_RUN_PAGES).contains(&pages)
 }
 
 impl Limited for FromAgent {
     fn assert_limits(&self) {
+        let runs: Vec<u32> = match self {
+            Self::Hints(list) => list.iter().map(|r| r.pages).collect(),
+            Self::Gone(list) => list.iter().map(|r| r.pages).collect(),
+            Self::Dirty(list) | Self::Clean(list) => list.iter().map(|r| r.pages).collect(),
+            _ => Vec::new(),
+        };
+        assert!(runs.len() <= agent::MAX_RUNS);
+        let longest = agent::MAX_RUN_PAGES;
+        assert!(runs.iter().all(|pages| (1..=longest).contains(pages)));
         match self {
-            Self::Hints(list) => {
-                assert!(list.len() <= agent::MAX_RUNS);
-                assert!(list.iter().all(|r| agent_run(r.pages)));
-            }
-            Self::Gone(list) => {
-                assert!(list.len() <= agent::MAX_RUNS);
-                assert!(list.iter().all(|r| agent_run(r.pages)));
-            }
-            Self::Dirty(list) | Self::Clean(list) => {
-                assert!(list.len() <= agent::MAX_RUNS);
-                assert!(list.iter().all(|r| agent_run(r.pages)));
-            }
             Self::Files(list) => {
                 assert!(list.len() <= agent::MAX_RUNS);
                 assert!(list.iter().all(|f| f.path.len() <= agent::MAX_PATH));
@@ -125,10 +95,7 @@ impl Limited for FromAgent {
                     assert!(text.len() <= agent::MAX_TEXT);
                 }
             }
-            Self::InventoryBegin
-            | Self::InventoryEnd { .. }
-            | Self::Counters(_)
-            | Self::Exited { .. } => {}
+            _ => {}
         }
     }
 }
@@ -143,22 +110,15 @@ impl Limited for ToAgent {
 
 impl Limited for Order {
     fn assert_limits(&self) {
-        let longest = u64::from(library::MAX_RUN_PAGES);
-        match self {
-            Self::Fold { runs, .. } => {
-                assert!(runs.len() <= library::MAX_RUNS);
-                assert!(
-                    runs.iter()
-                        .all(|r| (1..=longest).contains(&u64::from(r.pages)))
-                );
-            }
-            Self::Release { ranges, .. } => {
-                assert!(ranges.len() <= library::MAX_RUNS);
-                assert!(ranges.iter().all(|r| (1..=longest).contains(&r.pages)));
-            }
-            Self::DropZero { ranges } => assert!(ranges.len() <= library::MAX_RUNS),
-            _ => {}
-        }
+        let runs: Vec<u64> = match self {
+            Self::Fold { runs, .. } => runs.iter().map(|r| r.pages.into()).collect(),
+            Self::Release { ranges, .. } => ranges.iter().map(|r| r.pages).collect(),
+            Self::DropZero { ranges } => return assert!(ranges.len() <= library::MAX_RUNS),
+            _ => return,
+        };
+        assert!(runs.len() <= library::MAX_RUNS);
+        let longest = library::MAX_RUN_PAGES.into();
+        assert!(runs.iter().all(|pages| (1..=longest).contains(pages)));
     }
 }
 
@@ -173,23 +133,32 @@ impl Limited for Reply {
 
 /// Each message as a frame, and all of them as one stream.
 fn frames<M: Serialize>(messages: &[M]) -> Vec<Vec<u8>> {
-    let mut seeds: Vec<Vec<u8>> = messages
-        .iter()
-        .map(|m| encode(m).expect("a valid message"))
-        .collect();
+    let frames = messages.iter().map(|m| encode(m).expect("a valid message"));
+    let mut seeds: Vec<Vec<u8>> = frames.collect();
     seeds.push(seeds.concat());
     seeds
 }
 
-fn from_agent() -> Vec<FromAgent> {
-    let ranges: Vec<_> = (0..4)
-        .map(|i| FileRange {
-            file: i,
-            page: 64,
-            pages: agent::MAX_RUN_PAGES,
-        })
-        .collect();
-    vec![
+pub fn from_agent() -> Vec<Vec<u8>> {
+    let range = |file| FileRange {
+        file,
+        page: 64,
+        pages: agent::MAX_RUN_PAGES,
+    };
+    let hint = |file: u32| HintRun {
+        file,
+        page: u64::from(file) * 64,
+        pfn: 0x1_0000 + u64::from(file) * 64,
+        pages: 64,
+    };
+    let facts = |file, path: &str, size_bytes| FileFacts {
+        file,
+        path: path.into(),
+        size_bytes,
+    };
+    let ranges: Vec<FileRange> = (0..4).map(range).collect();
+    let (command, code) = (9, -1);
+    frames(&[
         FromAgent::Hello {
             version: agent::VERSION,
             agent: "0.1.0".into(),
@@ -198,28 +167,8 @@ fn from_agent() -> Vec<FromAgent> {
             host_name: "guest".into(),
             problems: vec!["no trace events".into()],
         },
-        FromAgent::Files(vec![
-            FileFacts {
-                file: 1,
-                path: b"/usr/bin/bash".to_vec(),
-                size_bytes: 1_298_416,
-            },
-            FileFacts {
-                file: 2,
-                path: Vec::new(),
-                size_bytes: 0,
-            },
-        ]),
-        FromAgent::Hints(
-            (0..8)
-                .map(|i| HintRun {
-                    file: i,
-                    page: u64::from(i) * 64,
-                    pfn: 0x1_0000 + u64::from(i) * 64,
-                    pages: 64,
-                })
-                .collect(),
-        ),
+        FromAgent::Files(vec![facts(1, "/usr/bin/bash", 1_298_416), facts(2, "", 0)]),
+        FromAgent::Hints((0..8).map(hint).collect()),
         FromAgent::Gone(vec![PfnRun { pfn: 77, pages: 1 }; 3]),
         FromAgent::Dirty(ranges.clone()),
         FromAgent::Clean(ranges),
@@ -234,52 +183,49 @@ fn from_agent() -> Vec<FromAgent> {
             ..AgentCounters::default()
         }),
         FromAgent::Output {
-            command: 9,
+            command,
             stream: OutputStream::Stderr,
             bytes: vec![0xFF; 300],
         },
-        FromAgent::Exited {
-            command: 9,
-            code: -1,
-        },
-    ]
+        FromAgent::Exited { command, code },
+    ])
 }
 
-fn to_agent() -> Vec<ToAgent> {
-    vec![
+pub fn to_agent() -> Vec<Vec<u8>> {
+    let (reason, script, command) = ("too old".into(), "uname -r".into(), 1);
+    frames(&[
         ToAgent::Welcome {
             version: agent::VERSION,
             include: vec!["/usr/**".into()],
             exclude: vec!["/usr/share/*".into(), String::new()],
         },
-        ToAgent::Refused {
-            reason: "too old".into(),
-        },
+        ToAgent::Refused { reason },
         ToAgent::Inventory,
         ToAgent::Ping,
-        ToAgent::Run {
-            command: 1,
-            script: "uname -r".into(),
-        },
-        ToAgent::Kill { command: 1 },
-    ]
+        ToAgent::Run { command, script },
+        ToAgent::Kill { command },
+    ])
 }
 
-fn orders() -> Vec<Order> {
+pub fn orders() -> Vec<Vec<u8>> {
     let hva = 0x7fd5_27e0_0000;
     let ranges = vec![Range { hva, pages: 512 }; 3];
+    let run = |i: u32| FoldRun {
+        hva: hva + u64::from(i) * 4096,
+        pages: 1 + i * 100,
+        store: 1,
+        store_page: u64::from(i),
+    };
     let fold = |freeze| Order::Fold {
         freeze,
-        runs: (0..5)
-            .map(|i| FoldRun {
-                hva: hva + u64::from(i) * 4096,
-                pages: 1 + i * 100,
-                store: 1,
-                store_page: u64::from(i),
-            })
-            .collect(),
+        runs: (0..5).map(run).collect(),
     };
-    vec![
+    let map = MapRun {
+        hva,
+        pages: 3,
+        file_page: u64::MAX,
+    };
+    frames(&[
         Order::Hello {
             version: library::VERSION,
         },
@@ -309,26 +255,20 @@ fn orders() -> Vec<Order> {
         Order::ForgetPast,
         Order::Map {
             hva,
-            pages: 3,
-            file_page: u64::MAX,
+            pages: map.pages,
+            file_page: map.file_page,
         },
-        Order::MapRuns {
-            runs: vec![MapRun {
-                hva,
-                pages: 3,
-                file_page: u64::MAX,
-            }],
-        },
+        Order::MapRuns { runs: vec![map] },
         Order::Stats,
         Order::RemoveRam { hva },
         Order::RemoveStore { store: u32::MAX },
         Order::Stop,
         Order::Continue,
-    ]
+    ])
 }
 
-fn replies() -> Vec<Reply> {
-    vec![
+pub fn replies() -> Vec<Vec<u8>> {
+    frames(&[
         Reply::Hello {
             version: library::VERSION,
             library: "0.1.0".into(),
@@ -367,5 +307,5 @@ fn replies() -> Vec<Reply> {
         Reply::Error {
             reason: "no such store".into(),
         },
-    ]
+    ])
 }

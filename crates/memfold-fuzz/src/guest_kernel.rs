@@ -1,12 +1,13 @@
 //! Fuzzes the agent's parsers of kernel data, and the daemon's glob matcher. The seeds are the
 //! agent's test fixtures, captured from real kernels.
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use memfold_agent::format::{EventFormat, PageFormat};
-use memfold_agent::glob;
+use memfold_agent::glob::matches;
 use memfold_agent::mounts::{Kind, Mounts, OVERLAY_DEVICE};
 use memfold_agent::trace::{EventDecoder, Round, decode_page};
 
-use crate::subject::{Subject, parts};
+use crate::subject::parts;
 
 macro_rules! fixture {
     ($kernel:literal, $file:literal) => {
@@ -19,45 +20,32 @@ macro_rules! fixture {
     };
 }
 
-pub const RING: Subject = Subject {
-    name: "ring",
-    run: ring,
-    seeds: || {
-        let pages = [
-            fixture!("6.1", "pages.base64"),
-            fixture!("6.12", "pages.base64"),
-        ];
-        let pages = pages.map(base64);
-        pages
-            .iter()
-            .flat_map(|p| p.chunks(4096))
-            .map(<[u8]>::to_vec)
-            .collect()
-    },
-};
-pub const FORMAT: Subject = Subject {
-    name: "format",
-    run: format,
-    seeds: || {
-        let texts = [
-            fixture!("6.1", "header_page"),
-            fixture!("6.1", "mm_filemap_add_to_page_cache"),
-            fixture!("6.12", "mm_filemap_add_to_page_cache"),
-            fixture!("6.12", "writeback_dirty_folio"),
-            fixture!("6.12", "writeback_single_inode"),
-        ];
-        let record = (0..96).collect::<Vec<u8>>();
-        texts
-            .iter()
-            .map(|t| [t.as_bytes(), &record].join(&0))
-            .collect()
-    },
-};
-pub const MOUNTINFO: Subject = Subject {
-    name: "mountinfo",
-    run: mountinfo,
-    seeds: || {
-        vec![
+pub fn rings() -> Vec<Vec<u8>> {
+    let texts = [
+        fixture!("6.1", "pages.base64"),
+        fixture!("6.12", "pages.base64"),
+    ];
+    let pages = texts.map(|text| BASE64_STANDARD.decode(text.trim()).expect("base64"));
+    let pages = pages.iter().flat_map(|pages| pages.chunks(4096));
+    pages.map(<[u8]>::to_vec).collect()
+}
+
+pub fn formats() -> Vec<Vec<u8>> {
+    let texts = [
+        fixture!("6.1", "header_page"),
+        fixture!("6.1", "mm_filemap_add_to_page_cache"),
+        fixture!("6.12", "mm_filemap_add_to_page_cache"),
+        fixture!("6.12", "writeback_dirty_folio"),
+        fixture!("6.12", "writeback_single_inode"),
+    ];
+    let record = (0..96).collect::<Vec<u8>>();
+    texts
+        .iter()
+        .map(|t| [t.as_bytes(), &record].join(&0))
+        .collect()
+}
+pub fn mountinfos() -> Vec<Vec<u8>> {
+    vec![
             b"22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard\n\
               23 22 0:21 / /proc rw - proc proc rw\n\
               24 22 0:35 /sub /mnt\\040x rw - btrfs /dev/vdb rw,space_cache=v2,subvolid=256,subvol=/sub\n\
@@ -68,24 +56,19 @@ pub const MOUNTINFO: Subject = Subject {
               31 30 7:1 / /x/y\\134z ro - erofs /dev/loop1 ro\n"
                 .to_vec(),
         ]
-    },
-};
-pub const GLOB: Subject = Subject {
-    name: "glob",
-    run: globs,
-    seeds: || {
-        let pairs = [
-            ("/usr/**", "/usr/lib/x86_64-linux-gnu/libc.so.6"),
-            ("/usr/*/[a-m]?b*/**/*.so*", "/usr/lib/libb/x/y/z.so.6"),
-            ("*a*a*a*a*a*b", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"),
-            ("/[!x]\\*", "/y*"),
-        ];
-        pairs
-            .iter()
-            .map(|(p, t)| [p.as_bytes(), t.as_bytes()].join(&0))
-            .collect()
-    },
-};
+}
+pub fn globs() -> Vec<Vec<u8>> {
+    let pairs = [
+        ("/usr/**", "/usr/lib/x86_64-linux-gnu/libc.so.6"),
+        ("/usr/*/[a-m]?b*/**/*.so*", "/usr/lib/libb/x/y/z.so.6"),
+        ("*a*a*a*a*a*b", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"),
+        ("/[!x]\\*", "/y*"),
+    ];
+    pairs
+        .iter()
+        .map(|(p, t)| [p.as_bytes(), t.as_bytes()].join(&0))
+        .collect()
+}
 
 fn decoder() -> EventDecoder {
     let decoder = EventDecoder::new(|event| {
@@ -103,7 +86,7 @@ fn decoder() -> EventDecoder {
     decoder.expect("the fixtures are whole")
 }
 
-fn ring(data: &[u8]) -> u64 {
+pub fn ring(data: &[u8]) -> u64 {
     thread_local! {
         static DECODER: EventDecoder = decoder();
     }
@@ -118,31 +101,18 @@ fn ring(data: &[u8]) -> u64 {
     assert!(round.records <= data.len() as u64 / 4);
     assert!(round.events.len() as u64 <= round.records);
     assert!(round.events.iter().all(|e| e.order <= 18));
-    let kinds = round
-        .events
-        .iter()
-        .fold(0, |set, e| set | 1 << (e.what as u64));
+    let kinds = round.events.iter().map(|e| 1 << (e.what as u64));
+    let kinds = kinds.fold(0, |set, kind: u64| set | kind);
     kinds << 8 | u64::from(round.lost > 0) << 7 | round.records.min(127)
 }
 
-fn format(data: &[u8]) -> u64 {
+pub fn format(data: &[u8]) -> u64 {
     let [text, record] = parts(data);
     let text = String::from_utf8_lossy(text);
     let event = EventFormat::parse(&text);
     let mut found = 0;
-    for (at, name) in [
-        "common_type",
-        "pfn",
-        "i_ino",
-        "index",
-        "s_dev",
-        "order",
-        "name",
-        "data",
-    ]
-    .iter()
-    .enumerate()
-    {
+    let names = "common_type pfn i_ino index s_dev order name data";
+    for (at, name) in names.split(' ').enumerate() {
         if let Some(field) = event.as_ref().and_then(|e| e.field(name)) {
             let bytes = field.bytes(record);
             assert!(bytes.is_none_or(|b| b.len() == field.size));
@@ -160,7 +130,7 @@ fn format(data: &[u8]) -> u64 {
     found
 }
 
-fn mountinfo(data: &[u8]) -> u64 {
+pub fn mountinfo(data: &[u8]) -> u64 {
     let mounts = Mounts::parse(data);
     assert!(mounts.list.len() <= data.len());
     let walked = mounts.to_walk();
@@ -175,47 +145,25 @@ fn mountinfo(data: &[u8]) -> u64 {
         }
         assert!(mount.kind != Kind::Overlay || mount.hint_device() == OVERLAY_DEVICE);
     }
-    let kinds = mounts
-        .list
-        .iter()
-        .fold(0, |set, m| set | 1 << (m.kind as u64));
+    let kinds = mounts.list.iter().map(|m| 1 << (m.kind as u64));
+    let kinds = kinds.fold(0, |set, kind: u64| set | kind);
     kinds << 8 | (mounts.list.len() as u64).min(15) << 4 | (walked.len() as u64).min(15)
 }
 
-fn globs(data: &[u8]) -> u64 {
+pub fn glob(data: &[u8]) -> u64 {
     let [pattern, path] = parts(data);
     // Patterns are the operator's, paths the guest's: two kinds of stars cost the square of the
     // path's length.
-    let (pattern, path) = (
-        &pattern[..pattern.len().min(256)],
-        &path[..path.len().min(256)],
-    );
-    let matched = glob::matches(pattern, path);
+    let [pattern, path] = [pattern, path].map(|text| &text[..text.len().min(256)]);
+    let matched = matches(pattern, path);
     if !pattern.iter().any(|b| b"*?[\\".contains(b)) {
         let name = path.rsplit(|b| *b == b'/').next().unwrap_or(path);
         let against = if pattern.contains(&b'/') { path } else { name };
+        let is_same = pattern == against;
         assert_eq!(
-            matched,
-            pattern == against,
+            matched, is_same,
             "a pattern without signs matches itself alone"
         );
     }
     u64::from(matched) << 16 | (pattern.len() as u64) << 8 | path.len().min(255) as u64
-}
-
-fn base64(text: &str) -> Vec<u8> {
-    const DIGITS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let (mut bytes, mut word, mut bits) = (Vec::new(), 0_u32, 0);
-    for digit in text
-        .bytes()
-        .filter_map(|b| DIGITS.iter().position(|d| *d == b))
-    {
-        word = (word << 6 | u32::try_from(digit).unwrap_or(0)) & 0xFFFF;
-        bits += 6;
-        if bits >= 8 {
-            bits -= 8;
-            bytes.push((word >> bits).to_le_bytes()[0]);
-        }
-    }
-    bytes
 }

@@ -5,7 +5,7 @@ use memfold_units::{PAGE_SIZE, Pfn};
 use memfold_vm::ram;
 use serde_json::{Value, json};
 
-use crate::subject::{Subject, parts};
+use crate::subject::parts;
 
 macro_rules! fixture {
     ($file:literal) => {
@@ -13,35 +13,31 @@ macro_rules! fixture {
     };
 }
 
-pub const LAYOUT: Subject = Subject {
-    name: "layout",
-    run: layout,
-    seeds: || {
-        let backend = |id: &str| json!({"id": id, "share": false, "size": 4096});
-        let dimm = json!([{"type": "dimm", "data": {"memdev": "/objects/mem1"}}]);
-        let pmem = json!([{"type": "virtio-pmem", "data": {"memdev": "/objects/seg"}}]);
-        let seed = |blocks: &str, backends: Value, devices: &Value, tree: &str| {
-            let (backends, devices) = (backends.to_string(), devices.to_string());
-            [blocks, &backends, &devices, tree].join("\0").into_bytes()
-        };
-        vec![
-            seed(
-                fixture!("qemu10_5g_dimm.ramblock"),
-                json!([backend("ram0"), backend("mem1")]),
-                &dimm,
-                fixture!("qemu10_5g_dimm.mtree"),
-            ),
-            seed(
-                fixture!("qemu10_kvm_vga.ramblock"),
-                json!([backend("pc.ram"), backend("seg")]),
-                &pmem,
-                fixture!("qemu10_kvm_vga.mtree"),
-            ),
-        ]
-    },
-};
+pub fn layouts() -> Vec<Vec<u8>> {
+    let backend = |id: &str| json!({"id": id, "share": false, "size": 4096});
+    let dimm = json!([{"type": "dimm", "data": {"memdev": "/objects/mem1"}}]);
+    let pmem = json!([{"type": "virtio-pmem", "data": {"memdev": "/objects/seg"}}]);
+    let seed = |blocks: &str, backends: Value, devices: &Value, tree: &str| {
+        let (backends, devices) = (backends.to_string(), devices.to_string());
+        [blocks, &backends, &devices, tree].join("\0").into_bytes()
+    };
+    vec![
+        seed(
+            fixture!("qemu10_5g_dimm.ramblock"),
+            json!([backend("ram0"), backend("mem1")]),
+            &dimm,
+            fixture!("qemu10_5g_dimm.mtree"),
+        ),
+        seed(
+            fixture!("qemu10_kvm_vga.ramblock"),
+            json!([backend("pc.ram"), backend("seg")]),
+            &pmem,
+            fixture!("qemu10_kvm_vga.mtree"),
+        ),
+    ]
+}
 
-fn layout(data: &[u8]) -> u64 {
+pub fn layout(data: &[u8]) -> u64 {
     let [blocks, backends, devices, tree] = parts(data);
     let json = |bytes: &[u8]| serde_json::from_slice(bytes).unwrap_or(Value::Null);
     let text = |bytes| String::from_utf8_lossy(bytes).into_owned();

@@ -16,23 +16,38 @@ mod nbd;
 mod snapshot;
 mod subject;
 
+use memfold_wire::agent::{FromAgent, ToAgent};
+use memfold_wire::library::{Order, Reply};
+
 pub use subject::Subject;
 
-/// All fuzz targets.
+/// All fuzz targets: name, parser, valid inputs.
 pub const SUBJECTS: [Subject; 12] = [
-    frames::FROM_AGENT,
-    frames::TO_AGENT,
-    frames::ORDER,
-    frames::REPLY,
-    guest_kernel::RING,
-    guest_kernel::FORMAT,
-    guest_kernel::MOUNTINFO,
-    guest_kernel::GLOB,
-    layout::LAYOUT,
-    snapshot::FREE_PAGES,
-    snapshot::EXTENTS,
-    nbd::NBD,
+    subject_of("from_agent", frames::run::<FromAgent>, frames::from_agent),
+    subject_of("to_agent", frames::run::<ToAgent>, frames::to_agent),
+    subject_of("order", frames::run::<Order>, frames::orders),
+    subject_of("reply", frames::run::<Reply>, frames::replies),
+    subject_of("ring", guest_kernel::ring, guest_kernel::rings),
+    subject_of("format", guest_kernel::format, guest_kernel::formats),
+    subject_of(
+        "mountinfo",
+        guest_kernel::mountinfo,
+        guest_kernel::mountinfos,
+    ),
+    subject_of("glob", guest_kernel::glob, guest_kernel::globs),
+    subject_of("layout", layout::layout, layout::layouts),
+    subject_of("free_pages", snapshot::free_pages, snapshot::free_lists),
+    subject_of("extents", snapshot::extents, snapshot::extent_lists),
+    subject_of("nbd", nbd::both, nbd::streams),
 ];
+
+const fn subject_of(
+    name: &'static str,
+    run: fn(&[u8]) -> u64,
+    seeds: fn() -> Vec<Vec<u8>>,
+) -> Subject {
+    Subject { name, run, seeds }
+}
 
 /// Returns the subject named `name`.
 ///

@@ -4,34 +4,28 @@ use std::io::{self, Read, Write};
 
 use memfold_lend::nbd::{self, Command, MAX_BYTES, Reply, Request};
 
-use crate::subject::Subject;
-
-pub const NBD: Subject = Subject {
-    name: "nbd",
-    run: both,
-    seeds: || {
-        let go = b"\x00\x00\x00\x00\x03IHAVEOPT\x00\x00\x00\x07\x00\x00\x00\x08\x00\x00\x00\x00\x00\x01\x00\x03";
-        let request = Request {
-            command: Command::Write,
-            cookie: 7,
-            offset: 8192,
-            length: 4096,
-        };
-        let reply = Reply {
-            error: 0,
-            cookie: 7,
-        };
-        let server = b"\x01NBDMAGICIHAVEOPT\x00\x03\x00\x03\xe8\x89\x04\x55\x65\xa9\x00\x00\x00\x05\x00\x00\x00\x01\x00\x00\x00\x00\
+pub fn streams() -> Vec<Vec<u8>> {
+    let go = b"\x00\x00\x00\x00\x03IHAVEOPT\x00\x00\x00\x07\x00\x00\x00\x08\x00\x00\x00\x00\x00\x01\x00\x03";
+    let request = Request {
+        command: Command::Write,
+        cookie: 7,
+        offset: 8192,
+        length: 4096,
+    };
+    let reply = Reply {
+        error: 0,
+        cookie: 7,
+    };
+    let server = b"\x01NBDMAGICIHAVEOPT\x00\x03\x00\x03\xe8\x89\x04\x55\x65\xa9\x00\x00\x00\x05\x00\x00\x00\x01\x00\x00\x00\x00\
             \x00\x03\xe8\x89\x04\x55\x65\xa9\x00\x00\x00\x07\x00\x00\x00\x03\x00\x00\x00\x0c\x00\x00\x00\x00\x00\x00\x00\x40\x00\x00\x00\x01\
             \x00\x03\xe8\x89\x04\x55\x65\xa9\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x00";
-        vec![
-            go.to_vec(),
-            server.to_vec(),
-            [&[2], &request.encode()[..]].concat(),
-            [&[3], &reply.encode()[..]].concat(),
-        ]
-    },
-};
+    vec![
+        go.to_vec(),
+        server.to_vec(),
+        [&[2], &request.encode()[..]].concat(),
+        [&[3], &reply.encode()[..]].concat(),
+    ]
+}
 
 /// A simulated peer that sends these bytes and then ends the stream.
 struct Peer<'a>(&'a [u8]);
@@ -53,7 +47,7 @@ impl Write for Peer<'_> {
 }
 
 /// Selects the parser by the first byte.
-fn both(data: &[u8]) -> u64 {
+pub fn both(data: &[u8]) -> u64 {
     let Some((kind, data)) = data.split_first() else {
         return 0;
     };

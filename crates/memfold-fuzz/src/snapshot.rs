@@ -2,20 +2,14 @@
 
 use memfold_snapshot::{free, guest_extents};
 
-use crate::subject::Subject;
+pub fn free_lists() -> Vec<Vec<u8>> {
+    vec![
+        b"16 144\n256 130768\n".to_vec(),
+        b"1048576 524288\n".to_vec(),
+    ]
+}
 
-pub const FREE_PAGES: Subject = Subject {
-    name: "free_pages",
-    run: free_pages,
-    seeds: || {
-        vec![
-            b"16 144\n256 130768\n".to_vec(),
-            b"1048576 524288\n".to_vec(),
-        ]
-    },
-};
-
-fn free_pages(data: &[u8]) -> u64 {
+pub fn free_pages(data: &[u8]) -> u64 {
     let Ok(list) = free::parse(data, 1 << 12) else {
         return 0;
     };
@@ -23,18 +17,14 @@ fn free_pages(data: &[u8]) -> u64 {
     1 << 8 | list.len() as u64
 }
 
-pub const EXTENTS: Subject = Subject {
-    name: "extents",
-    run: extents,
-    seeds: || {
-        vec![
-            b"0 0 16 254:0 4096\n0 16 1 254:0 1\n3 4294967295 1 8:16 0\n".to_vec(),
-            b"2 7 32768 259:3 1125899906842624\n".to_vec(),
-        ]
-    },
-};
+pub fn extent_lists() -> Vec<Vec<u8>> {
+    vec![
+        b"0 0 16 254:0 4096\n0 16 1 254:0 1\n3 4294967295 1 8:16 0\n".to_vec(),
+        b"2 7 32768 259:3 1125899906842624\n".to_vec(),
+    ]
+}
 
-fn extents(data: &[u8]) -> u64 {
+pub fn extents(data: &[u8]) -> u64 {
     const FILES: usize = 4;
     let Ok(list) = guest_extents::parse(data, FILES) else {
         return 0;

@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use memfold_units::ByteSize;
 use serde_json::json;
 use tempfile::TempDir;
+use tokio::signal::unix::{SignalKind, signal};
 
+use crate::wait::{last_words, wait_for};
 use crate::warm::{Warm, note_guest};
 
 use memfold_api::{FoldRequest, FullReport};
@@ -20,7 +22,7 @@ use memfold_host::{GuestImage, guest_images};
 use memfold_ksm as ksm;
 use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
-use memfold_vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec, log_tail};
+use memfold_vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec};
 
 /// Daemon and directory that an interrupt must clean up.
 static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
@@ -32,10 +34,29 @@ static MADE: Mutex<Vec<Box<dyn FnOnce() + Send>>> = Mutex::new(Vec::new());
 /// functions after the VMs have ended, the last one first. A repeated cleanup must be harmless,
 /// because a run that ends normally also cleans up.
 pub fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
-    MADE.lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .push(Box::new(undo));
+    lock(&MADE).push(Box::new(undo));
     clean_up_at_interrupt();
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Calls `work` with each item, at the same time. Returns the results, in order.
+pub fn at_once<I: Send, T: Send>(
+    items: impl IntoIterator<Item = I>,
+    work: impl Fn(I) -> anyhow::Result<T> + Sync,
+) -> anyhow::Result<Vec<T>> {
+    std::thread::scope(|scope| {
+        let work = &work;
+        let start = |item| scope.spawn(move || work(item));
+        let running: Vec<_> = items.into_iter().map(start).collect();
+        let results = running.into_iter().map(|thread| {
+            let panicked = |_| bail!("the thread that works with a guest panicked");
+            thread.join().unwrap_or_else(panicked)
+        });
+        results.collect()
+    })
 }
 
 /// Kernel command line of laboratory guests: quiet and quick. Whether timer interrupts come is not
@@ -50,9 +71,6 @@ const CPU: &str = "qemu64";
 
 /// Console text that shows that a guest has booted.
 const BOOTED: &str = "login:";
-
-/// Bytes of console output shown if a guest does not boot.
-const LAST_WORDS: usize = 2000;
 
 /// A daemon with its VMs.
 #[derive(Debug)]
@@ -86,15 +104,14 @@ impl Lab {
     }
 
     fn at(settings: EngineSettings, registry: Option<RegistryAt>) -> anyhow::Result<Self> {
-        std::fs::create_dir_all(ksm::NOTES)
-            .with_context(|| format!("cannot make {}", ksm::NOTES))?;
+        let notes = std::fs::create_dir_all(ksm::NOTES);
+        notes.with_context(|| format!("cannot make {}", ksm::NOTES))?;
         if ksm::restore_leftover(Path::new(ksm::NOTES)).unwrap_or(false) {
             eprintln!("memfold: put KSM's settings back that a killed run had left");
         }
-        let directory = tempfile::Builder::new()
-            .prefix("memfold-lab.")
-            .tempdir()
-            .context("cannot create a temporary directory for the private daemon")?;
+        let directory = tempfile::Builder::new().prefix("memfold-lab.").tempdir();
+        let directory =
+            directory.context("cannot create a temporary directory for the private daemon")?;
         let options = DaemonOptions {
             state: directory.path().to_owned(),
             settings,
@@ -112,8 +129,7 @@ impl Lab {
             libvirt: None,
         };
         let daemon = Daemon::start(&options)?;
-        *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some((daemon.clone(), directory.path().to_owned()));
+        *lock(&CURRENT) = Some((daemon.clone(), directory.path().to_owned()));
         clean_up_at_interrupt();
         Ok(Self {
             daemon,
@@ -141,7 +157,7 @@ impl Lab {
         memory: ByteSize,
         disk: DiskMode,
     ) -> anyhow::Result<VmSpec> {
-        let image = image_named(image)?;
+        let image = guest_image(image)?;
         let mut spec = VmSpec::new(name, memory);
         spec.domain = Some("lab".into());
         spec.cpu = Some(CPU.into());
@@ -154,8 +170,7 @@ impl Lab {
         let mut root = DiskSpec::new(image.disk);
         root.snapshot = true;
         if disk == DiskMode::Direct {
-            root.cache = CacheMode::None;
-            root.aio = Aio::IoUring;
+            (root.cache, root.aio) = (CacheMode::None, Aio::IoUring);
         }
         spec.disks.push(root);
         Ok(spec)
@@ -165,21 +180,23 @@ impl Lab {
     pub fn start(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
         self.run(spec)?;
-        self.booting().insert(name, Instant::now());
+        lock(&self.booting).insert(name, Instant::now());
         Ok(())
+    }
+
+    /// Boots VMs at the same time, and waits until all are ready ([`Lab::wait_ready`]).
+    pub fn boot(&self, specs: Vec<VmSpec>, timeout: Duration) -> anyhow::Result<()> {
+        let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
+        specs.into_iter().try_for_each(|spec| self.start(spec))?;
+        let mut names = names.iter();
+        names.try_for_each(|name| self.wait_ready(name, timeout))
     }
 
     fn run(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
-        self.daemon
-            .boots()
-            .run(spec)
-            .with_context(|| format!("'{name}' did not start"))?;
+        let running = self.daemon.boots().run(spec);
+        running.with_context(|| format!("'{name}' did not start"))?;
         Ok(())
-    }
-
-    fn booting(&self) -> MutexGuard<'_, BTreeMap<String, Instant>> {
-        self.booting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts a VM from the saved state of an equal VM right after its boot; the first such VM
@@ -196,8 +213,8 @@ impl Lab {
     /// Waits until the agent of a VM answers and its first inventory is complete. If a guest hangs
     /// during its boot, its last console output is printed, and it boots once more.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
-        let mut end = Instant::now() + timeout;
-        if let Err(error) = self.daemon.vms().wait_agent(name, timeout) {
+        let wait = || self.daemon.vms().wait_agent(name, timeout);
+        if let Err(error) = wait() {
             let vm = VmDirectory::of(self.directory(), name);
             let words = last_words(&vm);
             let failed = format!(
@@ -211,44 +228,32 @@ impl Lab {
             }
             eprintln!("{failed}it boots once more");
             Qmp::connect(&vm.qmp(), Duration::from_secs(60))?.execute("system_reset", json!({}))?;
-            end = Instant::now() + timeout;
-            self.daemon
-                .vms()
-                .wait_agent(name, timeout)
-                .with_context(|| format!("{failed}nor once more: {}", last_words(&vm)))?;
+            wait().with_context(|| format!("{failed}nor once more: {}", last_words(&vm)))?;
         }
-        while Instant::now() < end {
+        let what = format!("the agent in '{name}' reported no inventory of its page cache");
+        wait_for(what, (timeout, Duration::from_millis(200)), || {
             let stats = self.stats()?;
-            if stats.vms.iter().any(|vm| vm.name == name && vm.agent_ready) {
-                if let Some(began) = self.booting().remove(name) {
-                    note_guest("booted", name, began.elapsed());
-                }
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(200));
+            let is_ready = stats.vms.iter().any(|vm| vm.name == name && vm.agent_ready);
+            Ok(is_ready.then_some(()))
+        })?;
+        if let Some(began) = lock(&self.booting).remove(name) {
+            note_guest("booted", name, began.elapsed());
         }
-        bail!(
-            "the agent in '{name}' reported no inventory of its page cache within {} s",
-            timeout.as_secs()
-        )
+        Ok(())
     }
 
     /// Runs a command in a guest, and returns its output.
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
-        let result = self
-            .daemon
-            .vms()
-            .exec(name, script, timeout)
-            .with_context(|| format!("in '{name}': {script}"))?;
-        if result.code != 0 {
-            bail!(
-                "a script in VM '{name}' failed with exit code {}: {} {}; the script: {script}",
-                result.code,
-                String::from_utf8_lossy(&result.stderr).trim(),
-                String::from_utf8_lossy(&result.stdout).trim()
-            );
-        }
-        Ok(String::from_utf8_lossy(&result.stdout).into_owned())
+        let result = self.daemon.vms().exec(name, script, timeout);
+        let result = result.with_context(|| format!("in '{name}': {script}"))?;
+        let [said, errors] =
+            [result.stdout, result.stderr].map(|s| String::from_utf8_lossy(&s).into_owned());
+        let (code, output, errors) = (result.code, said.trim(), errors.trim());
+        ensure!(
+            code == 0,
+            "a script in VM '{name}' failed with exit code {code}: {errors} {output}; the script: {script}"
+        );
+        Ok(said)
     }
 
     /// Runs a command in several guests in parallel, and returns their outputs, in order.
@@ -258,20 +263,7 @@ impl Lab {
         script: &str,
         timeout: Duration,
     ) -> anyhow::Result<Vec<String>> {
-        std::thread::scope(|scope| {
-            let running: Vec<_> = names
-                .iter()
-                .map(|name| scope.spawn(move || self.exec(name, script, timeout)))
-                .collect();
-            running
-                .into_iter()
-                .map(|thread| {
-                    thread.join().unwrap_or_else(|_| {
-                        bail!("the thread that runs a script in a guest panicked")
-                    })
-                })
-                .collect()
-        })
+        at_once(names, |name| self.exec(name, script, timeout))
     }
 
     /// Resumes or pauses folding.
@@ -293,29 +285,11 @@ impl Lab {
         Ok(self.daemon.reports().report()?)
     }
 
-    /// Returns the CPU time of a VM's QEMU process, in seconds.
-    pub fn vm_cpu_s(&self, name: &str) -> anyhow::Result<f64> {
+    /// Returns the process number of a VM's QEMU.
+    pub fn pid(&self, name: &str) -> anyhow::Result<i32> {
         let vms = self.daemon.vms().list();
-        let vm = vms
-            .iter()
-            .find(|vm| vm.name == name)
-            .with_context(|| format!("no VM '{name}'"))?;
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", vm.pid))?;
-        // Fields 14 and 15 of proc_pid_stat(5), counted behind the command's name, which may hold
-        // spaces.
-        let fields: Vec<&str> = stat
-            .rsplit(')')
-            .next()
-            .unwrap_or("")
-            .split_ascii_whitespace()
-            .collect();
-        let ticks: u64 = fields
-            .iter()
-            .skip(11)
-            .take(2)
-            .filter_map(|f| f.parse::<u64>().ok())
-            .sum();
-        Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+        let vm = vms.iter().find(|vm| vm.name == name);
+        Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
     }
 
     /// Stops one VM.
@@ -327,9 +301,8 @@ impl Lab {
 
 impl Drop for Lab {
     fn drop(&mut self) {
-        *CURRENT.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&CURRENT) = None;
         stop_all(&self.daemon);
-        self.daemon.segments().unprotect();
         self.daemon.shut_down();
     }
 }
@@ -337,25 +310,23 @@ impl Drop for Lab {
 fn stop_all(daemon: &Daemon) {
     for vm in daemon.vms().list() {
         if let Err(error) = daemon.vms().stop(&vm.name, Duration::ZERO) {
-            eprintln!(
-                "memfold: VM '{}' (process {}) could not be ended: {error}",
-                vm.name, vm.pid
-            );
+            let (name, pid) = (vm.name, vm.pid);
+            eprintln!("memfold: VM '{name}' (process {pid}) could not be ended: {error}");
         }
     }
+    daemon.segments().unprotect();
 }
 
-/// VMs live on when their starter dies; an interrupted laboratory has to end them itself.
-fn clean_up_at_interrupt() {
+/// From now on, an interrupt ends this process's laboratory, restores KSM's settings, and runs the
+/// functions of [`undo_at_interrupt`]. VMs live on when their starter dies, so an interrupted
+/// laboratory has to end them itself.
+pub fn clean_up_at_interrupt() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         let wait = || {
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_all()
-                .build()?;
-            runtime.block_on(async {
-                let mut terminate =
-                    tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+            let mut runtime = tokio::runtime::Builder::new_current_thread();
+            runtime.enable_all().build()?.block_on(async {
+                let mut terminate = signal(SignalKind::terminate())?;
                 tokio::select! {
                     _ = terminate.recv() => Ok(()),
                     result = tokio::signal::ctrl_c() => result,
@@ -365,53 +336,32 @@ fn clean_up_at_interrupt() {
         let watch = move || {
             if wait().is_ok() {
                 eprintln!("\nmemfold: interrupted; ending the VMs of this run");
-                if let Some((daemon, directory)) = CURRENT
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .take()
-                {
+                let current = lock(&CURRENT).take();
+                if let Some((daemon, directory)) = current {
                     daemon.close();
                     stop_all(&daemon);
-                    daemon.segments().unprotect();
-                    if let Err(error) = ksm::restore_own(Path::new(ksm::NOTES)) {
-                        eprintln!("memfold: KSM's settings could not be restored: {error}");
-                    }
                     // What is left there is of no use to anybody.
                     let _ = std::fs::remove_dir_all(directory);
                 }
-                let made =
-                    std::mem::take(&mut *MADE.lock().unwrap_or_else(PoisonError::into_inner));
-                for undo in made.into_iter().rev() {
-                    undo();
+                if let Err(error) = ksm::restore_own(Path::new(ksm::NOTES)) {
+                    eprintln!("memfold: KSM's settings could not be restored: {error}");
                 }
+                let made = std::mem::take(&mut *lock(&MADE));
+                made.into_iter().rev().for_each(|undo| undo());
                 // 128 + SIGINT, as shells have it.
                 std::process::exit(130);
             }
         };
-        if let Err(error) = std::thread::Builder::new()
-            .name("interrupt".into())
-            .spawn(watch)
-        {
+        let thread = std::thread::Builder::new().name("interrupt".into());
+        if let Err(error) = thread.spawn(watch) {
             eprintln!("memfold: Ctrl-C will leave VMs behind: {error}");
         }
     });
 }
 
-/// Returns the last output of a guest's console and of QEMU.
-fn last_words(vm: &VmDirectory) -> String {
-    let console = std::fs::read(vm.console_log()).unwrap_or_default();
-    let tail = &console[console.len().saturating_sub(LAST_WORDS)..];
-    let tail: String = String::from_utf8_lossy(tail)
-        .chars()
-        .filter(|c| *c == '\n' || !c.is_control())
-        .collect();
-    format!("{tail}\nQEMU: {}", log_tail(vm))
-}
-
-fn image_named(name: &str) -> anyhow::Result<GuestImage> {
-    let images = guest_images().context("no guest images found; run 'make setup'")?;
-    images
-        .get(name)
-        .cloned()
-        .with_context(|| format!("no guest image '{name}'; run 'make setup'"))
+/// Returns the guest image of this name.
+pub fn guest_image(name: &str) -> anyhow::Result<GuestImage> {
+    let mut images = guest_images().context("no guest images found; run 'make setup'")?;
+    let image = images.remove(name);
+    image.with_context(|| format!("no guest image '{name}'; run 'make setup'"))
 }

@@ -5,7 +5,9 @@
 //! are restored from its state after the boot.
 
 mod lab;
+mod wait;
 mod warm;
 
-pub use lab::{DiskMode, Lab, undo_at_interrupt};
+pub use lab::{DiskMode, Lab, at_once, clean_up_at_interrupt, guest_image, undo_at_interrupt};
+pub use wait::{migrate, wait_for};
 pub use warm::{GUESTS_VARIABLE, WARM_VARIABLE, Warm};

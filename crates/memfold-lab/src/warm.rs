@@ -31,6 +31,8 @@ use memfold_vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 
+use crate::wait::{last_words, migrate, wait_for};
+
 /// Directory of saved guests. Unset: `warm` in memfold's cache directory, where they stay for the
 /// next run.
 pub const WARM_VARIABLE: &str = "MEMFOLD_LAB_WARM";
@@ -68,17 +70,19 @@ pub struct Warm {
 /// Returns why guests with this description cannot be restored and must boot; `None`: they can be
 /// restored.
 fn must_boot(spec: &VmSpec) -> Option<&'static str> {
-    if !spec.qemu_args.is_empty() {
-        Some("the VM has its own QEMU arguments")
-    } else if !spec.segments.is_empty() {
-        Some("the VM maps segments from its boot on")
-    } else if spec.boot_snapshot {
-        Some("the VM is saved right after its boot")
-    } else if spec.disks.first().is_none_or(|disk| !disk.snapshot) {
-        Some("its root disk is not a temporary overlay")
-    } else {
-        None
-    }
+    let (arguments, segments) = (&spec.qemu_args, &spec.segments);
+    let is_kept = spec.disks.first().is_none_or(|disk| !disk.snapshot);
+    let reasons = [
+        ("the VM has its own QEMU arguments", !arguments.is_empty()),
+        (
+            "the VM maps segments from its boot on",
+            !segments.is_empty(),
+        ),
+        ("the VM is saved right after its boot", spec.boot_snapshot),
+        ("its root disk is not a temporary overlay", is_kept),
+    ];
+    let found = reasons.into_iter().find(|(_, holds)| *holds);
+    found.map(|(why, _)| why)
 }
 
 /// Returns the description without settings that only the host sees.
@@ -95,25 +99,31 @@ fn shape(spec: &VmSpec) -> VmSpec {
         if disk.cache.write_cache() {
             disk.cache = CacheMode::default();
         }
-        disk.aio = plain_aio();
+        disk.aio = DiskSpec::new("/").aio;
     }
     shape
 }
 
-fn plain_aio() -> memfold_vm::Aio {
-    DiskSpec::new("/").aio
+/// Runs `qemu-img`, and returns its output.
+fn qemu_img(options: &[&str], files: &[&Path]) -> anyhow::Result<Vec<u8>> {
+    let mut command = Command::new("qemu-img");
+    let done = command.args(options).args(files).output();
+    let done = done.context("cannot run qemu-img")?;
+    let said = String::from_utf8_lossy(&done.stderr);
+    ensure!(done.status.success(), "qemu-img failed: {}", said.trim());
+    Ok(done.stdout)
 }
 
 /// Returns a disk's size in bytes, as the guest sees it.
 fn virtual_bytes(disk: &DiskSpec) -> anyhow::Result<u64> {
-    let path = disk.path.display();
-    let mut qemu_img = Command::new("qemu-img");
-    qemu_img.args(["info", "-U", "--output=json", "-f", disk.format().driver()]);
-    let done = qemu_img.arg(&disk.path).output().context("qemu-img")?;
-    ensure!(done.status.success(), "qemu-img cannot read {path}");
-    let facts: Value = serde_json::from_slice(&done.stdout)?;
+    let driver = disk.format().driver();
+    let facts = qemu_img(
+        &["info", "-U", "--output=json", "-f", driver],
+        &[&disk.path],
+    )?;
+    let facts: Value = serde_json::from_slice(&facts)?;
     let bytes = facts["virtual-size"].as_u64();
-    bytes.with_context(|| format!("qemu-img tells no size of {path}"))
+    bytes.with_context(|| format!("qemu-img tells no size of {}", disk.path.display()))
 }
 
 /// Returns a key for everything that the guest sees, 16 hexadecimal digits. The root image's name
@@ -126,25 +136,19 @@ fn key(shape: &VmSpec) -> anyhow::Result<String> {
         others.push(virtual_bytes(disk)?);
         disk.path = "/".into();
     }
-    let text = format!(
-        "{LAYOUT} {:?} {} {others:?} {}",
-        qemu.version,
-        qemu.machine,
-        serde_json::to_string(&seen)?
-    );
-    Ok(format!(
-        "{:016x}",
-        xxhash_rust::xxh3::xxh3_64(text.as_bytes())
-    ))
+    let (version, machine) = (qemu.version, qemu.machine);
+    let seen = serde_json::to_string(&seen)?;
+    let text = format!("{LAYOUT} {version:?} {machine} {others:?} {seen}");
+    let hash = xxhash_rust::xxh3::xxh3_64(text.as_bytes());
+    Ok(format!("{hash:016x}"))
 }
 
 fn directory() -> anyhow::Result<PathBuf> {
     let place = match std::env::var_os(WARM_VARIABLE) {
-        Some(place) => place.into(),
-        None => image_directory()
-            .context("cannot find a directory for saved guests")?
-            .join("warm"),
+        Some(place) => Ok(place.into()),
+        None => image_directory().map(|images| images.join("warm")),
     };
+    let place: PathBuf = place.context("cannot find a directory for saved guests")?;
     std::fs::create_dir_all(&place).with_context(|| format!("cannot make {}", place.display()))?;
     Ok(place)
 }
@@ -181,9 +185,8 @@ impl Warm {
     pub fn load(&self, vm: &VmDirectory) -> anyhow::Result<()> {
         let began = Instant::now();
         let mut qmp = Qmp::connect(&vm.qmp(), Duration::from_secs(60))?;
-        let uri = format!("file:{}", self.state.display());
-        qmp.execute("migrate-incoming", json!({ "uri": uri }))?;
-        wait_migration(&mut qmp).with_context(|| format!("cannot restore '{}'", vm.name()))?;
+        migrate(&mut qmp, "migrate-incoming", &self.state, TRANSFER)
+            .with_context(|| format!("cannot restore '{}'", vm.name()))?;
         // It was saved standing still, and QEMU keeps to that.
         qmp.query("cont")?;
         note_guest("restored", &vm.name(), began.elapsed());
@@ -205,41 +208,21 @@ pub(crate) fn note_guest(how: &str, name: &str, took: Duration) {
     }
 }
 
-fn wait_migration(qmp: &mut Qmp) -> anyhow::Result<()> {
-    let end = Instant::now() + TRANSFER;
-    loop {
-        let now = qmp.query("query-migrate")?;
-        match now["status"].as_str() {
-            Some("completed") => return Ok(()),
-            Some("failed" | "cancelled") => bail!("QEMU's migration failed: {now}"),
-            _ if Instant::now() >= end => {
-                bail!("QEMU's migration did not finish within {TRANSFER:?}: {now}")
-            }
-            _ => std::thread::sleep(Duration::from_millis(10)),
-        }
-    }
-}
-
 /// Boots a guest and saves it in `place`, which appears only when it is complete.
 fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     let draft = place.with_extension("draft");
-    match std::fs::remove_dir_all(&draft) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error.into()),
-        _ => std::fs::create_dir(&draft)?,
+    if draft.exists() {
+        std::fs::remove_dir_all(&draft)?;
     }
+    std::fs::create_dir(&draft)?;
     // QEMU's sockets want a short path.
     let state = tempfile::Builder::new().prefix("memfold-warm.").tempdir()?;
     let root = draft.join("root.qcow2");
     let base = spec.disks[0].path.clone();
     let driver = spec.disks[0].format().driver();
-    let base = [
-        "-b".as_ref(),
-        base.as_os_str(),
-        "-F".as_ref(),
-        driver.as_ref(),
-    ];
-    qemu_img_create(&root, DiskFormat::Qcow2, &base, None)?;
+    let over = ["create", "-q", "-f", "qcow2", "-F", driver, "-b"];
+    qemu_img(&over, &[&base, &root])?;
     spec.disks[0] = DiskSpec {
         format: Some(DiskFormat::Qcow2),
         snapshot: false,
@@ -248,8 +231,9 @@ fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     };
     for (number, disk) in spec.disks.iter_mut().enumerate().skip(1) {
         let blank = state.path().join(format!("blank{number}"));
-        let bytes = virtual_bytes(disk)?;
-        qemu_img_create(&blank, disk.format(), &[], Some(bytes))?;
+        let bytes = virtual_bytes(disk)?.to_string();
+        let driver = disk.format().driver();
+        qemu_img(&["create", "-q", "-f", driver], &[&blank, bytes.as_ref()])?;
         disk.format = Some(disk.format());
         disk.path = blank;
     }
@@ -264,44 +248,20 @@ fn boot_and_save(mut spec: VmSpec, place: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn qemu_img_create(
-    path: &Path,
-    format: DiskFormat,
-    options: &[&std::ffi::OsStr],
-    bytes: Option<u64>,
-) -> anyhow::Result<()> {
-    let mut qemu_img = Command::new("qemu-img");
-    qemu_img.args(["create", "-q", "-f", format.driver()]);
-    qemu_img.args(options).arg(path);
-    let done = qemu_img
-        .args(bytes.map(|bytes| bytes.to_string()))
-        .output()?;
-    let said = String::from_utf8_lossy(&done.stderr);
-    ensure!(done.status.success(), "qemu-img create: {said}");
-    Ok(())
-}
-
 /// Waits for the shell on a guest's console, and runs [`SETTLE`] in it.
 fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
-    let end = Instant::now() + BOOT;
     let mut console =
         UnixStream::connect(vm.console()).context("cannot connect to the guest's console")?;
     console.set_read_timeout(Some(Duration::from_millis(200)))?;
     let mut said = Vec::new();
     let mut wait = |words: &[u8], console: &mut UnixStream| {
-        loop {
+        // Reading waits, too.
+        wait_for("the guest did not boot", (BOOT, Duration::ZERO), || {
             // What was said before anybody listened is in the log.
             let logged = std::fs::read(vm.console_log()).unwrap_or_default();
             let is_in = |text: &[u8]| text.windows(words.len()).any(|part| part == words);
             if is_in(&said) || is_in(&logged) {
-                return Ok(());
-            }
-            if Instant::now() >= end {
-                let tail = &logged[logged.len().saturating_sub(2000)..];
-                bail!(
-                    "the guest did not boot within {BOOT:?}; the end of its console's log: {}",
-                    String::from_utf8_lossy(tail)
-                );
+                return Ok(Some(()));
             }
             let mut some = [0; 4096];
             match console.read(&mut some) {
@@ -310,7 +270,9 @@ fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
                 // Nothing was said.
                 Err(_) => {}
             }
-        }
+            Ok(None)
+        })
+        .with_context(|| format!("its last words:\n{}", last_words(vm)))
     };
     wait(PROMPT, &mut console)?;
     console.write_all(format!("{SETTLE}\n").as_bytes())?;
@@ -321,16 +283,10 @@ fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
     let mut qmp = vm.qmp()?;
     qmp.query("stop")?;
     // QEMU's own limit is 128 MiB/s.
-    qmp.execute(
-        "migrate-set-parameters",
-        json!({ "max-bandwidth": 1_u64 << 40 }),
-    )?;
-    let uri = format!("file:{}", state.display());
-    qmp.execute("migrate", json!({ "uri": uri }))?;
-    wait_migration(&mut qmp).context("cannot save the guest")?;
+    let limits = json!({ "max-bandwidth": 1_u64 << 40 });
+    qmp.execute("migrate-set-parameters", limits)?;
+    migrate(&mut qmp, "migrate", state, TRANSFER).context("cannot save the guest")?;
     // QEMUs without root's rights read it, too.
-    Ok(std::fs::set_permissions(
-        state,
-        Permissions::from_mode(0o644),
-    )?)
+    let mode = Permissions::from_mode(0o644);
+    Ok(std::fs::set_permissions(state, mode)?)
 }

@@ -17,9 +17,7 @@
 //! | `MEMFOLD_REAL` | set: tests of the real ring fail where they would otherwise skip |
 
 mod skip;
-mod slow;
 mod wait;
 
 pub use skip::{report_skip, reports_skip};
-pub use slow::{measure_slowness, patience, slowness};
-pub use wait::{wait_for, wait_until};
+pub use wait::{patience, slowness, wait_for, wait_until};

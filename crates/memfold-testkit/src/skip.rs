@@ -9,10 +9,10 @@ const SKIPS: &str = "MEMFOLD_TEST_SKIPS";
 /// The test that runs: as nextest calls it (`PROGRAM::TEST` without the program), else the thread's
 /// name, which libtest sets.
 fn test_name() -> String {
-    std::env::var("NEXTEST_TEST_NAME")
-        .ok()
-        .or_else(|| std::thread::current().name().map(str::to_owned))
-        .unwrap_or_else(|| "unknown".to_owned())
+    std::env::var("NEXTEST_TEST_NAME").unwrap_or_else(|_| {
+        let thread = std::thread::current();
+        thread.name().unwrap_or("unknown").to_owned()
+    })
 }
 
 /// Reports that the test, or a part of it, does not run here. Prefer [`skip!`](crate::skip), which
@@ -26,15 +26,11 @@ pub fn report_skip(reason: &str) {
     let reason = reason.trim().replace('\n', "; ");
     println!("skipped: {reason}");
     if let Some(path) = std::env::var_os(SKIPS) {
-        let mut file = File::options()
-            .append(true)
-            .create(true)
-            .open(path)
-            .expect("the list of skips can be written");
+        let file = File::options().append(true).create(true).open(path);
         // One write, so that lines of parallel tests do not mix.
         let line = format!("{}\t{reason}\n", test_name());
-        file.write_all(line.as_bytes())
-            .expect("the list of skips can be written");
+        let written = file.and_then(|mut file| file.write_all(line.as_bytes()));
+        written.expect("the list of skips can be written");
     }
 }
 

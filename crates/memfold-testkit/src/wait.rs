@@ -1,8 +1,63 @@
-//! Waits for a condition, with a deadline.
+//! Waits for a condition, with a deadline. Deadlines are longer if this machine is now slower than
+//! the machines that they were chosen for.
 
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use crate::slow::patience;
+/// Factor for deadlines, set by hand.
+const SLOW: &str = "MEMFOLD_TEST_SLOW";
+
+/// Steps of the calibration's work: about 20 ms of one core that has nothing else to do.
+const STEPS: u64 = 12_000_000;
+
+/// What those steps took on the machines that the deadlines were chosen on.
+const USUAL: Duration = Duration::from_millis(20);
+
+/// Largest factor. On a slower machine, tests of timing are meaningless.
+const MOST: f64 = 10.0;
+
+/// Returns the factor by which deadlines are lengthened: the value of `MEMFOLD_TEST_SLOW`, or else
+/// a measurement, made once.
+///
+/// # Panics
+///
+/// If the variable holds no number of 1 or more.
+pub fn slowness() -> f64 {
+    static KNOWN: OnceLock<f64> = OnceLock::new();
+    *KNOWN.get_or_init(|| {
+        let Ok(text) = std::env::var(SLOW) else {
+            return measure_slowness();
+        };
+        let factor = text.parse().ok().filter(|factor| *factor >= 1.0);
+        factor.unwrap_or_else(|| panic!("{SLOW}='{text}' is not a number of 1 or more"))
+    })
+}
+
+/// Lengthens a deadline, chosen on an idle machine, to this machine's speed.
+pub fn patience(usual: Duration) -> Duration {
+    usual.mul_f64(slowness())
+}
+
+/// Measures the factor as the median of five runs of a fixed amount of arithmetic. Wall time is
+/// measured, so that other load on the machine counts, too.
+fn measure_slowness() -> f64 {
+    let mut took: Vec<Duration> = (0..5).map(|round| work(round + 1)).collect();
+    took.sort_unstable();
+    (took[2].as_secs_f64() / USUAL.as_secs_f64()).clamp(1.0, MOST)
+}
+
+fn work(seed: u64) -> Duration {
+    let began = Instant::now();
+    let mut state = seed;
+    for _ in 0..STEPS {
+        // xorshift64: each step needs the one before, so no compiler and no core makes it shorter.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+    }
+    assert!(std::hint::black_box(state) != 0);
+    began.elapsed()
+}
 
 /// Interval between two checks of a condition.
 const LOOK: Duration = Duration::from_millis(20);
@@ -66,5 +121,12 @@ mod tests {
             Duration::from_millis(30),
             || Err::<(), _>("still not"),
         );
+    }
+
+    #[test]
+    fn measured_slowness_is_a_factor_that_lengthens_deadlines() {
+        let factor = measure_slowness();
+        assert!((1.0..=MOST).contains(&factor), "{factor}");
+        assert!(patience(Duration::from_secs(1)) >= Duration::from_secs(1));
     }
 }

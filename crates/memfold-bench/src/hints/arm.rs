@@ -1,16 +1,34 @@
 //! Runs one arm of study C: boots fresh VMs, starts one mechanism, and measures one compilation.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{bail, ensure};
 use memfold_fold::{EngineSettings, EngineStats};
 use memfold_ksm as ksm;
-use memfold_lab::Lab;
+use memfold_lab::{Lab, at_once};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::VmSpec;
+use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::work::Work;
+use crate::host::{Stat, check_ksm_is_off, ksmd, numbers, start_ksm};
+
+/// Number of pages in a MiB.
+pub(super) const PAGES_PER_MIB: f64 = 256.0;
+
+/// The software that the guests compile.
+#[derive(Clone, Debug)]
+pub(super) struct Work {
+    pub what: &'static str,
+    /// Shell script that compiles the software in a fresh `/var/tmp/work`.
+    pub build: &'static str,
+    /// Shell script that prints the hash of the compiled program.
+    pub output: &'static str,
+    /// Disk that the build needs, read-only; `None`: it needs none.
+    pub disk: Option<PathBuf>,
+    pub timeout: Duration,
+}
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 const HASH_TIMEOUT: Duration = Duration::from_secs(300);
@@ -34,51 +52,43 @@ const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc
 /// compared.
 pub(super) const BUDGETS: [u64; 3] = [5000, 1000, 500];
 
-/// The mechanism that shares memory in an arm.
-#[derive(Clone, Debug)]
+/// The mechanism that shares memory in an arm. Numbers are the pages a second of folding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mechanism {
     None,
-    Fold {
-        pages_per_second: u64,
-    },
+    Fold(u64),
     /// Folding, while the same number of VMs beside run without memfold.
-    FoldBesideNone {
-        pages_per_second: u64,
-    },
+    FoldBesideNone(u64),
     KsmDefault,
-    KsmEqualCpu {
-        /// Pages a second of the folding arm whose CPU time this arm follows.
-        pages_per_second: u64,
-        /// CPU seconds that folding had used, and the seconds since time 0.
-        cpu: Vec<(f64, f64)>,
-    },
-}
-
-impl PartialEq for Mechanism {
-    /// Returns whether two arms are the same.
-    fn eq(&self, other: &Self) -> bool {
-        self.name() == other.name()
-    }
+    /// KSM, whose CPU time follows that of the folding arm with this number.
+    KsmEqualCpu(u64),
 }
 
 impl Mechanism {
-    pub fn name(&self) -> String {
+    pub fn name(self) -> String {
         match self {
             Self::None => "none".into(),
-            Self::Fold { pages_per_second } => format!("fold_{pages_per_second}"),
-            Self::FoldBesideNone { pages_per_second } => {
-                format!("fold_{pages_per_second}_beside_none")
-            }
+            Self::Fold(rate) => format!("fold_{rate}"),
+            Self::FoldBesideNone(rate) => format!("fold_{rate}_beside_none"),
             Self::KsmDefault => "ksm_default".into(),
-            Self::KsmEqualCpu {
-                pages_per_second, ..
-            } => format!("ksm_equal_cpu_{pages_per_second}"),
+            Self::KsmEqualCpu(rate) => format!("ksm_equal_cpu_{rate}"),
+        }
+    }
+
+    /// Returns the pages a second that folding may examine, if this is folding.
+    pub const fn fold_rate(self) -> Option<u64> {
+        match self {
+            Self::Fold(rate) | Self::FoldBesideNone(rate) => Some(rate),
+            _ => None,
         }
     }
 }
 
+/// CPU seconds of a mechanism, each with the seconds since time 0.
+pub(super) type CpuCurve = Vec<(f64, f64)>;
+
 /// Measurements at one moment.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Sample {
     /// Seconds since time 0.
     pub t_s: f64,
@@ -131,26 +141,18 @@ pub(super) struct ArmRun {
     pub fold: EngineStats,
 }
 
-/// Runs an arm: boots the VMs, lets them work, and checks their files.
+/// Runs an arm: boots the VMs, lets them work, and checks their files. `allowed`: the CPU time that
+/// KSM's follows.
 pub(super) fn run(
     specs: Vec<VmSpec>,
     work: &Work,
     mechanism: Mechanism,
+    allowed: Option<CpuCurve>,
     repeat: usize,
 ) -> anyhow::Result<ArmRun> {
-    let controls = ksm::Controls::default();
-    ensure!(
-        controls.number::<u64>("run")? != Some(1),
-        "KSM runs on this host and would share in every arm; stop it first (echo 0 > /sys/kernel/mm/ksm/run)"
-    );
-    let pages_per_second = match mechanism {
-        Mechanism::Fold { pages_per_second } | Mechanism::FoldBesideNone { pages_per_second } => {
-            Some(pages_per_second)
-        }
-        _ => None,
-    };
+    check_ksm_is_off()?;
     let lab = Lab::new(EngineSettings {
-        pages_per_second,
+        pages_per_second: mechanism.fold_rate(),
         ..EngineSettings::default()
     })?;
     let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
@@ -160,38 +162,29 @@ pub(super) fn run(
         // The VM that boots first gets better memory, so the halves boot first in turn.
         starts.reverse();
     }
-    for spec in starts {
-        lab.start(spec)?;
-    }
-    for name in &names {
-        lab.wait_ready(name, BOOT_TIMEOUT)?;
-    }
-    let hashed = lab.exec_all(&names, HASH, HASH_TIMEOUT)?;
-    let checked_files = hashed
-        .iter()
-        .filter_map(|n| n.trim().parse::<u64>().ok())
-        .sum();
+    lab.boot(starts, BOOT_TIMEOUT)?;
+    let counts = |script: &str| -> anyhow::Result<Vec<Option<u64>>> {
+        let said = lab.exec_all(&names, script, HASH_TIMEOUT)?;
+        Ok(said.iter().map(|n| n.trim().parse().ok()).collect())
+    };
+    let checked_files = counts(HASH)?.into_iter().flatten().sum();
     ensure!(checked_files > 0, "the guests hashed no file");
 
-    if matches!(mechanism, Mechanism::FoldBesideNone { .. }) {
+    if matches!(mechanism, Mechanism::FoldBesideNone(_)) {
         let plain = &names[names.len() / 2..];
         for state in lab.exec_all(plain, SILENCE, HASH_TIMEOUT)? {
-            ensure!(
-                state.trim() == "0",
-                "an agent beside is not silent: {state}"
-            );
+            let state = state.trim();
+            ensure!(state == "0", "an agent beside is not silent: {state}");
         }
     }
     let load = Load::now(&lab)?;
-    let (samples, work) = share_and_work(&lab, &names, work, &mechanism)?;
+    let (samples, work) = share_and_work(&lab, &names, work, mechanism, allowed)?;
     let other_load_percent = Load::now(&lab)?.other_percent_since(&load);
     // The guests now read the shared pages: folding is still on, and KSM's pages stay merged until
     // the guard is dropped.
-    let differing_files = lab
-        .exec_all(&names, CHECK, HASH_TIMEOUT)?
-        .iter()
-        .map(|n| n.trim().parse::<u64>().unwrap_or(u64::MAX))
-        .fold(0, u64::saturating_add);
+    let differing = counts(CHECK)?.into_iter();
+    let differing_files =
+        differing.fold(0, |sum: u64, n| sum.saturating_add(n.unwrap_or(u64::MAX)));
     let fold = lab.stats()?;
     Ok(ArmRun {
         mechanism,
@@ -210,19 +203,17 @@ fn share_and_work(
     lab: &Lab,
     names: &[&str],
     work: &Work,
-    mechanism: &Mechanism,
+    mechanism: Mechanism,
+    allowed: Option<CpuCurve>,
 ) -> anyhow::Result<(Vec<Sample>, Vec<VmWork>)> {
-    let mut scanner = Scanner::start(lab, mechanism)?;
+    let mut scanner = Scanner::start(lab, mechanism, allowed)?;
     let began = Instant::now();
     std::thread::scope(|scope| {
-        let running: Vec<_> = names
-            .iter()
-            .map(|name| scope.spawn(move || work_in(lab, name, work)))
-            .collect();
+        let running = scope.spawn(|| at_once(names, |name| work_in(lab, name, work)));
         let mut samples = vec![scanner.sample(lab, began)?];
         let mut next = began + SAMPLE_INTERVAL;
         // A guest that ends its work before the other still holds its memory.
-        while running.iter().any(|thread| !thread.is_finished()) {
+        while !running.is_finished() {
             std::thread::sleep(Duration::from_millis(200));
             scanner.pace(began)?;
             if Instant::now() >= next {
@@ -231,14 +222,8 @@ fn share_and_work(
             }
         }
         samples.push(scanner.sample(lab, began)?);
-        let work = running
-            .into_iter()
-            .map(|thread| {
-                thread.join().unwrap_or_else(|_| {
-                    anyhow::bail!("the thread that runs the workload in a guest panicked")
-                })
-            })
-            .collect::<anyhow::Result<Vec<_>>>()?;
+        let panicked = |_| bail!("the thread that waits for the guests panicked");
+        let work = running.join().unwrap_or_else(panicked)?;
         scanner.stop()?;
         Ok((samples, work))
     })
@@ -257,7 +242,7 @@ fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
     let after = vcpu_times(lab, name)?;
     let lines: Vec<&str> = text.lines().collect();
     let [first, second, output] = lines[..] else {
-        anyhow::bail!("cannot parse the output of the workload in VM '{name}': {text}");
+        bail!("cannot parse the output of the workload in VM '{name}': {text}");
     };
     // The agent's times are in ticks of the guest, of which Linux shows 100 a second (USER_HZ).
     let agent_s = (second.parse::<f64>()? - first.parse::<f64>()?) / 100.0;
@@ -272,12 +257,6 @@ fn work_in(lab: &Lab, name: &str, work: &Work) -> anyhow::Result<VmWork> {
     })
 }
 
-fn pid_of(lab: &Lab, name: &str) -> anyhow::Result<i32> {
-    let vms = lab.daemon().vms().list();
-    let vm = vms.iter().find(|vm| vm.name == name);
-    Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
-}
-
 /// Times of a VM's vCPU threads, in seconds.
 #[derive(Default)]
 struct VcpuTimes {
@@ -287,39 +266,28 @@ struct VcpuTimes {
     faults: f64,
 }
 
-/// Reads the times of the vCPU threads from their `schedstat` and `stat` (`proc_pid_stat(5)`).
+/// Reads the times of the vCPU threads from their `schedstat` and `stat`.
 fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<VcpuTimes> {
-    let tasks = format!("/proc/{}/task", pid_of(lab, name)?);
-    let ticks = rustix::param::clock_ticks_per_second() as f64;
     let mut sum = VcpuTimes::default();
-    for task in std::fs::read_dir(tasks)? {
+    for task in std::fs::read_dir(format!("/proc/{}/task", lab.pid(name)?))? {
         let task = task?.path();
         if !std::fs::read_to_string(task.join("comm"))?.starts_with("CPU ") {
             continue;
         }
-        let numbers = |text: &str| -> Vec<f64> {
-            let fields = text.split_ascii_whitespace();
-            fields.map(|n| n.parse().unwrap_or(0.0)).collect()
-        };
-        if let [on, waiting, ..] = numbers(&std::fs::read_to_string(task.join("schedstat"))?)[..] {
+        let text = std::fs::read_to_string(task.join("schedstat"))?;
+        if let [on, waiting, ..] = numbers(&text)[..] {
             sum.on_s += on / 1e9;
             sum.delay_s += waiting / 1e9;
         }
-        // Field 3 follows the name, which may contain any character.
-        let text = std::fs::read_to_string(task.join("stat"))?;
-        let fields = numbers(text.rsplit(')').next().unwrap_or(""));
-        let field = |number: usize| fields.get(number - 3).copied().unwrap_or(0.0);
-        sum.faults += field(10) + field(12);
-        sum.system_s += field(15) / ticks;
+        let stat = Stat::read(&task.join("stat"))?;
+        sum.faults += (stat.field(10) + stat.field(12)) as f64;
+        sum.system_s += stat.field(15) as f64 / ticks_per_s();
     }
     Ok(sum)
 }
 
-/// The mechanism that is running.
-enum Scanner {
-    Engine,
-    Ksm(Box<KsmRun>),
-}
+/// The mechanism that is running: ksmd, or else folding or nothing.
+struct Scanner(Option<KsmRun>);
 
 struct KsmRun {
     run: ksm::Run,
@@ -333,59 +301,43 @@ struct KsmRun {
 struct Budget {
     hold: ksm::EqualCpu,
     /// Allowed CPU seconds, each with the seconds since time 0.
-    allowed: Vec<(f64, f64)>,
+    allowed: CpuCurve,
     next: Instant,
 }
 
 impl Scanner {
-    fn start(lab: &Lab, mechanism: &Mechanism) -> anyhow::Result<Self> {
-        let allowed = match mechanism {
-            Mechanism::None => return Ok(Self::Engine),
-            Mechanism::Fold { .. } | Mechanism::FoldBesideNone { .. } => {
-                lab.fold(true)?;
-                return Ok(Self::Engine);
-            }
-            Mechanism::KsmDefault => None,
-            Mechanism::KsmEqualCpu { cpu, .. } => Some(cpu.clone()),
-        };
-        let run = ksm::Run::start(
-            &ksm::Controls::default(),
-            ksm::NOTES.as_ref(),
-            &ksm::Settings::kernel_default(),
-        )?;
+    fn start(lab: &Lab, mechanism: Mechanism, allowed: Option<CpuCurve>) -> anyhow::Result<Self> {
+        if !matches!(mechanism, Mechanism::KsmDefault | Mechanism::KsmEqualCpu(_)) {
+            lab.fold(mechanism.fold_rate().is_some())?;
+            return Ok(Self(None));
+        }
+        let run = start_ksm(&ksm::Settings::kernel_default())?;
         // This also removes pages of ended VMs from KSM's counters.
         run.controls().unmerge(1)?;
-        let ksmd =
-            ksm::Ksmd::find().context("cannot measure ksmd: no ksmd thread runs on this host")?;
-        let budget = match allowed {
-            Some(allowed) => Some(Budget {
+        let ksmd = ksmd()?;
+        let budget = allowed.map(|allowed| {
+            anyhow::Ok(Budget {
                 hold: ksm::EqualCpu::new(&run)?,
                 allowed,
                 next: Instant::now(),
-            }),
-            None => None,
-        };
-        Ok(Self::Ksm(Box::new(KsmRun {
+            })
+        });
+        Ok(Self(Some(KsmRun {
             cpu_at_start: ksmd.cpu_time()?,
             scanned_at_start: ksm::Status::read(run.controls())?.pages_scanned,
+            budget: budget.transpose()?,
             run,
             ksmd,
-            budget,
         })))
     }
 
     /// Sets ksmd's rate once a second, if ksmd has a budget.
     fn pace(&mut self, began: Instant) -> anyhow::Result<()> {
-        let Self::Ksm(ksm) = self else {
-            return Ok(());
-        };
-        if let Some(budget) = &mut ksm.budget {
-            if Instant::now() >= budget.next {
-                let t = began.elapsed().as_secs_f64();
-                let allowed = value_at(&budget.allowed, t);
-                budget.hold.step(Duration::from_secs_f64(allowed))?;
-                budget.next = Instant::now() + Duration::from_secs(1);
-            }
+        let budget = self.0.as_mut().and_then(|ksm| ksm.budget.as_mut());
+        if let Some(budget) = budget.filter(|budget| Instant::now() >= budget.next) {
+            let allowed = value_at(&budget.allowed, began.elapsed().as_secs_f64());
+            budget.hold.step(Duration::from_secs_f64(allowed))?;
+            budget.next = Instant::now() + Duration::from_secs(1);
         }
         Ok(())
     }
@@ -393,11 +345,11 @@ impl Scanner {
     fn sample(&self, lab: &Lab, began: Instant) -> anyhow::Result<Sample> {
         let stats = lab.stats()?;
         let sum = |of: fn(&memfold_fold::VmStats) -> u64| stats.vms.iter().map(of).sum::<u64>();
+        let mapped = sum(|vm| vm.mapped_pages.saturating_sub(vm.copied_pages));
         let store: u64 = stats.domains.iter().map(|d| d.store_bytes).sum();
         let mut sample = Sample {
             t_s: began.elapsed().as_secs_f64(),
-            shared_pages: sum(|vm| vm.mapped_pages.saturating_sub(vm.copied_pages))
-                .saturating_sub(store / PAGE_SIZE),
+            shared_pages: mapped.saturating_sub(store / PAGE_SIZE),
             scanner_cpu_s: stats.engine_cpu_s + stats.library_cpu_s,
             agent_cpu_s: sum(|vm| vm.agent_cpu_us) as f64 / 1e6,
             matched_pages: sum(|vm| vm.matched_pages),
@@ -406,24 +358,19 @@ impl Scanner {
             hints_waiting: stats.hints_waiting,
             ksm_scanned_pages: None,
         };
-        if let Self::Ksm(ksm) = self {
+        if let Some(ksm) = &self.0 {
             let used = ksm.ksmd.cpu_time()?.saturating_sub(ksm.cpu_at_start);
             sample.scanner_cpu_s = used.as_secs_f64();
             let counters = ksm::Status::read(ksm.run.controls())?;
             sample.shared_pages = counters.pages_sharing.unwrap_or(0);
-            sample.ksm_scanned_pages = counters
-                .pages_scanned
-                .zip(ksm.scanned_at_start)
-                .map(|(now, then)| now.saturating_sub(then));
+            let scanned = counters.pages_scanned.zip(ksm.scanned_at_start);
+            sample.ksm_scanned_pages = scanned.map(|(now, then)| now.saturating_sub(then));
         }
         Ok(sample)
     }
 
     fn stop(self) -> anyhow::Result<()> {
-        match self {
-            Self::Engine => Ok(()),
-            Self::Ksm(ksm) => Ok(ksm.run.stop(true)?),
-        }
+        Ok(self.0.map_or(Ok(()), |ksm| ksm.run.stop(true))?)
     }
 }
 
@@ -438,6 +385,10 @@ fn value_at(curve: &[(f64, f64)], t: f64) -> f64 {
     }
 }
 
+fn ticks_per_s() -> f64 {
+    rustix::param::clock_ticks_per_second() as f64
+}
+
 /// CPU seconds of the whole host, and of everything that belongs to the study.
 struct Load {
     at: Instant,
@@ -447,32 +398,22 @@ struct Load {
 
 impl Load {
     fn now(lab: &Lab) -> anyhow::Result<Self> {
-        let ticks = rustix::param::clock_ticks_per_second() as f64;
         let stat = std::fs::read_to_string("/proc/stat")?;
-        let fields: Vec<f64> = stat
-            .lines()
-            .next()
-            .unwrap_or("")
-            .split_ascii_whitespace()
-            .skip(1)
-            .filter_map(|n| n.parse().ok())
-            .collect();
-        // Order of the fields in proc_stat(5): user nice system idle iowait irq softirq steal.
-        let busy: f64 = [0, 1, 2, 5, 6]
-            .iter()
-            .filter_map(|&at| fields.get(at))
-            .sum();
-        let mut ours_s = ksm::Ksmd::find().map_or(0.0, |ksmd| {
-            ksmd.cpu_time().map_or(0.0, |time| time.as_secs_f64())
-        });
+        // Fields of the first line in proc_stat(5): cpu user nice system idle iowait irq softirq
+        // steal.
+        let fields = numbers(stat.lines().next().unwrap_or_default());
+        let busy = [1, 2, 3, 6, 7].iter().filter_map(|&at| fields.get(at));
+        let ksmd = ksm::Ksmd::find().and_then(|ksmd| ksmd.cpu_time().ok());
         let own = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-        ours_s += own.tv_sec as f64 + own.tv_nsec as f64 / 1e9;
+        let own_s = own.tv_sec as f64 + own.tv_nsec as f64 / 1e9;
+        let mut ours_s = own_s + ksmd.unwrap_or_default().as_secs_f64();
         for vm in lab.daemon().vms().list() {
-            ours_s += lab.vm_cpu_s(&vm.name)?;
+            let stat = Stat::read(format!("/proc/{}/stat", vm.pid).as_ref())?;
+            ours_s += (stat.field(14) + stat.field(15)) as f64 / ticks_per_s();
         }
         Ok(Self {
             at: Instant::now(),
-            busy_s: busy / ticks,
+            busy_s: busy.sum::<f64>() / ticks_per_s(),
             ours_s,
         })
     }
@@ -487,11 +428,9 @@ impl Load {
 
 impl ArmRun {
     /// Returns the CPU seconds of the mechanism over the seconds since time 0.
-    pub fn scanner_cpu(&self) -> Vec<(f64, f64)> {
-        self.samples
-            .iter()
-            .map(|s| (s.t_s, s.scanner_cpu_s))
-            .collect()
+    pub fn scanner_cpu(&self) -> CpuCurve {
+        let samples = self.samples.iter();
+        samples.map(|s| (s.t_s, s.scanner_cpu_s)).collect()
     }
 
     /// Returns the last sample.
@@ -517,47 +456,32 @@ impl ArmRun {
     }
 
     pub fn samples_json(&self) -> Vec<Value> {
-        let json = |s: &Sample| {
-            json!({
-                "arm": self.mechanism.name(),
-                "repeat": self.repeat,
-                "t_s": s.t_s,
-                "shared_pages": s.shared_pages,
-                "scanner_cpu_s": s.scanner_cpu_s,
-                "agent_cpu_s": s.agent_cpu_s,
-                "matched_pages": s.matched_pages,
-                "matched_folded_pages": s.matched_folded_pages,
-                "zero_pages": s.zero_pages,
-                "hints_waiting": s.hints_waiting,
-                "ksm_scanned_pages": s.ksm_scanned_pages,
-            })
+        let json = |sample: &Sample| {
+            let mut value = json!(sample);
+            value["arm"] = self.mechanism.name().into();
+            value["repeat"] = self.repeat.into();
+            value
         };
         self.samples.iter().map(json).collect()
     }
 
+    /// Returns the mean of a value over the VMs.
+    pub fn mean(&self, of: impl Fn(&VmWork) -> f64) -> f64 {
+        self.work.iter().map(of).sum::<f64>() / self.work.len() as f64
+    }
+
     /// Summarizes the arm in one line, for the user who waits.
     pub fn in_short(&self) -> String {
-        let walls: Vec<String> = self
-            .work
-            .iter()
-            .map(|w| format!("{:.1}", w.wall_s))
-            .collect();
-        let sum = |of: fn(&VmWork) -> f64| self.work.iter().map(of).sum::<f64>();
+        let vms = self.work.len() as f64;
+        let sum = |of: fn(&VmWork) -> f64| self.mean(of) * vms;
+        let walls = self.work.iter().map(|w| format!("{:.1}", w.wall_s));
         format!(
-            "{:.0} MiB shared at the end, {:.0} on average, {:.2} s of CPU{}; work took {} s, {:.1} s of vCPU ({:.1} s in the kernel, {:.0} faults), {:.2} s of agents ({:.0} % of the host was busy with other things)",
-            self.end().shared_pages as f64 / 256.0,
-            self.mean_shared() / 256.0,
+            "{:.0} MiB shared at the end, {:.0} on average, {:.2} s of CPU ({:.2} s of it in the VMs' libraries); work took {} s, {:.1} s of vCPU ({:.1} s in the kernel, {:.0} faults), {:.2} s of agents ({:.0} % of the host was busy with other things)",
+            self.end().shared_pages as f64 / PAGES_PER_MIB,
+            self.mean_shared() / PAGES_PER_MIB,
             self.scanner_cpu_s(),
-            match self.mechanism {
-                Mechanism::Fold { .. } | Mechanism::FoldBesideNone { .. } => {
-                    format!(
-                        " ({:.2} s of it in the VMs' libraries)",
-                        self.fold.library_cpu_s
-                    )
-                }
-                _ => String::new(),
-            },
-            walls.join(", "),
+            self.fold.library_cpu_s,
+            walls.collect::<Vec<_>>().join(", "),
             sum(|w| w.vcpu_s),
             sum(|w| w.system_s),
             sum(|w| w.faults),

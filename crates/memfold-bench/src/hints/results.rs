@@ -4,113 +4,66 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
-use super::arm::{ArmRun, BUDGETS, Mechanism, VmWork};
-use crate::figure::{self, Axis, Figure, Series};
-
-/// Number of pages in a MiB.
-const PAGES_PER_MIB: f64 = 256.0;
+use super::arm::{ArmRun, BUDGETS, Mechanism, PAGES_PER_MIB, VmWork};
+use crate::figure::{self, Axis, Figure, Series, number};
+use crate::record::{median, sorted, spread};
 
 /// Computes the results as medians of the repeats. The headline figures are those of the first of
 /// [`BUDGETS`].
 pub(super) fn of(runs: &[ArmRun]) -> Value {
-    let mut results = Map::new();
-    let headline = BUDGETS[0];
-    let fold = arm(runs, &fold_name(headline));
-    let ksm = arm(runs, "ksm_default");
-    let equal = arm(runs, &format!("ksm_equal_cpu_{headline}"));
-    let mut put = |key: &str, value: Value| {
-        results.insert(key.into(), value);
-    };
-    put("ratio_over_ksm_default", ratio(&fold, &ksm, end_pages));
-    put(
-        "ratio_over_ksm_equal_cpu",
-        ratio(&fold, &equal, ArmRun::mean_shared),
-    );
-    put(
-        "ratio_over_ksm_default_mean",
-        ratio(&fold, &ksm, ArmRun::mean_shared),
-    );
-    put(
-        "share_of_matched_folded_percent",
-        median(&fold, matched_folded_percent).into(),
-    );
-    put(
-        "p95_hint_to_fold_s",
-        median(&fold, |r| r.fold.hint_to_fold_p95_s.unwrap_or(f64::NAN)).into(),
-    );
-    put(
-        "p50_hint_to_fold_s",
-        median(&fold, |r| r.fold.hint_to_fold_p50_s.unwrap_or(f64::NAN)).into(),
-    );
-
-    let slowdowns = slowdowns(runs);
-    put("guest_slowdown_percent", middle(&slowdowns).into());
-    put(
-        "guest_slowdown_min_percent",
-        slowdowns.first().copied().into(),
-    );
-    put(
-        "guest_slowdown_max_percent",
-        slowdowns.last().copied().into(),
-    );
-    let beside = arm(runs, &beside_name(headline));
-    put("guest_slowdown_parts_percent", slowdown_parts(&beside));
-    put(
-        "guest_checksum_errors",
-        runs.iter().map(|r| r.differing_files).sum::<u64>().into(),
-    );
-    put(
-        "guest_files_checked",
-        runs.iter().map(|r| r.checked_files).sum::<u64>().into(),
-    );
-    put("guest_build_errors", build_errors(runs).into());
-    put("fold_cpu_s", median(&fold, ArmRun::scanner_cpu_s).into());
-    put(
-        "ksm_default_cpu_s",
-        median(&ksm, ArmRun::scanner_cpu_s).into(),
-    );
-    put(
-        "ksm_equal_cpu_s",
-        median(&equal, ArmRun::scanner_cpu_s).into(),
-    );
-    put("agent_cpu_percent", median(&fold, agent_percent).into());
-
+    let fold = arm(runs, Mechanism::Fold(BUDGETS[0]));
+    let ksm = arm(runs, Mechanism::KsmDefault);
+    let equal = arm(runs, Mechanism::KsmEqualCpu(BUDGETS[0]));
+    let beside = arm(runs, Mechanism::FoldBesideNone(BUDGETS[0]));
+    let slowdowns = slowdowns(&beside);
+    let of_fold = |of: fn(&ArmRun) -> Option<f64>| median(fold.iter().filter_map(|r| of(r)));
+    let cpu_s = |runs: &[&ArmRun]| median(runs.iter().map(|r| r.scanner_cpu_s()));
+    let sum = |of: fn(&ArmRun) -> u64| runs.iter().map(of).sum::<u64>();
     let names: BTreeSet<String> = runs.iter().map(|r| r.mechanism.name()).collect();
-    let arms: Map<String, Value> = names
-        .into_iter()
-        .map(|name| (name.clone(), arm_figures(&arm(runs, &name))))
-        .collect();
-    put("arms", arms.into());
-    Value::Object(results)
+    let arms = names.into_iter().map(|name| {
+        let runs = runs.iter().filter(|r| r.mechanism.name() == name);
+        let figures = arm_figures(&runs.collect::<Vec<_>>());
+        (name, figures)
+    });
+    json!({
+        "ratio_over_ksm_default": ratio(&fold, &ksm, end_pages),
+        "ratio_over_ksm_equal_cpu": ratio(&fold, &equal, ArmRun::mean_shared),
+        "ratio_over_ksm_default_mean": ratio(&fold, &ksm, ArmRun::mean_shared),
+        "share_of_matched_folded_percent": of_fold(|r| Some(matched_folded_percent(r))),
+        "p95_hint_to_fold_s": of_fold(|r| r.fold.hint_to_fold_p95_s),
+        "p50_hint_to_fold_s": of_fold(|r| r.fold.hint_to_fold_p50_s),
+        "guest_slowdown_percent": median(&slowdowns),
+        "guest_slowdown_min_percent": slowdowns.first(),
+        "guest_slowdown_max_percent": slowdowns.last(),
+        "guest_slowdown_parts_percent": slowdown_parts(&beside),
+        "guest_checksum_errors": sum(|r| r.differing_files),
+        "guest_files_checked": sum(|r| r.checked_files),
+        "guest_build_errors": build_errors(runs),
+        "fold_cpu_s": cpu_s(&fold),
+        "ksm_default_cpu_s": cpu_s(&ksm),
+        "ksm_equal_cpu_s": cpu_s(&equal),
+        "agent_cpu_percent": of_fold(|r| Some(agent_percent(r))),
+        "arms": arms.collect::<Map<_, _>>(),
+    })
 }
 
 fn arm_figures(runs: &[&ArmRun]) -> Value {
-    let spread = |of: fn(&ArmRun) -> f64| {
-        let mut values: Vec<f64> = runs.iter().map(|r| of(r)).collect();
-        values.sort_by(f64::total_cmp);
-        json!({"min": values.first(), "median": middle(&values), "max": values.last()})
-    };
-    let folds = |r: &&&ArmRun| {
-        matches!(
-            r.mechanism,
-            Mechanism::Fold { .. } | Mechanism::FoldBesideNone { .. }
-        )
-    };
-    let fold = runs.last().filter(folds);
+    let spread = |of: fn(&ArmRun) -> f64| spread(runs.iter().map(|r| of(r)));
+    let last = runs.last();
+    let fold = last.filter(|r| r.mechanism.fold_rate().is_some());
+    let scanned = last.and_then(|r| Some(r.end().ksm_scanned_pages? as f64 / r.end().t_s));
     json!({
         "shared_at_end_mib": spread(|r| end_pages(r) / PAGES_PER_MIB),
         "shared_mean_mib": spread(|r| r.mean_shared() / PAGES_PER_MIB),
         "scanner_cpu_s": spread(ArmRun::scanner_cpu_s),
         "scanner_cpu_percent": spread(|r| r.scanner_cpu_s() / r.end().t_s.max(1e-3) * 100.0),
         "agent_cpu_percent": spread(agent_percent),
-        "work_wall_s": spread(|r| mean(r.work.iter().map(|w| w.wall_s))),
-        "work_vcpu_s": spread(|r| mean(r.work.iter().map(|w| w.vcpu_s))),
-        "work_system_s": spread(|r| mean(r.work.iter().map(|w| w.system_s))),
-        "work_faults": spread(|r| mean(r.work.iter().map(|w| w.faults))),
-        "work_delayed_s": spread(|r| mean(r.work.iter().map(|w| w.delay_s))),
-        "ksm_scanned_pages_per_s": runs
-            .last()
-            .and_then(|r| Some(r.end().ksm_scanned_pages? as f64 / r.end().t_s)),
+        "work_wall_s": spread(|r| r.mean(|w| w.wall_s)),
+        "work_vcpu_s": spread(|r| r.mean(|w| w.vcpu_s)),
+        "work_system_s": spread(|r| r.mean(|w| w.system_s)),
+        "work_faults": spread(|r| r.mean(|w| w.faults)),
+        "work_delayed_s": spread(|r| r.mean(|w| w.delay_s)),
+        "ksm_scanned_pages_per_s": scanned,
         "other_load_percent": spread(|r| r.other_load_percent),
         "fold": fold.map(|r| json!({
             "share_of_matched_folded_percent": matched_folded_percent(r),
@@ -123,16 +76,9 @@ fn arm_figures(runs: &[&ArmRun]) -> Value {
     })
 }
 
-fn fold_name(pages_per_second: u64) -> String {
-    Mechanism::Fold { pages_per_second }.name()
-}
-
-fn beside_name(pages_per_second: u64) -> String {
-    Mechanism::FoldBesideNone { pages_per_second }.name()
-}
-
-fn arm<'a>(runs: &'a [ArmRun], name: &str) -> Vec<&'a ArmRun> {
-    runs.iter().filter(|r| r.mechanism.name() == name).collect()
+fn arm(runs: &[ArmRun], mechanism: Mechanism) -> Vec<&ArmRun> {
+    let runs = runs.iter().filter(|r| r.mechanism == mechanism);
+    runs.collect()
 }
 
 fn end_pages(run: &ArmRun) -> f64 {
@@ -148,7 +94,7 @@ fn matched_folded_percent(run: &ArmRun) -> f64 {
 /// Returns the CPU time of the agents in percent of a guest's vCPU.
 fn agent_percent(run: &ArmRun) -> f64 {
     let with_agent = match run.mechanism {
-        Mechanism::FoldBesideNone { .. } => run.work.len() / 2,
+        Mechanism::FoldBesideNone(_) => run.work.len() / 2,
         _ => run.work.len(),
     };
     let work = &run.work[..with_agent];
@@ -179,28 +125,21 @@ fn scanner_each(run: &ArmRun) -> f64 {
 
 /// Returns by how much longer folded guests worked than the guests beside them, in percent, sorted.
 /// The CPU time of the mechanism is counted in full, in equal parts.
-fn slowdowns(runs: &[ArmRun]) -> Vec<f64> {
-    let mut all = Vec::new();
-    for run in arm(runs, &beside_name(BUDGETS[0])) {
-        let percent = pairs(run).map(|(folded, plain)| {
+fn slowdowns(runs: &[&ArmRun]) -> Vec<f64> {
+    sorted(runs.iter().flat_map(|run| {
+        pairs(run).map(|(folded, plain)| {
             let with = own_time(folded) + scanner_each(run);
             (with / own_time(plain) - 1.0) * 100.0
-        });
-        all.extend(percent);
-    }
-    all.sort_by(f64::total_cmp);
-    all
+        })
+    }))
 }
 
 /// Returns the parts of the slowdown, on average.
 fn slowdown_parts(runs: &[&ArmRun]) -> Value {
     let part = |of: fn(&ArmRun, &VmWork, &VmWork) -> f64| {
-        let of_run = |run: &&ArmRun| -> Vec<f64> {
-            let percent =
-                pairs(run).map(|(folded, plain)| of(run, folded, plain) / own_time(plain) * 100.0);
-            percent.collect()
-        };
-        mean(runs.iter().flat_map(of_run))
+        mean(runs.iter().flat_map(|run| {
+            pairs(run).map(move |(folded, plain)| of(run, folded, plain) / own_time(plain) * 100.0)
+        }))
     };
     json!({
         "scanner": part(|run, _, _| scanner_each(run)),
@@ -229,24 +168,7 @@ fn ratio(one: &[&ArmRun], other: &[&ArmRun], of: fn(&ArmRun) -> f64) -> Value {
         return "no ratio: KSM shared nothing".into();
     }
     let pairs = one.iter().zip(other);
-    let mut ratios: Vec<f64> = pairs.map(|(a, b)| of(a) / of(b)).collect();
-    ratios.sort_by(f64::total_cmp);
-    middle(&ratios).into()
-}
-
-fn median(runs: &[&ArmRun], of: fn(&ArmRun) -> f64) -> f64 {
-    let mut values: Vec<f64> = runs.iter().map(|r| of(r)).collect();
-    values.sort_by(f64::total_cmp);
-    middle(&values)
-}
-
-/// Returns the median of sorted values.
-fn middle(values: &[f64]) -> f64 {
-    match values.len() {
-        0 => f64::NAN,
-        n if n % 2 == 1 => values[n / 2],
-        n => f64::midpoint(values[n / 2 - 1], values[n / 2]),
-    }
+    median(pairs.map(|(a, b)| of(a) / of(b))).into()
 }
 
 fn mean(values: impl Iterator<Item = f64>) -> f64 {
@@ -255,42 +177,37 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// Draws the study's figures: memory shared and CPU used over time, of the first repeat.
-#[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
-    let empty = Vec::new();
-    let samples = study["samples"].as_array().unwrap_or(&empty);
+    let samples = figure::samples(study);
     let mut names: Vec<&str> = Vec::new();
     for name in samples.iter().filter_map(|s| s["arm"].as_str()) {
         if !names.contains(&name) && !name.ends_with("none") {
             names.push(name);
         }
     }
-    let series = |value: fn(&Value) -> f64| {
-        let line = |name: &&str| Series {
-            name: words(name),
-            points: samples
+    let time = Axis::Linear("seconds since the compilers began");
+    let drawn = |file, title, unit, key: &str, divisor: f64| {
+        let line = |name: &&str| {
+            let mine = samples
                 .iter()
-                .filter(|s| s["arm"] == **name && s["repeat"] == 0)
-                .map(|s| (s["t_s"].as_f64().unwrap_or(f64::NAN), value(s)))
-                .collect(),
-            dashed: name.starts_with("ksm"),
+                .filter(|s| s["arm"] == **name && s["repeat"] == 0);
+            let points = mine.map(|s| (number(&s["t_s"]), number(&s[key]) / divisor));
+            Series {
+                name: words(name),
+                points: points.collect(),
+                dashed: name.starts_with("ksm"),
+            }
         };
-        names.iter().map(line).collect::<Vec<_>>()
+        let series: Vec<Series> = names.iter().map(line).collect();
+        figure::drawn(file, title, time, Axis::Linear(unit), &series)
     };
-    let time = Axis::linear("seconds since the compilers began");
-    let shared = figure::lines(
-        "Memory saved while two VMs compile",
-        &time,
-        &Axis::linear("MiB"),
-        &series(|s| s["shared_pages"].as_f64().unwrap_or(f64::NAN) / PAGES_PER_MIB),
-    );
-    let cpu = figure::lines(
-        "CPU of what shares it (engine and library, or ksmd)",
-        &time,
-        &Axis::linear("CPU seconds"),
-        &series(|s| s["scanner_cpu_s"].as_f64().unwrap_or(f64::NAN)),
-    );
-    vec![("hints-shared".into(), shared), ("hints-cpu".into(), cpu)]
+    let shared = "Memory saved while two VMs compile";
+    let cpu = "CPU of what shares it (engine and library, or ksmd)";
+    let figures = [
+        drawn("hints-shared", shared, "MiB", "shared_pages", PAGES_PER_MIB),
+        drawn("hints-cpu", cpu, "CPU seconds", "scanner_cpu_s", 1.0),
+    ];
+    figures.into_iter().flatten().collect()
 }
 
 /// Returns an arm's name for people.
@@ -339,16 +256,9 @@ mod tests {
     }
 
     fn runs() -> Vec<ArmRun> {
-        let fold = Mechanism::Fold {
-            pages_per_second: BUDGETS[0],
-        };
-        let equal = Mechanism::KsmEqualCpu {
-            pages_per_second: BUDGETS[0],
-            cpu: Vec::new(),
-        };
-        let beside = Mechanism::FoldBesideNone {
-            pages_per_second: BUDGETS[0],
-        };
+        let fold = Mechanism::Fold(BUDGETS[0]);
+        let equal = Mechanism::KsmEqualCpu(BUDGETS[0]);
+        let beside = Mechanism::FoldBesideNone(BUDGETS[0]);
         let mut beside = run(beside, 6000, 113.0);
         beside.work[1].wall_s = 110.0;
         beside.work[1].vcpu_s = 100.0;

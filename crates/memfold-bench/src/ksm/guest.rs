@@ -3,12 +3,15 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
-use memfold_ksm::{ProcessStatus, Status};
+use anyhow::{Context as _, bail};
+use memfold_ksm::ProcessStatus;
 use memfold_lab::{DiskMode, Lab};
 use memfold_units::ByteSize;
+use serde::Serialize;
 
-use super::super::segments::booted;
+use crate::host::Stat;
+use crate::segments::booted;
+use crate::wait::wait_steady;
 
 const PROGRAM: &str = include_str!("guest.py");
 
@@ -50,15 +53,15 @@ impl Held {
 }
 
 /// Time and page faults of an operation in a guest.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct Took {
     pub(super) seconds: f64,
     /// Page faults of the program, counted in its guest.
-    pub(super) minor: u64,
-    pub(super) major: u64,
+    pub(super) minor_faults: u64,
+    pub(super) major_faults: u64,
     /// Page faults of the program's QEMU, counted on the host.
-    pub(super) host_minor: u64,
-    pub(super) host_major: u64,
+    pub(super) host_minor_faults: u64,
+    pub(super) host_major_faults: u64,
 }
 
 /// Boots a VM and waits until it is idle.
@@ -95,51 +98,39 @@ pub(super) fn let_go(lab: &Lab, names: &[&str], held: Held) -> anyhow::Result<()
 /// Makes all guests do an operation `times` times, at the same time.
 pub(super) fn ask(lab: &Lab, names: &[&str], what: &str, times: u32) -> anyhow::Result<Vec<Took>> {
     let script = format!("echo {what} {times} > /run/ask; cat /run/answer");
-    let faults = || names.iter().map(|name| host_faults(lab, name));
-    let before: Vec<(u64, u64)> = faults().collect::<anyhow::Result<_>>()?;
+    let faults = || -> anyhow::Result<Vec<(u64, u64)>> {
+        names.iter().map(|name| host_faults(lab, name)).collect()
+    };
+    let before = faults()?;
     let said = lab.exec_all(names, &script, LIMIT)?;
-    let after: Vec<(u64, u64)> = faults().collect::<anyhow::Result<_>>()?;
-    let all = said.iter().zip(before).zip(after);
+    let all = said.iter().zip(before).zip(faults()?);
     all.map(|((said, before), after)| {
         let words: Vec<&str> = said.split_ascii_whitespace().collect();
         let [seconds, minor, major] = words[..] else {
-            anyhow::bail!("cannot parse the output of the workload in a guest: {said}");
+            bail!("cannot parse the output of the workload in a guest: {said}");
         };
         Ok(Took {
             seconds: seconds.parse()?,
-            minor: minor.parse()?,
-            major: major.parse()?,
-            host_minor: after.0 - before.0,
-            host_major: after.1 - before.1,
+            minor_faults: minor.parse()?,
+            major_faults: major.parse()?,
+            host_minor_faults: after.0 - before.0,
+            host_major_faults: after.1 - before.1,
         })
     })
     .collect()
 }
 
-fn pid(lab: &Lab, name: &str) -> anyhow::Result<i32> {
-    let vms = lab.daemon().vms().list();
-    let vm = vms.iter().find(|vm| vm.name == name);
-    Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
-}
-
-/// Returns minor and major page faults of a VM's QEMU (fields 10 and 12 of `proc_pid_stat(5)`,
-/// counted from the end of the command's name).
+/// Returns minor and major page faults of a VM's QEMU.
 fn host_faults(lab: &Lab, name: &str) -> anyhow::Result<(u64, u64)> {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid(lab, name)?))?;
-    let behind = stat.rsplit(')').next().unwrap_or_default();
-    let fields: Vec<&str> = behind.split_ascii_whitespace().collect();
-    ensure!(
-        fields.len() > 9,
-        "unexpected words in /proc/PID/stat: {stat}"
-    );
-    Ok((fields[7].parse()?, fields[9].parse()?))
+    let stat = Stat::read(format!("/proc/{}/stat", lab.pid(name)?).as_ref())?;
+    Ok((stat.field(10), stat.field(12)))
 }
 
 /// Returns the number of merged pages of these VMs, zero pages included.
 pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
     let mut sum = 0;
     for name in names {
-        let status = ProcessStatus::read(Path::new("/proc"), pid(lab, name)?)?;
+        let status = ProcessStatus::read(Path::new("/proc"), lab.pid(name)?)?;
         let merging = status.ksm_merging_pages;
         sum += merging.context(
             "this kernel does not count merged pages for each process; use Linux 6.1 or newer",
@@ -152,28 +143,15 @@ pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
 /// Returns the memory that the RAM of all VMs takes on the host, in bytes, when it no longer
 /// changes.
 pub(super) fn ram_bytes(lab: &Lab) -> anyhow::Result<f64> {
-    let now = || -> anyhow::Result<f64> {
+    let now = || {
         let vms = lab.report()?.ledger.vms;
         Ok(vms.iter().map(|vm| vm.ram_pss_bytes.0 as f64).sum())
     };
-    let mut before = now()?;
-    for _ in 0..20 {
-        std::thread::sleep(REST);
-        let later = now()?;
-        if (later - before).abs() < before * 0.005 {
-            return Ok(later);
-        }
-        before = later;
-    }
-    Ok(before)
+    let (found, _) = wait_steady((REST, 20, 0.005), now, |bytes| *bytes)?;
+    Ok(found)
 }
 
 /// Returns a counter of KSM that every kernel has.
 pub(super) fn counter(value: Option<u64>, name: &str) -> anyhow::Result<u64> {
     value.with_context(|| format!("/sys/kernel/mm/ksm/{name} is missing"))
-}
-
-/// Returns the number of full scans that ksmd has made.
-pub(super) fn full_scans(status: &Status) -> anyhow::Result<u64> {
-    counter(status.full_scans, "full_scans")
 }

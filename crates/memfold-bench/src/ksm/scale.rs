@@ -23,31 +23,17 @@ pub(super) struct Scale {
 }
 
 impl Scale {
-    /// Returns the scale of a quick study: two VMs of 384 MiB, one round.
-    const fn quick() -> Self {
-        Self {
-            vms: 2,
-            memory: ByteSize::mib(384),
-            data_mib: 64,
-            rounds: 1,
-            speeds: 3,
-        }
-    }
-
-    /// Returns the scale of the full study: four VMs of 1 GiB.
-    const fn full() -> Self {
-        Self {
-            vms: 4,
-            memory: ByteSize::mib(1024),
-            data_mib: 192,
-            rounds: 3,
-            speeds: SPEEDS.len(),
-        }
-    }
-
+    /// Returns the scale of a quick study (two VMs of 384 MiB, one round) or of the full study (four
+    /// VMs of 1 GiB).
     pub fn of(options: &Options) -> Self {
-        let mut scale = options.pick(Self::quick(), Self::full());
-        scale.vms = options.vms.map_or(scale.vms, usize::from);
-        scale
+        let vms = options.vms.map(usize::from);
+        let (memory_mib, data_mib) = options.pick((384, 64), (1024, 192));
+        Self {
+            vms: vms.unwrap_or(options.pick(2, 4)),
+            memory: ByteSize::mib(memory_mib),
+            data_mib,
+            rounds: options.pick(1, 3),
+            speeds: options.pick(3, SPEEDS.len()),
+        }
     }
 }

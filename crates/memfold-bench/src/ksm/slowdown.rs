@@ -4,14 +4,15 @@
 use std::time::Duration;
 
 use memfold_fold::EngineSettings;
-use memfold_ksm::{Controls, NOTES, Run, Settings};
+use memfold_ksm::Settings;
 use memfold_lab::Lab;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::super::figure::{self, Axis, Series};
-use super::super::record::{median, spread};
 use super::guest::{self, Held};
 use super::scale::{SPEEDS, Scale};
+use crate::figure::{self, Axis, Figure, Series, number};
+use crate::host::start_ksm;
+use crate::record::{Found, median, spread};
 
 const VMS: [&str; 2] = ["a", "b"];
 
@@ -25,8 +26,7 @@ const HEAD_START: Duration = Duration::from_secs(3);
 /// Seconds that the guests' work took, by round and speed.
 type Rounds = Vec<Vec<f64>>;
 
-pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
-    let controls = Controls::default();
+pub(super) fn measure(scale: &Scale) -> anyhow::Result<Found> {
     let lab = Lab::new(EngineSettings::default())?;
     for name in VMS {
         guest::boot(&lab, name, scale.memory)?;
@@ -39,11 +39,10 @@ pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<
         let mut rows: [Vec<f64>; WORK.len()] = Default::default();
         for &speed in speeds {
             let run = speed.map(|pages| {
-                let settings = Settings {
+                start_ksm(&Settings {
                     pages_to_scan: Some(pages),
                     ..Settings::kernel_default()
-                };
-                Run::start(&controls, NOTES.as_ref(), &settings)
+                })
             });
             let run = run.transpose()?;
             std::thread::sleep(HEAD_START);
@@ -54,15 +53,10 @@ pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<
             if let Some(run) = run {
                 run.stop(true)?;
             }
-            let last = rows
-                .each_ref()
-                .map(|row| row.last().copied().unwrap_or(0.0));
-            eprintln!(
-                "{}: cpu {:.1} s, memory {:.1} s",
-                name_of(speed),
-                last[0],
-                last[1]
-            );
+            let last = rows.each_ref().map(|row| row.last().copied());
+            let [cpu, memory] = last.map(Option::unwrap_or_default);
+            let pages = speed.unwrap_or(0);
+            eprintln!("{pages} pages each 20 ms: cpu {cpu:.1} s, memory {memory:.1} s");
         }
         if round > 0 {
             for (all, row) in found.iter_mut().zip(rows) {
@@ -70,54 +64,39 @@ pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<
             }
         }
     }
-    let mut results = Map::new();
-    let mut samples = Vec::new();
+    let mut all = Found::default();
     for (rounds, (work, ..)) in found.iter().zip(WORK) {
-        results.extend(slowdowns(work, rounds, speeds));
+        for (key, percent) in slowdowns(work, rounds, speeds) {
+            all.results[key] = spread(percent);
+        }
         for (round, row) in rounds.iter().enumerate() {
             let each = speeds.iter().zip(row);
-            samples.extend(each.map(|(speed, seconds)| {
+            all.samples.extend(each.map(|(speed, seconds)| {
                 json!({ "part": "slowdown", "work": work, "round": round, "pages_to_scan": speed.unwrap_or(0), "seconds": seconds })
             }));
         }
     }
-    Ok((results, samples))
+    Ok(all)
 }
 
-fn name_of(speed: Option<u64>) -> String {
-    speed.map_or_else(
-        || "off".to_owned(),
-        |pages| format!("{pages} pages each 20 ms"),
-    )
-}
-
-/// Returns the slowdown compared with KSM off in the same round, in percent.
-fn slowdowns(work: &str, rounds: &Rounds, speeds: &[Option<u64>]) -> Map<String, Value> {
-    let mut results = Map::new();
-    for (at, speed) in speeds.iter().enumerate() {
-        if let Some(pages) = speed {
-            let percent: Vec<f64> = rounds
-                .iter()
-                .map(|row| (row[at] / row[0] - 1.0) * 100.0)
-                .collect();
-            let key = format!("slowdown_{work}_{pages}_percent");
-            results.insert(key, spread(&percent));
-        }
-    }
-    results
+/// Returns the slowdown compared with KSM off in the same round, in percent, by key.
+fn slowdowns(work: &str, rounds: &Rounds, speeds: &[Option<u64>]) -> Vec<(String, Vec<f64>)> {
+    let of = |(at, speed): (usize, &Option<u64>)| {
+        let percent = |row: &Vec<f64>| (row[at] / row[0] - 1.0) * 100.0;
+        let key = format!("slowdown_{work}_{}_percent", (*speed)?);
+        Some((key, rounds.iter().map(percent).collect()))
+    };
+    speeds.iter().enumerate().filter_map(of).collect()
 }
 
 /// Draws the slowdown by ksmd's speed.
-pub(super) fn figure(samples: &[Value]) -> Option<(String, String)> {
-    let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+pub(super) fn figure(samples: &[Value]) -> Option<Figure> {
     let series = WORK.iter().filter_map(|(work, ..)| {
-        let mine: Vec<&Value> = samples
-            .iter()
-            .filter(|s| s["part"] == "slowdown" && s["work"] == *work)
-            .collect();
+        let mine = samples.iter();
+        let mine = mine.filter(|s| s["part"] == "slowdown" && s["work"] == *work);
         let median_at = |pages: u64| {
-            let at = mine.iter().filter(|s| s["pages_to_scan"] == pages);
-            median(&at.map(|s| number(&s["seconds"])).collect::<Vec<_>>())
+            let at = mine.clone().filter(|s| s["pages_to_scan"] == pages);
+            median(at.map(|s| number(&s["seconds"])))
         };
         let off = median_at(0);
         let points = SPEEDS.iter().flatten().map(|&pages| {
@@ -131,16 +110,10 @@ pub(super) fn figure(samples: &[Value]) -> Option<(String, String)> {
             dashed: false,
         })
     });
-    let series: Vec<Series> = series.collect();
-    (!series.is_empty()).then(|| {
-        let svg = figure::lines(
-            "How much ksmd slows two guests down on two cores",
-            &Axis::log("pages a second that ksmd is to scan"),
-            &Axis::linear("% longer than with KSM off"),
-            &series,
-        );
-        ("ksm-slowdown".to_owned(), svg)
-    })
+    let title = "How much ksmd slows two guests down on two cores";
+    let x = Axis::Log("pages a second that ksmd is to scan");
+    let y = Axis::Linear("% longer than with KSM off");
+    figure::drawn("ksm-slowdown", title, x, y, &series.collect::<Vec<_>>())
 }
 
 #[cfg(test)]
@@ -151,10 +124,11 @@ mod tests {
     fn slowdowns_are_relative_to_ksm_off_in_the_same_round() {
         let rounds = vec![vec![10.0, 11.0], vec![20.0, 30.0], vec![10.0, 10.0]];
         let found = slowdowns("cpu", &rounds, &SPEEDS[..2]);
-        let spread = &found["slowdown_cpu_100_percent"];
-        let median = spread["median"].as_f64().unwrap();
-        assert!((median - 10.0).abs() < 1e-9, "{spread}");
-        assert_eq!(found.len(), 1);
+        let [(key, percent)] = &found[..] else {
+            panic!("{found:?}");
+        };
+        assert_eq!(key, "slowdown_cpu_100_percent");
+        assert!((median(percent) - 10.0).abs() < 1e-9, "{percent:?}");
         let samples = [0, 100].map(|pages| {
             json!({ "part": "slowdown", "work": "cpu", "pages_to_scan": pages, "seconds": 10.0 + f64::from(pages) })
         });

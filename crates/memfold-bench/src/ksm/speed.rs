@@ -3,17 +3,17 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
 use memfold_api::{KsmStartRequest, KsmStopRequest};
 use memfold_fold::EngineSettings;
-use memfold_ksm::{Controls, Ksmd, NOTES, Run, Settings, Status};
-use memfold_lab::Lab;
-use serde_json::{Map, Value, json};
+use memfold_ksm::{Controls, Settings, Status};
+use memfold_lab::{Lab, wait_for};
+use serde_json::{Value, json};
 
-use super::super::figure::{self, Axis, Series};
-use super::super::record::{median, spread};
 use super::guest::{self, Held};
 use super::scale::Scale;
+use crate::figure::{self, Axis, Figure, Series, number};
+use crate::host::{ksmd, start_ksm};
+use crate::record::{Found, median, ratios, spread};
 
 const VMS: [&str; 2] = ["a", "b"];
 
@@ -43,24 +43,15 @@ pub(super) fn full_speed() -> Settings {
 /// Merges all mergeable pages: waits until two full scans have merged no further page. Returns the
 /// number of merged pages.
 pub(super) fn merge_all(lab: &Lab, names: &[&str], controls: &Controls) -> anyhow::Result<u64> {
-    let scans = || guest::full_scans(&Status::read(controls)?);
+    let scans = || guest::counter(Status::read(controls)?.full_scans, "full_scans");
     let (mut most, mut since) = (0, scans()?);
-    let end = Instant::now() + LIMIT;
-    loop {
-        std::thread::sleep(INTERVAL);
+    wait_for("KSM did not merge all", (LIMIT, INTERVAL), || {
         let now = guest::merged_pages(lab, names)?;
         if now > most + most / 200 {
             (most, since) = (now, scans()?);
         }
-        if scans()? > since + 2 {
-            return Ok(most.max(now));
-        }
-        ensure!(
-            Instant::now() < end,
-            "KSM still merges after {} s at full speed",
-            LIMIT.as_secs()
-        );
-    }
+        Ok((scans()? > since + 2).then_some(most.max(now)))
+    })
 }
 
 /// The program that sets ksmd's speed.
@@ -78,39 +69,6 @@ impl Arm {
             Self::Steered => "steered",
             Self::Advisor => "advisor",
         }
-    }
-}
-
-/// KSM's run in an arm, by the study itself or by the daemon.
-enum Running {
-    Alone(Box<Run>),
-    Steered,
-}
-
-impl Running {
-    fn start(lab: &Lab, arm: Arm, controls: &Controls) -> anyhow::Result<Self> {
-        if arm == Arm::Default {
-            let settings = Settings::kernel_default();
-            let run = Run::start(controls, NOTES.as_ref(), &settings)?;
-            return Ok(Self::Alone(Box::new(run)));
-        }
-        lab.daemon().ksm().start(&KsmStartRequest {
-            domain: Some("lab".into()),
-            cpu_percent: CPU_PERCENT,
-            target_s: TARGET_S,
-            advisor: arm == Arm::Advisor,
-        })?;
-        Ok(Self::Steered)
-    }
-
-    fn stop(self, lab: &Lab) -> anyhow::Result<()> {
-        match self {
-            Self::Alone(run) => run.stop(true)?,
-            Self::Steered => {
-                lab.daemon().ksm().stop(&KsmStopRequest { unmerge: true })?;
-            }
-        }
-        Ok(())
     }
 }
 
@@ -143,27 +101,34 @@ impl Reached {
     }
 }
 
+/// Lets KSM merge `wanted` pages.
 fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Result<Reached> {
-    let ksmd = Ksmd::find().context("cannot measure ksmd: no ksmd thread runs on this host")?;
+    let ksmd = ksmd()?;
     let scanned = || guest::counter(Status::read(controls)?.pages_scanned, "pages_scanned");
     let (cpu, before) = (ksmd.cpu_time()?, scanned()?);
     let began = Instant::now();
-    let running = Running::start(lab, arm, controls)?;
+    // KSM is run by the study itself, or by the daemon.
+    let mut alone = None;
+    if arm == Arm::Default {
+        alone = Some(start_ksm(&Settings::kernel_default())?);
+    } else {
+        lab.daemon().ksm().start(&KsmStartRequest {
+            domain: Some("lab".into()),
+            cpu_percent: CPU_PERCENT,
+            target_s: TARGET_S,
+            advisor: arm == Arm::Advisor,
+        })?;
+    }
     let mut curve = Vec::new();
-    let merged = loop {
+    let late = format!(
+        "{}: {wanted} pages were not merged (do other programs set KSM, or is the host under pressure?)",
+        arm.name()
+    );
+    let merged = wait_for(late, (LIMIT, INTERVAL), || {
         let merged = guest::merged_pages(lab, &VMS)?;
         curve.push((began.elapsed().as_secs_f64(), merged as f64));
-        if merged >= wanted {
-            break merged;
-        }
-        ensure!(
-            began.elapsed() < LIMIT,
-            "{}: {merged} of {wanted} pages are merged after {} s; do other programs set KSM, or is the host under pressure?",
-            arm.name(),
-            LIMIT.as_secs()
-        );
-        std::thread::sleep(INTERVAL);
-    };
+        Ok((merged >= wanted).then_some(merged))
+    })?;
     let reached = Reached {
         arm,
         seconds: began.elapsed().as_secs_f64(),
@@ -172,7 +137,10 @@ fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Resul
         scanned: scanned()?.saturating_sub(before),
         curve,
     };
-    running.stop(lab)?;
+    match alone {
+        Some(run) => run.stop(true)?,
+        None => drop(lab.daemon().ksm().stop(&KsmStopRequest { unmerge: true })?),
+    }
     eprintln!(
         "{}: {merged} pages after {:.1} s, {:.1} us of ksmd's CPU each",
         arm.name(),
@@ -183,14 +151,14 @@ fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Resul
 }
 
 /// Measures two guests with the same data, whose memory each arm merges in turn.
-pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<Value>)> {
+pub(super) fn measure(scale: &Scale) -> anyhow::Result<Found> {
     let controls = Controls::default();
     let lab = Lab::new(EngineSettings::default())?;
     for name in VMS {
         guest::boot(&lab, name, scale.memory)?;
     }
     guest::hold(&lab, &VMS, Held::Identical, scale.data_mib)?;
-    let run = Run::start(&controls, NOTES.as_ref(), &full_speed())?;
+    let run = start_ksm(&full_speed())?;
     let all = merge_all(&lab, &VMS, &controls)?;
     run.stop(true)?;
     eprintln!("{all} pages of {} VMs can be merged", VMS.len());
@@ -208,62 +176,56 @@ pub(super) fn measure(scale: &Scale) -> anyhow::Result<(Map<String, Value>, Vec<
     }
     let samples = rounds.iter().enumerate();
     let samples = samples.flat_map(|(round, all)| all.iter().map(move |one| one.json(round)));
-    Ok((results(&rounds, &arms), samples.collect()))
+    Ok(Found {
+        samples: samples.collect(),
+        results: results(&rounds, &arms),
+        ..Found::default()
+    })
 }
 
-fn results(rounds: &[Vec<Reached>], arms: &[Arm]) -> Map<String, Value> {
-    let each = |arm: Arm, of: &dyn Fn(&Reached) -> f64| -> Vec<f64> {
-        let all = rounds.iter().flatten().filter(|one| one.arm == arm);
-        all.map(of).collect()
-    };
-    let over_default = |arm: Arm, of: &dyn Fn(&Reached) -> f64| -> f64 {
-        let pairs = each(arm, of).into_iter().zip(each(Arm::Default, of));
-        median(&pairs.map(|(one, other)| one / other).collect::<Vec<_>>())
-    };
-    let mut results = Map::new();
-    for &arm in arms {
-        let name = arm.name();
-        let mut put = |key: &str, of: &dyn Fn(&Reached) -> f64| {
-            results.insert(format!("{name}_{key}"), spread(&each(arm, of)));
-            if arm != Arm::Default {
-                let ratio = over_default(arm, of);
-                results.insert(format!("{name}_vs_default_{key}"), ratio.into());
-            }
+/// A figure of an arm.
+type Of = fn(&Reached) -> f64;
+
+fn results(rounds: &[Vec<Reached>], arms: &[Arm]) -> Value {
+    let figures: [(&str, Of); 3] = [
+        ("time_to_90_percent", |one| one.seconds),
+        ("cpu_per_merged_page_us", Reached::cpu_us_per_merged_page),
+        ("cpu_per_scanned_page_us", Reached::cpu_us_per_scanned_page),
+    ];
+    let mut results = json!({});
+    for (key, of) in figures {
+        let each = |arm: Arm| -> Vec<f64> {
+            let all = rounds.iter().flatten().filter(|one| one.arm == arm);
+            all.map(of).collect()
         };
-        put("time_to_90_percent", &|one| one.seconds);
-        put("cpu_per_merged_page_us", &Reached::cpu_us_per_merged_page);
-        put("cpu_per_scanned_page_us", &Reached::cpu_us_per_scanned_page);
+        for &arm in arms {
+            let name = arm.name();
+            results[format!("{name}_{key}")] = spread(each(arm));
+            if arm != Arm::Default {
+                let ratios = ratios(&each(arm), &each(Arm::Default));
+                results[format!("{name}_vs_default_{key}")] = median(ratios).into();
+            }
+        }
     }
     results
 }
 
 /// Draws the merged memory over time, of the first round.
-pub(super) fn figure(samples: &[Value]) -> Option<(String, String)> {
-    let first = samples
-        .iter()
-        .filter(|s| s["part"] == "speed" && s["round"] == 0);
-    let series: Vec<Series> = first
-        .map(|sample| {
-            let curve = sample["curve"].as_array().into_iter().flatten();
-            let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
-            Series {
-                name: sample["arm"].as_str().unwrap_or_default().to_owned(),
-                points: curve
-                    .map(|p| (number(&p[0]), number(&p[1]) / 256.0))
-                    .collect(),
-                dashed: sample["arm"] == "default",
-            }
-        })
-        .collect();
-    (!series.is_empty()).then(|| {
-        let svg = figure::lines(
-            "KSM: merged memory of two VMs, until 90 % of all that can be",
-            &Axis::linear("s"),
-            &Axis::linear("MiB merged"),
-            &series,
-        );
-        ("ksm-speed".to_owned(), svg)
-    })
+pub(super) fn figure(samples: &[Value]) -> Option<Figure> {
+    let first = samples.iter();
+    let first = first.filter(|s| s["part"] == "speed" && s["round"] == 0);
+    let series = first.map(|sample| {
+        let curve = sample["curve"].as_array().into_iter().flatten();
+        let points = curve.map(|p| (number(&p[0]), number(&p[1]) / 256.0));
+        Series {
+            name: sample["arm"].as_str().unwrap_or_default().to_owned(),
+            points: points.collect(),
+            dashed: sample["arm"] == "default",
+        }
+    });
+    let title = "KSM: merged memory of two VMs, until 90 % of all that can be";
+    let (x, y) = (Axis::Linear("s"), Axis::Linear("MiB merged"));
+    figure::drawn("ksm-speed", title, x, y, &series.collect::<Vec<_>>())
 }
 
 #[cfg(test)]
@@ -291,7 +253,7 @@ mod tests {
         near("steered_vs_default_cpu_per_merged_page_us", 0.2);
         assert_eq!(found["default_time_to_90_percent"]["median"], 100.0);
         assert_eq!(found["default_cpu_per_merged_page_us"]["min"], 5000.0);
-        assert!(!found.contains_key("default_vs_default_time_to_90_percent"));
+        assert!(found["default_vs_default_time_to_90_percent"].is_null());
         let samples: Vec<Value> = rounds[0].iter().map(|one| one.json(0)).collect();
         assert!(figure(&samples).unwrap().1.contains("steered"));
         assert!(figure(&[]).is_none());

@@ -2,17 +2,20 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail, ensure};
 use memfold_api::{BorrowRequest, SwapPlace};
 use memfold_lab::{DiskMode, Lab};
 use memfold_lend::{Durability, Transport};
 use memfold_units::ByteSize;
+use serde::Deserialize;
 use serde_json::{Value, json};
-
-use super::lender::{Lender, wait};
 
 use memfold_vm::swap::{self, DEVICE};
 use memfold_vm::{Qmp, VmDirectory};
+
+use super::lender::{Lender, wait};
+use crate::host::numbers;
+use crate::record::spread;
 
 /// Source of the program that reads and writes the array.
 const ARRAY: &str = include_str!("array.c");
@@ -89,7 +92,7 @@ impl Arm {
 }
 
 /// Result of a phase of accesses.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize)]
 pub struct Done {
     pub accesses: u64,
     pub bytes: u64,
@@ -101,19 +104,11 @@ pub struct Done {
 }
 
 impl Done {
+    /// Parses the numbers that the program prints, in the order of the fields.
     fn read(line: &str) -> anyhow::Result<Self> {
         let numbers: Vec<u64> = line.split_whitespace().flat_map(str::parse).collect();
-        let [accesses, bytes, us, wrong_words, p50_ns, p99_ns, longest_ns] = numbers[..] else {
-            anyhow::bail!("cannot parse the output of the program in the guest: '{line}'");
-        };
-        Ok(Self {
-            accesses,
-            bytes,
-            us,
-            wrong_words,
-            p50_ns,
-            p99_ns,
-            longest_ns,
+        serde_json::from_value(json!(numbers)).with_context(|| {
+            format!("cannot parse the output of the program in the guest: '{line}'")
         })
     }
 
@@ -153,17 +148,15 @@ impl Guest<'_> {
     pub fn boot(&self, ram: ByteSize) -> anyhow::Result<()> {
         let mut spec = Lab::spec(VM, IMAGE, ram, DiskMode::Buffered)?;
         spec.swap = Some(self.swap);
-        self.lab.start(spec)?;
-        self.lab.wait_ready(VM, Duration::from_secs(300))?;
+        self.lab.boot(vec![spec], Duration::from_secs(300))?;
         wait("the guest uses its swap disk", || {
-            self.exec("cat /proc/swaps")
-                .is_ok_and(|swaps| swaps.contains("/dev/vd"))
+            let swaps = self.exec("cat /proc/swaps");
+            swaps.is_ok_and(|swaps| swaps.contains("/dev/vd"))
         })?;
         let build = format!(
             "cat > /opt/array.c <<'END'\n{ARRAY}\nEND\ngcc -O2 -o /opt/array /opt/array.c && mkfifo /run/array"
         );
-        self.exec(&build)?;
-        Ok(())
+        self.exec(&build).map(drop)
     }
 
     pub fn exec(&self, script: &str) -> anyhow::Result<String> {
@@ -176,7 +169,7 @@ impl Guest<'_> {
         self.exec(&format!(
             "systemd-run -q --unit=array -p OOMScoreAdjust=-500 -p LimitMEMLOCK=infinity /opt/array {mib} /run/array /run/array.out"
         ))?;
-        self.order("seqread 4096 0.1").map(|_| ())
+        self.order("seqread 4096 0.1").map(drop)
     }
 
     /// Gives the program an order, and waits for the answer.
@@ -189,8 +182,8 @@ impl Guest<'_> {
     pub fn begin(&self, order: &str) -> anyhow::Result<()> {
         self.exec(&format!(
             "rm -f /run/array.out; systemctl is-active -q array; echo '{order}' > /run/array"
-        ))?;
-        Ok(())
+        ))
+        .map(drop)
     }
 
     /// Waits for the answer of the program.
@@ -203,8 +196,9 @@ impl Guest<'_> {
 
     /// Ends the program, which frees its memory.
     pub fn end(&self) -> anyhow::Result<()> {
-        self.exec("echo end > /run/array; while systemctl is-active -q array; do sleep 0.1; done")?;
-        Ok(())
+        let script =
+            "echo end > /run/array; while systemctl is-active -q array; do sleep 0.1; done";
+        self.exec(script).map(drop)
     }
 
     /// Returns the milliseconds of a sort, and the most bytes that were swapped out during it.
@@ -213,11 +207,10 @@ impl Guest<'_> {
             .replace("ROWS", &rows.to_string())
             .replace("MEMORY", &memory.0.to_string());
         let said = self.exec(&script)?;
-        let mut numbers = said.split_whitespace().flat_map(str::parse::<f64>);
-        numbers
-            .next()
-            .zip(numbers.next())
-            .with_context(|| format!("the guest said '{said}'"))
+        let [took_ms, peak] = numbers(&said)[..] else {
+            bail!("the guest said '{said}'");
+        };
+        Ok((took_ms, peak))
     }
 
     /// Moves the swap disk to its place in an arm. Returns the milliseconds that the move took.
@@ -225,7 +218,7 @@ impl Guest<'_> {
         let (iops, bandwidth) = match arm {
             Arm::HardDisk => (IOPS, BANDWIDTH),
             Arm::HardDiskStream => (0, BANDWIDTH),
-            Arm::Disk | Arm::Lent | Arm::LentAlone | Arm::Iscsi => (0, 0),
+            _ => (0, 0),
         };
         self.throttle(iops, bandwidth)?;
         let Some(transport) = arm.transport() else {
@@ -243,7 +236,7 @@ impl Guest<'_> {
             stripes: Some(1),
         };
         let done = self.lab.daemon().swap_disks().borrow_memory(VM, &request)?;
-        anyhow::ensure!(done.place == SwapPlace::Lent, "it is {:?}", done.place);
+        ensure!(done.place == SwapPlace::Lent, "it is {:?}", done.place);
         Ok(done.took_ms)
     }
 
@@ -276,27 +269,33 @@ impl Guest<'_> {
     /// memory was in use, how long the move took, and the longest wait of the program.
     pub fn give_back(&self, arm: Arm) -> anyhow::Result<GivenBack> {
         self.switch(arm)?;
-        self.exec("touch /run/mixed")?;
-        self.begin("mixed /run/mixed")?;
+        self.begin_mixed()?;
         // The program is running now, and the guest reads and writes its swap disk.
         std::thread::sleep(Duration::from_secs(1));
         let line = self.exec(&swap::used())?;
-        let used = swap::parse_used(line.as_bytes())
-            .with_context(|| format!("the guest said '{line}'"))?;
-        let took_ms = self.back()?;
-        self.exec("rm /run/mixed")?;
-        let mixed = self.answer()?;
+        let used = swap::parse_used(line.as_bytes());
+        let used = used.with_context(|| format!("the guest said '{line}'"))?;
         Ok(GivenBack {
             used: ByteSize(used),
-            took_ms,
-            mixed,
+            took_ms: self.back()?,
+            mixed: self.end_mixed()?,
         })
+    }
+
+    /// Makes the program read and write the array until [`Guest::end_mixed`].
+    fn begin_mixed(&self) -> anyhow::Result<()> {
+        self.exec("touch /run/mixed")?;
+        self.begin("mixed /run/mixed")
+    }
+
+    fn end_mixed(&self) -> anyhow::Result<Done> {
+        self.exec("rm /run/mixed")?;
+        self.answer()
     }
 
     /// Kills lenders at random instants while the array is read and written.
     pub fn kills(&self, kills: usize) -> anyhow::Result<Value> {
-        self.exec("touch /run/mixed")?;
-        self.begin("mixed /run/mixed")?;
+        self.begin_mixed()?;
         let (mut alone_ms, mut switched_ms) = (Vec::new(), Vec::new());
         for kill in 1..=kills {
             switched_ms.push(self.switch(Arm::Lent)? as f64);
@@ -304,16 +303,14 @@ impl Guest<'_> {
             std::thread::sleep(Duration::from_millis(after));
             self.lender.kill_export()?;
             let began = Instant::now();
-            wait("the VM goes on, on its copy", || {
-                self.place().is_ok_and(|place| place == SwapPlace::OnCopy)
-            })?;
+            let is_on_copy = || self.place().is_ok_and(|place| place == SwapPlace::OnCopy);
+            wait("the VM goes on, on its copy", is_on_copy)?;
             alone_ms.push(began.elapsed().as_secs_f64() * 1e3);
             if kill % 10 == 0 {
                 eprintln!("{kill} lenders killed");
             }
         }
-        self.exec("rm /run/mixed")?;
-        let mixed = self.answer()?;
+        let mixed = self.end_mixed()?;
         self.back()?;
         let all = self.order("check")?;
         let faults = self.exec(
@@ -325,8 +322,8 @@ impl Guest<'_> {
             "errors_that_the_guest_saw": faults.trim().parse::<u64>()?,
             "pages_accessed_meanwhile": mixed.accesses,
             "longest_stall_s": mixed.longest_ns as f64 / 1e9,
-            "on_the_copy_after_ms": crate::record::spread(&alone_ms),
-            "switch_ms": crate::record::spread(&switched_ms),
+            "on_the_copy_after_ms": spread(&alone_ms),
+            "switch_ms": spread(&switched_ms),
         }))
     }
 }

@@ -4,12 +4,12 @@ use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use memfold_api::{Client, LendRequest};
 use memfold_host::own_program;
-use memfold_lab::undo_at_interrupt;
+use memfold_lab::{undo_at_interrupt, wait_for};
 use memfold_lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
@@ -147,10 +147,7 @@ fn end(child: &Mutex<Child>) {
 
 /// Waits for a condition that holds soon.
 pub fn wait(what: &str, mut ready: impl FnMut() -> bool) -> anyhow::Result<()> {
-    let end = Instant::now() + PATIENCE;
-    while !ready() {
-        ensure!(Instant::now() < end, "timed out waiting until {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(())
+    let late = format!("timed out waiting until {what}; not");
+    let limits = (PATIENCE, Duration::from_millis(20));
+    wait_for(late, limits, || Ok(ready().then_some(())))
 }

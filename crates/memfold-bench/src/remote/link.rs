@@ -4,14 +4,16 @@
 use std::fs::File;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use memfold_lab::undo_at_interrupt;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use serde_json::{Value, json};
 
+use crate::host::run_program;
 use crate::record::spread;
 
 /// Address of this end, from RFC 2544's range for benchmarks, which no host uses otherwise.
@@ -62,20 +64,24 @@ impl Link {
         ] {
             ip(&[&inside, arguments].concat())?;
         }
-        let shape = format!("root tbf rate {BANDWIDTH} burst 2mb latency 20ms");
-        shell(&format!("tc qdisc add dev {device} {shape}"))?;
-        shell(&format!(
-            "nsenter --net=/run/netns/{space} tc qdisc add dev eth0 {shape}"
-        ))?;
+        let shape = |device| {
+            let add = ["qdisc", "add", "dev", device, "root", "tbf"];
+            [
+                &add[..],
+                &["rate", BANDWIDTH, "burst", "2mb", "latency", "20ms"],
+            ]
+            .concat()
+        };
+        run_program("iproute2", "tc", &shape(&device))?;
+        run_program("iproute2", "tc", &[&inside, &shape("eth0")[..]].concat())?;
         Ok(link)
     }
 
     /// Returns a command that runs at the other end.
     pub fn there(&self, program: &std::path::Path) -> Command {
         let mut command = Command::new("nsenter");
-        command
-            .arg(format!("--net=/run/netns/{}", self.space))
-            .arg(program);
+        let space = format!("--net=/run/netns/{}", self.space);
+        command.arg(space).arg(program);
         command
     }
 
@@ -84,10 +90,8 @@ impl Link {
         let space = File::open(format!("/run/netns/{}", self.space))?;
         let (tell, told) = std::sync::mpsc::channel();
         let echo = std::thread::spawn(move || -> anyhow::Result<()> {
-            move_into_link_name_space(
-                std::os::fd::AsFd::as_fd(&space),
-                Some(LinkNameSpaceType::Network),
-            )?;
+            let kind = Some(LinkNameSpaceType::Network);
+            move_into_link_name_space(space.as_fd(), kind)?;
             let listener = TcpListener::bind((THERE, 0))?;
             tell.send(listener.local_addr()?)?;
             for payload in PAYLOADS {
@@ -101,10 +105,10 @@ impl Link {
             }
             Ok(())
         });
-        let trips = told
-            .recv()
-            .context("the other end of the simulated link did not start to listen")
-            .and_then(measure);
+        let address = told.recv();
+        let address =
+            address.context("the other end of the simulated link did not start to listen");
+        let trips = address.and_then(measure);
         let end = echo.join();
         ensure!(end.is_ok(), "the other end of the link has panicked");
         trips
@@ -112,7 +116,7 @@ impl Link {
 }
 
 fn measure(address: SocketAddr) -> anyhow::Result<Value> {
-    let mut results = serde_json::Map::new();
+    let mut results = json!({});
     for payload in PAYLOADS {
         let mut stream = TcpStream::connect(address)?;
         stream.set_nodelay(true)?;
@@ -124,9 +128,9 @@ fn measure(address: SocketAddr) -> anyhow::Result<Value> {
             stream.read_exact(&mut answer)?;
             times.push(began.elapsed().as_secs_f64() * 1e6);
         }
-        results.insert(format!("{payload}_bytes_us"), spread(&times));
+        results[format!("{payload}_bytes_us")] = spread(&times);
     }
-    Ok(json!(results))
+    Ok(results)
 }
 
 impl Drop for Link {
@@ -138,21 +142,5 @@ impl Drop for Link {
 }
 
 fn ip(arguments: &[&str]) -> anyhow::Result<()> {
-    shell(&format!("ip {}", arguments.join(" ")))
-}
-
-fn shell(line: &str) -> anyhow::Result<()> {
-    let mut words = line.split(' ');
-    let program = words.next().unwrap_or_default();
-    let output = Command::new(program)
-        .args(words)
-        .output()
-        .with_context(|| format!("{program} is needed (apt install iproute2)"))?;
-    if !output.status.success() {
-        bail!(
-            "'{line}' failed: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
-    }
-    Ok(())
+    run_program("iproute2", "ip", arguments).map(drop)
 }

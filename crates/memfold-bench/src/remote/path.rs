@@ -32,7 +32,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};
 
 use super::lender::{Lender, wait};
-use crate::record::{median, spread};
+use crate::record::{median, ratios, spread};
 
 /// Size of each lease, in bytes.
 const BYTES: u64 = 64 << 20;
@@ -140,30 +140,19 @@ struct Latencies {
 
 impl Latencies {
     fn json(&self) -> Value {
-        let [
-            bare_read,
-            blocks_read,
-            direct_read,
-            bare_write,
-            blocks_write,
-            direct_write,
-        ] = &self.medians;
-        let all = &self.all;
-        let ratio =
-            |a: &[f64], b: &[f64]| -> Vec<f64> { a.iter().zip(b).map(|(a, b)| a / b).collect() };
-        let (read, write) = (
-            ratio(blocks_read, bare_read),
-            ratio(blocks_write, bare_write),
-        );
-        json!({
-            "bare_read_us": spread(&all[0]), "read_us": spread(&all[1]), "qemu_direct_read_us": spread(&all[2]),
-            "bare_write_us": spread(&all[3]), "write_us": spread(&all[4]), "qemu_direct_write_us": spread(&all[5]),
-            "qemu_direct_read_ratio": median(&ratio(direct_read, bare_read)),
-            "qemu_direct_write_ratio": median(&ratio(direct_write, bare_write)),
-            "added_read_us": median(blocks_read) - median(bare_read),
-            "read_ratio": median(&read), "read_ratio_spread": spread(&read),
-            "write_ratio": median(&write), "write_ratio_spread": spread(&write),
-        })
+        let [bare, blocks, direct] = [0, 1, 2];
+        let (of, all) = (&self.medians, &self.all);
+        let mut found = json!({ "added_read_us": median(&of[blocks]) - median(&of[bare]) });
+        for (what, at) in [("read", 0), ("write", 3)] {
+            let ratio = |way: usize| ratios(&of[way + at], &of[bare + at]);
+            found[format!("bare_{what}_us")] = spread(&all[bare + at]);
+            found[format!("{what}_us")] = spread(&all[blocks + at]);
+            found[format!("qemu_direct_{what}_us")] = spread(&all[direct + at]);
+            found[format!("qemu_direct_{what}_ratio")] = median(ratio(direct)).into();
+            found[format!("{what}_ratio")] = median(ratio(blocks)).into();
+            found[format!("{what}_ratio_spread")] = spread(ratio(blocks));
+        }
+        found
     }
 }
 
@@ -232,22 +221,18 @@ impl Bare {
         };
         let message = [&request.encode(), data].concat();
         let began = Instant::now();
-        self.go(PollFlags::OUT, message.len(), |stream, done| {
-            stream.write(&message[done..])
-        })?;
-        let mut answer = vec![0; REPLY_BYTES + into.len()];
-        let length = answer.len();
-        self.go(PollFlags::IN, length, |stream, done| {
-            stream.read(&mut answer[done..])
-        })?;
+        let write = |stream: &mut Stream, done| stream.write(&message[done..]);
+        self.go(PollFlags::OUT, message.len(), write)?;
+        let length = REPLY_BYTES + into.len();
+        let mut answer = vec![0; length];
+        let read = |stream: &mut Stream, done| stream.read(&mut answer[done..]);
+        self.go(PollFlags::IN, length, read)?;
         let took = began.elapsed();
         let (head, rest) = answer.split_at(REPLY_BYTES);
         let reply = Reply::decode(head.try_into()?)
             .map_err(|nonsense| io::Error::other(nonsense.to_string()))?;
-        ensure!(
-            reply.error == 0 && reply.cookie == at,
-            "the lender said {reply:?}"
-        );
+        let is_done = reply.error == 0 && reply.cookie == at;
+        ensure!(is_done, "the lender said {reply:?}");
         into.copy_from_slice(rest);
         Ok(took.as_secs_f64() * 1e6)
     }
@@ -314,11 +299,9 @@ impl Blocks {
         // QEMU looks for the key in this file and in this form.
         let line = format!("{}:{}\n", key.identity, key.hex);
         std::fs::write(directory.join("keys.psk"), line)?;
-        let credentials = format!(
-            "tls-creds-psk,id=psk,endpoint=client,dir={},username={}",
-            directory.display(),
-            key.identity
-        );
+        let (place, user) = (directory.display(), &key.identity);
+        let credentials =
+            format!("tls-creds-psk,id=psk,endpoint=client,dir={place},username={user}");
         let nodes = json!({
             "driver": "nbd", "export": "", "tls-creds": "psk",
             "server": { "type": "inet", "host": ip.to_string(), "port": port.to_string() },
@@ -356,16 +339,11 @@ impl Blocks {
         let mut line = String::new();
         loop {
             line.clear();
-            ensure!(
-                self.answers.read_line(&mut line)? > 0,
-                "qemu-io has ended at '{order}'"
-            );
+            let read = self.answers.read_line(&mut line)?;
+            ensure!(read > 0, "qemu-io has ended at '{order}'");
             // Format of the line: bytes,accesses,time,bytes a second,accesses a second.
-            let last = line
-                .trim()
-                .rsplit_once(',')
-                .filter(|(rest, _)| rest.matches(',').count() == 3);
-            if let Some((_, rate)) = last {
+            let fields: Vec<&str> = line.trim().split(',').collect();
+            if let [_, _, _, _, rate] = fields[..] {
                 return Ok(1e6 / rate.parse::<f64>()?);
             }
             ensure!(!line.contains("failed"), "{order}: {}", line.trim());

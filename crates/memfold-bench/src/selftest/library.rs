@@ -2,18 +2,21 @@
 //! kernels that move pages incorrectly and libraries that lose a write.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure};
-use memfold_folder::Folder;
+use anyhow::{anyhow, bail, ensure};
+use memfold_lab::at_once;
 use memfold_sys::memory;
 use memfold_sys::region::{Area, Mapping};
 use memfold_units::{ByteSize, PAGE_BYTES, PAGE_SIZE};
-use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply, VERSION};
+use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range};
 use serde::Serialize;
+
+use crate::folding::Library;
+use crate::random::Random;
 
 const PAGES: u64 = 1024;
 const WRITERS: u64 = 2;
@@ -41,88 +44,54 @@ pub struct LibraryProof {
     pub freeze_max_us: f64,
 }
 
-/// Pseudorandom numbers (xorshift64), the same in each run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 3) % end
-    }
-}
-
 /// Folds random runs for `time` while threads count in every page, and then looks for lost counts.
 pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
-    // As in QEMU, the folder and its userfaultfd live as long as the process.
-    let folder: &'static Folder = Box::leak(Box::new(Folder::new(None, None)));
-    match folder.execute(&Order::Hello { version: VERSION }, None) {
-        Reply::Hello { problem: None, .. } => {}
-        Reply::Hello { problem, .. } => bail!(problem.unwrap_or_default()),
-        other => bail!("the fold library sent an unexpected reply: {other:?}"),
-    }
+    // As in QEMU, the library and its userfaultfd live as long as the process.
+    let library: &'static Library = Box::leak(Box::new(Library::new()?));
     let ram = Mapping::anonymous(PAGES, true)?;
     let area = ram.area();
     for page in 0..PAGES {
         area.part(page, 1).write(&body(page, 0));
     }
-    expect_ok(
-        folder,
-        &Order::AddRam {
-            hva: area.start().0,
-            pages: PAGES,
-            advice: Advice {
-                dontfork: true,
-                noreserve: true,
-                ..Advice::default()
-            },
+    let add = Order::AddRam {
+        hva: area.start().0,
+        pages: PAGES,
+        advice: Advice {
+            dontfork: true,
+            noreserve: true,
+            ..Advice::default()
         },
-        None,
-    )?;
+    };
+    library.give(&add, None)?;
     let stop = AtomicBool::new(false);
     let began = Instant::now();
-    let (result, counts) = std::thread::scope(|scope| {
-        let stop = &stop;
-        let writers: Vec<_> = (0..WRITERS)
-            .map(|me| scope.spawn(move || count(area, me, stop)))
-            .collect();
-        let result = fold_for(folder, area, time);
+    let (changed_runs, counts) = std::thread::scope(|scope| {
+        let writers = scope.spawn(|| at_once(0..WRITERS, |me| Ok(count(area, me, &stop))));
+        let result = fold_for(library, area, time);
         stop.store(true, Ordering::Relaxed);
-        let counts: Vec<_> = writers
-            .into_iter()
-            .map(std::thread::ScopedJoinHandle::join)
-            .collect();
-        (result, counts)
-    });
-    let changed_runs = result?;
-    let mut expected = vec![0; usize::try_from(PAGES)?];
-    for counts in counts {
-        let Ok(counts) = counts else {
-            bail!("a thread that writes to the folded memory panicked");
-        };
-        for (all, one) in expected.iter_mut().zip(counts) {
-            *all += one;
-        }
-    }
+        let counts = writers.join().ok().and_then(Result::ok);
+        let counts =
+            counts.ok_or_else(|| anyhow!("a thread that writes to the folded memory panicked"))?;
+        anyhow::Ok((result?, counts))
+    })?;
+    let mut writes = 0;
     let mut wrong_pages = 0;
-    for (page, &count) in (0..PAGES).zip(&expected) {
+    for (page, at) in (0..PAGES).zip(0_usize..) {
+        let count: u64 = counts.iter().map(|counts| counts[at]).sum();
         let wanted: Vec<u8> = body(page, count)
             .iter()
             .flat_map(|w| w.to_ne_bytes())
             .collect();
         wrong_pages += u64::from(read(area.part(page, 1))? != wanted);
+        writes += count;
     }
-    let stats = match folder.execute(&Order::Stats, None) {
-        Reply::Stats(stats) => stats,
-        other => bail!("the fold library sent an unexpected reply: {other:?}"),
-    };
+    let stats = library.stats()?;
     Ok(LibraryProof {
         seconds: began.elapsed().as_secs_f64(),
         folded_pages: stats.folded_pages,
         refolded_pages: stats.refolded_pages,
         changed_runs,
-        writes: expected.iter().sum(),
+        writes,
         wrong_pages,
         freeze_max_us: stats.freeze_max_ns as f64 / 1000.0,
     })
@@ -138,7 +107,7 @@ fn body(page: u64, count: u64) -> Vec<u64> {
 /// pages of other threads.
 fn count(area: Area, me: u64, stop: &AtomicBool) -> Vec<u64> {
     let mut counts = vec![0; usize::try_from(PAGES).unwrap_or(0)];
-    let mut random = Random(0x5EED + me);
+    let mut random = Random::new(0x5EED + me);
     while !stop.load(Ordering::Relaxed) {
         let page = random.below(PAGES / WRITERS) * WRITERS + me;
         if let Some(count) = usize::try_from(page).ok().and_then(|i| counts.get_mut(i)) {
@@ -158,14 +127,14 @@ fn read(area: Area) -> anyhow::Result<Vec<u8>> {
 
 /// Folds random runs until the time is over. Returns the number of runs that were changed
 /// meanwhile.
-fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> {
-    let mut random = Random(20_241_121);
+fn fold_for(library: &Library, area: Area, time: Duration) -> anyhow::Result<u64> {
+    let mut random = Random::new(20_241_121);
     let end = Instant::now() + time;
     let mut changed = 0;
     let mut number = 0;
     while Instant::now() < end {
         number += 1;
-        let store = new_store(folder, number)?;
+        let store = new_store(library, number)?;
         let mut next = 0;
         while next + 64 < STORE_PAGES && Instant::now() < end {
             // Most runs are short, because a long one is nearly always changed before it is
@@ -177,7 +146,12 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
             // Now and then, folded memory becomes anonymous again, because pages are moved only
             // from anonymous memory.
             if random.below(4) == 0 {
-                release(folder, part)?;
+                let ranges = vec![Range {
+                    hva: part.start().0,
+                    pages,
+                }];
+                let freeze = Freeze::WriteProtect;
+                library.outcomes(&Order::Release { freeze, ranges })?;
             }
             store.write_all_at(&read(part)?, next * PAGE_SIZE)?;
             let run = FoldRun {
@@ -189,9 +163,9 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
             next += pages;
             // Anonymous memory is moved away; memory that is folded already, or partly, is
             // write-protected.
-            let mut outcome = fold(folder, Freeze::Move, run)?;
+            let mut outcome = library.fold(Freeze::Move, run)?;
             if matches!(outcome, Outcome::Refused | Outcome::Hole { .. }) {
-                outcome = fold(folder, Freeze::WriteProtect, run)?;
+                outcome = library.fold(Freeze::WriteProtect, run)?;
             }
             match outcome {
                 Outcome::Differs { .. } => changed += 1,
@@ -201,37 +175,12 @@ fn fold_for(folder: &Folder, area: Area, time: Duration) -> anyhow::Result<u64> 
                 _ => {}
             }
         }
-        expect_ok(folder, &Order::RemoveStore { store: number }, None)?;
+        library.give(&Order::RemoveStore { store: number }, None)?;
     }
     Ok(changed)
 }
 
-fn fold(folder: &Folder, freeze: Freeze, run: FoldRun) -> anyhow::Result<Outcome> {
-    let order = Order::Fold {
-        freeze,
-        runs: vec![run],
-    };
-    match folder.execute(&order, None) {
-        Reply::Outcomes { outcomes, .. } if outcomes.len() == 1 => Ok(outcomes[0]),
-        other => bail!("the fold library sent an unexpected reply: {other:?}"),
-    }
-}
-
-fn release(folder: &Folder, part: Area) -> anyhow::Result<()> {
-    let order = Order::Release {
-        freeze: Freeze::WriteProtect,
-        ranges: vec![Range {
-            hva: part.start().0,
-            pages: part.pages(),
-        }],
-    };
-    match folder.execute(&order, None) {
-        Reply::Outcomes { .. } => Ok(()),
-        other => bail!("the fold library sent an unexpected reply: {other:?}"),
-    }
-}
-
-fn new_store(folder: &Folder, number: u32) -> anyhow::Result<File> {
+fn new_store(library: &Library, number: u32) -> anyhow::Result<File> {
     let flags = rustix::fs::MemfdFlags::CLOEXEC;
     let store = File::from(rustix::fs::memfd_create("memfold-self-test", flags)?);
     store.set_len(ByteSize(STORE_PAGES * PAGE_SIZE).0)?;
@@ -240,14 +189,6 @@ fn new_store(folder: &Folder, number: u32) -> anyhow::Result<File> {
         store: number,
         max_pages: STORE_PAGES,
     };
-    expect_ok(folder, &order, Some(readable.into()))?;
+    library.give(&order, Some(readable.into()))?;
     Ok(store)
-}
-
-fn expect_ok(folder: &Folder, order: &Order, descriptor: Option<OwnedFd>) -> anyhow::Result<()> {
-    match folder.execute(order, descriptor) {
-        Reply::Ok => Ok(()),
-        Reply::Error { reason } => bail!(reason),
-        other => bail!("the fold library sent an unexpected reply: {other:?}"),
-    }
 }

@@ -14,33 +14,22 @@ pub fn text(test: &SelfTest) -> String {
         let mark = if claim.holds { "ok" } else { "FAIL" };
         table.add_row([mark, claim.what, &claim.seen]);
     }
-    let guests = &test.guests;
-    let figures = [
-        (
-            "accelerator",
-            format!("{}, by QEMU's word", test.accelerator),
-        ),
-        (
-            "longest freeze",
-            format!(
-                "{:.0} us in guests, {:.0} us in this process",
-                guests.freeze_max_us, test.library.freeze_max_us
-            ),
-        ),
-        (
-            "median freeze",
-            format!("below {:.0} us in guests", guests.freeze_median_us),
-        ),
+    let (guests, library) = (&test.guests, &test.library);
+    let (longest, ours) = (guests.freeze_max_us, library.freeze_max_us);
+    let (engine, qemus) = (guests.engine_cpu_s, guests.library_cpu_s);
+    let median = guests.freeze_median_us;
+    let accelerator = &test.accelerator;
+    let freeze = format!("{longest:.0} us in guests, {ours:.0} us in this process");
+    for (name, value) in [
+        ("accelerator", format!("{accelerator}, by QEMU's word")),
+        ("longest freeze", freeze),
+        ("median freeze", format!("below {median:.0} us in guests")),
         (
             "CPU",
-            format!(
-                "{:.2} s engine, {:.2} s in QEMUs",
-                guests.engine_cpu_s, guests.library_cpu_s
-            ),
+            format!("{engine:.2} s engine, {qemus:.2} s in QEMUs"),
         ),
         ("took", format!("{:.0} s", test.seconds)),
-    ];
-    for (name, value) in figures {
+    ] {
         table.add_row(["", name, &value]);
     }
     let rows: Vec<String> = table.lines().map(|l| l.trim_end().to_owned()).collect();

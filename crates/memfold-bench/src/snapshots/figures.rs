@@ -2,97 +2,73 @@
 
 use serde_json::Value;
 
-use crate::figure::{self, Axis, Figure, Series};
+use crate::figure::{self, Axis, Figure, Series, number};
+
+/// Lines of the figures of times: way, key of the sample, and what it is.
+const TIMES: &[(&str, &str, &str)] = &[
+    ("qemu", "save_s", "save"),
+    ("qemu", "restore_s", "restore"),
+    ("qemu_stream", "save_s", "save"),
+    ("qemu_savevm", "save_s", "save"),
+    ("auto", "save_s", "save"),
+    ("auto", "restore_s", "restore"),
+];
+
+const SIZES: &[(&str, &str, &str)] = &[("qemu", "bytes", "size"), ("auto", "bytes", "size")];
 
 /// The study's figures, by name.
-#[must_use]
 pub fn figures(study: &Value) -> Vec<Figure> {
-    let empty = Vec::new();
-    let samples = study["samples"].as_array().unwrap_or(&empty);
-    let series = |x: &str, way: &str, key: &str, step: &str, divisor: f64| {
+    let samples = figure::samples(study);
+    let drawn = |name: &str, title: &str, (x, x_axis), is_size| {
         let of_sweep = samples.iter().filter(|s| match x {
             "memory_mib" => s["used_mib"] == 200,
             _ => s["memory_mib"] == 2048,
         });
         let of_sweep = of_sweep.filter(|s| s["study_disk"] != true);
-        let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
-        let mut points: Vec<(f64, f64)> = of_sweep
-            .map(|s| (number(&s[x]), number(&s["ways"][way][key]) / divisor))
-            .collect();
-        points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let who = match way {
-            "qemu" => "QEMU, mapped-ram",
-            "qemu_stream" => "QEMU, stream",
-            "qemu_savevm" => "QEMU, savevm",
-            _ => "memfold",
+        let (keys, y_axis, divisor) = if is_size {
+            (SIZES, Axis::Log("MiB"), f64::from(1 << 20))
+        } else {
+            (TIMES, Axis::Log("seconds"), 1.0)
         };
-        Series {
-            name: format!("{who}: {step}"),
-            points,
-            dashed: way != "auto",
-        }
+        let series = keys.iter().map(|(way, key, what)| {
+            let point = |s: &Value| (number(&s[x]), number(&s["ways"][way][key]) / divisor);
+            let mut points: Vec<(f64, f64)> = of_sweep.clone().map(point).collect();
+            points.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let who = match *way {
+                "qemu" => "QEMU, mapped-ram",
+                "qemu_stream" => "QEMU, stream",
+                "qemu_savevm" => "QEMU, savevm",
+                _ => "memfold",
+            };
+            Series {
+                name: format!("{who}: {what}"),
+                points,
+                dashed: *way != "auto",
+            }
+        });
+        let title = format!(
+            "{title} by {}",
+            if x == "used_mib" {
+                "used memory"
+            } else {
+                "memory size"
+            }
+        );
+        figure::drawn(name, &title, x_axis, y_axis, &series.collect::<Vec<_>>())
     };
-    let times = |x| {
-        vec![
-            series(x, "qemu", "save_s", "save", 1.0),
-            series(x, "qemu", "restore_s", "restore", 1.0),
-            series(x, "qemu_stream", "save_s", "save", 1.0),
-            series(x, "qemu_savevm", "save_s", "save", 1.0),
-            series(x, "auto", "save_s", "save", 1.0),
-            series(x, "auto", "restore_s", "restore", 1.0),
-        ]
-    };
-    let sizes = |x| {
-        let mib = f64::from(1 << 20);
-        vec![
-            series(x, "qemu", "bytes", "size", mib),
-            series(x, "auto", "bytes", "size", mib),
-        ]
-    };
-    let memory = Axis::log("MiB of memory, 200 used by programs");
-    let used = Axis::linear("MiB used by programs, of 2048");
-    let seconds = Axis::log("seconds");
-    let mib = Axis::log("MiB");
+    let (times, sizes) = ("Saving and restoring", "Size of a snapshot");
+    let by = (
+        "memory_mib",
+        Axis::Log("MiB of memory, 200 used by programs"),
+    );
     let mut figures = vec![
-        (
-            "snapshots-time",
-            figure::lines(
-                "Saving and restoring by memory size",
-                &memory,
-                &seconds,
-                &times("memory_mib"),
-            ),
-        ),
-        (
-            "snapshots-size",
-            figure::lines(
-                "Size of a snapshot by memory size",
-                &memory,
-                &mib,
-                &sizes("memory_mib"),
-            ),
-        ),
+        drawn("snapshots-time", times, by, false),
+        drawn("snapshots-size", sizes, by, true),
     ];
     if samples.iter().any(|s| s["used_mib"] != 200) {
-        figures.push((
-            "snapshots-used-time",
-            figure::lines(
-                "Saving and restoring by used memory",
-                &used,
-                &seconds,
-                &times("used_mib"),
-            ),
-        ));
-        figures.push((
-            "snapshots-used-size",
-            figure::lines(
-                "Size of a snapshot by used memory",
-                &used,
-                &mib,
-                &sizes("used_mib"),
-            ),
-        ));
+        let by = ("used_mib", Axis::Linear("MiB used by programs, of 2048"));
+        figures.push(drawn("snapshots-used-time", times, by, false));
+        figures.push(drawn("snapshots-used-size", sizes, by, true));
     }
-    let named = figures.into_iter();
-    named.map(|(name, svg)| (name.to_owned(), svg)).collect()
+    figures.into_iter().flatten().collect()
 }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, ErrorKind, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -18,7 +17,7 @@ use rustix::fs::{Advice, fadvise};
 
 use crate::loop_disk::{self, LoopDisk};
 use crate::qemu_way::{self, Form, Way};
-use crate::random::random;
+use crate::random::Random;
 use crate::warmth::image_bytes;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -69,9 +68,6 @@ const FILE: ByteSize = ByteSize::mib(128);
 /// Throughput of the disk of the study that memfold's snapshots come from: 70 MB/s.
 const STUDY_DISK_BYTES_PER_S: u64 = 70_000_000;
 
-/// No limit of a disk's throughput.
-const NO_LIMIT: u64 = 0;
-
 /// A way to save and restore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Arm {
@@ -108,14 +104,6 @@ impl Arm {
             Self::Qemu => Some(Form::MappedRam),
             Self::QemuStream => Some(Form::Stream),
             _ => None,
-        }
-    }
-
-    const fn keep(self) -> KeepChoice {
-        match self {
-            Self::Hot => KeepChoice::Hot,
-            Self::None => KeepChoice::None,
-            _ => KeepChoice::Auto,
         }
     }
 }
@@ -193,14 +181,11 @@ impl Bench {
         let mut disk = DiskSpec::new(&data);
         disk.read_only = true;
         spec.disks.push(disk);
-        lab.start(spec.clone())?;
-        lab.wait_ready(VM, BOOT_TIMEOUT)?;
+        lab.boot(vec![spec.clone()], BOOT_TIMEOUT)?;
         let held = lab.exec(VM, &HOLD.replace("USED", &case.used_mib.to_string()), LIMIT)?;
         let cached = lab.exec(VM, FILL, LIMIT)?;
-        let cached_kib = cached
-            .trim()
-            .parse()
-            .context("cannot parse the size of the guest's page cache")?;
+        let cached_kib = cached.trim().parse();
+        let cached_kib = cached_kib.context("cannot parse the size of the guest's page cache")?;
         Ok((Self { lab, spec, held }, cached_kib))
     }
 
@@ -228,7 +213,11 @@ impl Bench {
         }
         let name = format!("{}-{round}", arm.key());
         let request = SaveRequest {
-            keep: arm.keep(),
+            keep: match arm {
+                Arm::Hot => KeepChoice::Hot,
+                Arm::None => KeepChoice::None,
+                _ => KeepChoice::Auto,
+            },
             ..SaveRequest::new(VM, &name)
         };
         let began = Instant::now();
@@ -274,11 +263,13 @@ impl Bench {
         self.exec(VM, WRITE)?;
         let mut saved = Vec::new();
         for round in 1..=LIVE_SAVES {
-            let name = if round == LIVE_SAVES {
-                LIVE.to_owned()
+            let is_last = round == LIVE_SAVES;
+            let number = if is_last {
+                String::new()
             } else {
-                format!("{LIVE}-{round}")
+                format!("-{round}")
             };
+            let name = format!("{LIVE}{number}");
             let request = SaveRequest {
                 live: true,
                 keep: KeepChoice::None,
@@ -295,11 +286,18 @@ impl Bench {
 pub fn measure(case: Case) -> anyhow::Result<Measured> {
     let (bench, cached_kib) = Bench::start(&case)?;
     let lab = &bench.lab;
+    let slow = |bytes_per_s| {
+        if !case.is_study_disk {
+            return Ok(());
+        }
+        loop_disk::limit(lab.directory(), bytes_per_s)
+    };
+    let host_drop_us = drop_on_host(lab.directory())
+        .context("cannot measure how fast the host drops its page cache")?;
     let mut measured = Measured {
         case,
         cached_kib,
-        host_drop_us: drop_on_host(lab.directory())
-            .context("cannot measure how fast the host drops its page cache")?,
+        host_drop_us,
         ways: BTreeMap::new(),
         saved: BTreeMap::new(),
         check_s: BTreeMap::new(),
@@ -310,13 +308,9 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
     for round in 0..case.rounds {
         for &arm in case.arms() {
             bench.cache_on_host()?;
-            if case.is_study_disk {
-                loop_disk::limit(lab.directory(), STUDY_DISK_BYTES_PER_S)?;
-            }
+            slow(STUDY_DISK_BYTES_PER_S)?;
             let (way, manifest) = bench.save(arm, round)?;
-            if case.is_study_disk {
-                loop_disk::limit(lab.directory(), NO_LIMIT)?;
-            }
+            slow(0)?;
             measured.ways.entry(arm).or_default().push(way);
             if let Some(manifest) = manifest {
                 if manifest.keep == Keep::None {
@@ -340,16 +334,13 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
     if !case.is_study_disk {
         let live = RestoreRequest::new("live");
         lab.daemon().snapshots().restore(LIVE, &live)?;
-        let is_right = bench.check("live")?;
-        measured.check(is_right);
+        measured.check(bench.check("live")?);
     }
-    if case.is_study_disk {
-        loop_disk::limit(lab.directory(), STUDY_DISK_BYTES_PER_S)?;
-    }
+    slow(STUDY_DISK_BYTES_PER_S)?;
     restore_all(&bench, &mut measured)?;
     for (&arm, manifest) in &measured.saved {
         let began = Instant::now();
-        let shelf = Shelf::open(&bench.lab.directory().join("snapshots"));
+        let shelf = Shelf::open(&lab.directory().join("snapshots"));
         shelf.checked_image(manifest, &Progress::default())?;
         measured.check_s.insert(arm, began.elapsed().as_secs_f64());
     }
@@ -360,19 +351,16 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
 fn restore_all(bench: &Bench, measured: &mut Measured) -> anyhow::Result<()> {
     let like = measured.saved.get(&Arm::Auto).cloned();
     let like = like.context("no snapshot was saved that could be restored")?;
-    let (mut right, mut checks) = (0, 0);
     for round in 0..measured.case.rounds {
         for (&arm, ways) in &mut measured.ways {
             if let Some(way) = ways.get_mut(round) {
                 let (seconds, is_right) = bench.restore(arm, round, &like)?;
                 way.restore_s = seconds;
-                checks += 1;
-                right += u64::from(is_right);
+                measured.checks += 1;
+                measured.wrong += u64::from(!is_right);
             }
         }
     }
-    measured.checks += checks;
-    measured.wrong += checks - right;
     Ok(())
 }
 
@@ -382,24 +370,11 @@ fn make_data(image: &Path, memory: ByteSize) -> anyhow::Result<()> {
     // Room for the file system itself.
     let size = ByteSize(memory.0 + memory.0 / 8 + (64 << 20));
     let disk = LoopDisk::make(image, size, &image.with_extension("mounted"))?;
-    let mut files = (0..memory.0 / FILE.0).map(|number| {
-        let path = disk.place().join(format!("{number:03}"));
-        File::create(path).map(|file| BufWriter::with_capacity(1 << 20, file))
-    });
-    let mut written = 0;
-    let mut file = files.next().transpose()?;
-    random(memory.0 / 8, |word| {
-        if written == FILE.0 {
-            if let Some(mut file) = std::mem::replace(&mut file, files.next().transpose()?) {
-                file.flush()?;
-            }
-            written = 0;
-        }
-        written += 8;
-        let file = file.as_mut().ok_or(ErrorKind::NotFound)?;
-        file.write_all(&word.to_ne_bytes())
-    })?;
-    file.map_or(Ok(()), |mut file| file.flush())?;
+    let mut random = Random::default();
+    for number in 0..memory.0 / FILE.0 {
+        let file = File::create(disk.place().join(format!("{number:03}")))?;
+        random.write(FILE.0, file)?;
+    }
     drop(disk);
     Ok(File::open(image)?.sync_all()?)
 }

@@ -5,10 +5,10 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, ensure};
 use memfold_units::ByteSize;
-use serde_json::Value;
 
 use super::measure::Case;
 use crate::loop_disk::LoopDisk;
+use crate::record::Found;
 use crate::study::Options;
 
 /// Name of this part of the study.
@@ -23,29 +23,22 @@ pub fn is_inside() -> bool {
 }
 
 /// Measures a VM on a slow disk. Returns `results` and `samples`.
-pub fn measure(case: &Case, options: &Options) -> anyhow::Result<Value> {
+pub fn measure(case: &Case, options: &Options) -> anyhow::Result<Found> {
     let place = tempfile::Builder::new()
         .prefix("memfold-study-disk.")
         .tempdir_in("/var/tmp")?;
     // What fills the page cache, an image of QEMU's, snapshots.
     let size = ByteSize(case.memory.0 * 4 + (4 << 30));
-    let disk = LoopDisk::make(
-        &place.path().join("disk"),
-        size,
-        &place.path().join("mounted"),
-    )?;
+    let mounted = place.path().join("mounted");
+    let disk = LoopDisk::make(&place.path().join("disk"), size, &mounted)?;
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["snapshots", "--json", "--arm", ARM]);
     command.args(options.quick.then_some("--quick"));
     command.args(["--memory", &format!("{}M", case.memory.0 >> 20)]);
     command.env("TMPDIR", disk.place()).env(INSIDE, "1");
-    let mut child = command.stdout(Stdio::piped()).spawn()?;
-    let output = child
-        .stdout
-        .take()
-        .context("cannot read the results of the study's child process")?;
-    let measured: Result<Value, _> = serde_json::from_reader(output);
-    let status = child.wait()?;
+    let output = command.stderr(Stdio::inherit()).output()?;
+    let status = output.status;
     ensure!(status.success(), "the study on the slow disk: {status}");
-    Ok(measured?)
+    serde_json::from_slice(&output.stdout)
+        .context("cannot read the results of the study's child process")
 }

@@ -1,0 +1,63 @@
+//! The fold library in this process, with the code that runs in QEMU.
+
+use std::os::fd::OwnedFd;
+
+use anyhow::{anyhow, bail};
+use memfold_folder::Folder;
+use memfold_wire::library::{FoldRun, Freeze, Order, Outcome, Reply, Stats, VERSION};
+
+/// The library, which takes orders. A reply that does not fit its order is an error.
+pub struct Library(Folder);
+
+fn unexpected<T>(reply: &Reply) -> anyhow::Result<T> {
+    Err(anyhow!(
+        "the fold library sent an unexpected reply: {reply:?}"
+    ))
+}
+
+impl Library {
+    /// Returns the library. The error says why it cannot fold on this host.
+    pub fn new() -> anyhow::Result<Self> {
+        let folder = Folder::new(None, None);
+        match folder.execute(&Order::Hello { version: VERSION }, None) {
+            Reply::Hello { problem: None, .. } => Ok(Self(folder)),
+            Reply::Hello { problem, .. } => bail!(problem.unwrap_or_default()),
+            other => unexpected(&other),
+        }
+    }
+
+    /// Gives an order that has no result, with a file if the order needs one.
+    pub fn give(&self, order: &Order, file: Option<OwnedFd>) -> anyhow::Result<()> {
+        match self.0.execute(order, file) {
+            Reply::Ok => Ok(()),
+            Reply::Error { reason } => bail!(reason),
+            other => unexpected(&other),
+        }
+    }
+
+    /// Gives an order for runs. Returns the outcome of each, and nanoseconds of CPU.
+    pub fn outcomes(&self, order: &Order) -> anyhow::Result<(Vec<Outcome>, u64)> {
+        match self.0.execute(order, None) {
+            Reply::Outcomes {
+                outcomes, cpu_ns, ..
+            } => Ok((outcomes, cpu_ns)),
+            other => unexpected(&other),
+        }
+    }
+
+    /// Folds one run.
+    pub fn fold(&self, freeze: Freeze, run: FoldRun) -> anyhow::Result<Outcome> {
+        let runs = vec![run];
+        match self.outcomes(&Order::Fold { freeze, runs })?.0[..] {
+            [outcome] => Ok(outcome),
+            ref others => bail!("the fold library sent an unexpected reply: {others:?}"),
+        }
+    }
+
+    pub fn stats(&self) -> anyhow::Result<Box<Stats>> {
+        match self.0.execute(&Order::Stats, None) {
+            Reply::Stats(stats) => Ok(stats),
+            other => unexpected(&other),
+        }
+    }
+}

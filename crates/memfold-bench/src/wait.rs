@@ -1,0 +1,46 @@
+//! Waits until memory no longer changes.
+
+use std::time::{Duration, Instant};
+
+use memfold_fold::{EngineStats, VmStats};
+use memfold_lab::Lab;
+
+/// Measures every `rest` until a value no longer changes by more than `part` of it, `times` times
+/// at most. Returns the last measurement, and whether the value was steady.
+pub fn wait_steady<T>(
+    (rest, times, part): (Duration, u64, f64),
+    measure: impl Fn() -> anyhow::Result<T>,
+    value: impl Fn(&T) -> f64,
+) -> anyhow::Result<(T, bool)> {
+    let mut last = measure()?;
+    for _ in 0..times {
+        std::thread::sleep(rest);
+        let before = value(&last);
+        last = measure()?;
+        if (value(&last) - before).abs() < before * part {
+            return Ok((last, true));
+        }
+    }
+    Ok((last, false))
+}
+
+/// Waits until the number of folded pages no longer grows, for a minute at most. Returns the
+/// counters then, and the time of the last growth.
+pub fn most_folded(
+    lab: &Lab,
+    pages: fn(&VmStats) -> u64,
+) -> anyhow::Result<(EngineStats, Instant)> {
+    let began = Instant::now();
+    let (mut best, mut grew) = (0, began);
+    loop {
+        let stats = lab.stats()?;
+        let folded: u64 = stats.vms.iter().map(pages).sum();
+        if folded > best + best / 200 {
+            (best, grew) = (folded, Instant::now());
+        }
+        if grew.elapsed() > Duration::from_secs(5) || began.elapsed() > Duration::from_secs(60) {
+            return Ok((stats, grew));
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}

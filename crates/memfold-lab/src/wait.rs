@@ -1,0 +1,58 @@
+//! Waits for what a guest, a daemon or the kernel does, with a time limit.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure};
+use memfold_vm::{Qmp, VmDirectory, log_tail};
+use serde_json::json;
+
+/// Bytes of console output shown if a guest does not boot.
+const LAST_WORDS: usize = 2000;
+
+/// Asks every `pause` until `look` returns a value.
+///
+/// # Errors
+/// Those of `look`; after `limit`, that `what` did not happen, as in "the guest did not boot".
+pub fn wait_for<T>(
+    what: impl std::fmt::Display,
+    (limit, pause): (Duration, Duration),
+    mut look: impl FnMut() -> anyhow::Result<Option<T>>,
+) -> anyhow::Result<T> {
+    let end = Instant::now() + limit;
+    loop {
+        if let Some(found) = look()? {
+            return Ok(found);
+        }
+        ensure!(Instant::now() < end, "{what} within {} s", limit.as_secs());
+        std::thread::sleep(pause);
+    }
+}
+
+/// Migrates a VM's state to `file` (command `migrate`), or from it (`migrate-incoming`), and waits
+/// until this is done.
+///
+/// # Errors
+/// The migration fails, or does not end within `limit`.
+pub fn migrate(qmp: &mut Qmp, command: &str, file: &Path, limit: Duration) -> anyhow::Result<()> {
+    let uri = format!("file:{}", file.display());
+    qmp.execute(command, json!({ "uri": uri }))?;
+    let limits = (limit, Duration::from_millis(2));
+    wait_for("QEMU's migration did not finish", limits, || {
+        let now = qmp.query("query-migrate")?;
+        match now["status"].as_str() {
+            Some("completed") => Ok(Some(())),
+            Some("failed" | "cancelled") => bail!("QEMU's migration failed: {now}"),
+            _ => Ok(None),
+        }
+    })
+}
+
+/// Returns the last output of a guest's console and of QEMU.
+pub(crate) fn last_words(vm: &VmDirectory) -> String {
+    let console = std::fs::read(vm.console_log()).unwrap_or_default();
+    let tail = &console[console.len().saturating_sub(LAST_WORDS)..];
+    let mut tail = String::from_utf8_lossy(tail).into_owned();
+    tail.retain(|c| c == '\n' || !c.is_control());
+    format!("{tail}\nQEMU: {}", log_tail(vm))
+}
