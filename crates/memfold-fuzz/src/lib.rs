@@ -14,6 +14,7 @@ mod layout;
 pub mod mutate;
 mod nbd;
 mod snapshot;
+mod store;
 mod subject;
 
 use memfold_wire::agent::{FromAgent, ToAgent};
@@ -22,7 +23,7 @@ use memfold_wire::library::{Order, Reply};
 pub use subject::Subject;
 
 /// All fuzz targets: name, parser, valid inputs.
-pub const SUBJECTS: [Subject; 12] = [
+pub const SUBJECTS: [Subject; 14] = [
     subject_of("from_agent", frames::run::<FromAgent>, frames::from_agent),
     subject_of("to_agent", frames::run::<ToAgent>, frames::to_agent),
     subject_of("order", frames::run::<Order>, frames::orders),
@@ -39,6 +40,8 @@ pub const SUBJECTS: [Subject; 12] = [
     subject_of("free_pages", snapshot::free_pages, snapshot::free_lists),
     subject_of("extents", snapshot::extents, snapshot::extent_lists),
     subject_of("nbd", nbd::both, nbd::streams),
+    subject_of("description", store::description, store::descriptions),
+    subject_of("chunk", store::chunk, store::chunks),
 ];
 
 const fn subject_of(

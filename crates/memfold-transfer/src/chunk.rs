@@ -53,13 +53,17 @@ fn is_zero(bytes: &[u8]) -> bool {
 }
 
 /// Compresses bytes for the store.
-pub(crate) fn pack(bytes: &[u8]) -> io::Result<Vec<u8>> {
+pub fn pack(bytes: &[u8]) -> io::Result<Vec<u8>> {
     zstd::bulk::compress(bytes, LEVEL)
 }
 
 /// Decompresses an object, and compares it with its name. `length` is the number of bytes that it
 /// must have; an object that would have more is not decompressed further.
-pub(crate) fn unpack(packed: &[u8], length: usize, name: &blake3::Hash) -> Result<Vec<u8>, String> {
+///
+/// # Errors
+///
+/// The reason why the object is refused, as text.
+pub fn unpack(packed: &[u8], length: usize, name: &blake3::Hash) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::with_capacity(length);
     let decoder = zstd::Decoder::new(packed).map_err(|error| error.to_string())?;
     let most = length as u64 + 1;

@@ -48,8 +48,12 @@ pub struct Description {
 }
 
 impl Description {
-    /// Parses a description, and checks all that does not need the index.
-    pub(crate) fn parse(bytes: &[u8], name: &str) -> Result<Self, String> {
+    /// Parses the description of snapshot `name`, and checks all that does not need the index.
+    ///
+    /// # Errors
+    ///
+    /// The reason why it is refused, as text.
+    pub fn parse(bytes: &[u8], name: &str) -> Result<Self, String> {
         #[derive(Deserialize)]
         struct Version {
             format: u32,
@@ -85,8 +89,9 @@ impl Description {
         Ok(description)
     }
 
-    /// Returns the number of chunks of all files.
-    pub(crate) fn chunks(&self) -> u64 {
+    /// Returns the number of chunks of all files, at most 4 Mi.
+    #[must_use]
+    pub fn chunks(&self) -> u64 {
         self.files.iter().map(|file| chunk::count(file.bytes)).sum()
     }
 

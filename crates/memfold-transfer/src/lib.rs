@@ -11,7 +11,7 @@
 //! A push that is interrupted leaves chunks that the next push finds; a pull that is interrupted
 //! continues with the chunks that have arrived.
 
-mod chunk;
+pub mod chunk;
 mod description;
 mod error;
 mod pull;

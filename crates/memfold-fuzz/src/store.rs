@@ -1,0 +1,73 @@
+//! Fuzzes the readers of objects from an object store.
+
+use memfold_transfer::{Description, chunk};
+use serde_json::json;
+
+/// Bytes of the chunk from which [`chunks`] is made.
+const CHUNK: usize = 8192;
+
+fn plain() -> Vec<u8> {
+    (0..CHUNK / 4)
+        .flat_map(|n| (n / 7).to_le_bytes()[..4].to_vec())
+        .collect()
+}
+
+pub fn chunks() -> Vec<Vec<u8>> {
+    // A frame of one block, and one that is not compressed.
+    let raw = zstd_raw(&plain());
+    chunk::pack(&plain()).into_iter().chain([raw]).collect()
+}
+
+/// Returns a Zstandard frame of one raw block (RFC 8878, 3.1.1).
+fn zstd_raw(bytes: &[u8]) -> Vec<u8> {
+    let mut frame = 0xfd2f_b528_u32.to_le_bytes().to_vec();
+    // A single segment whose length is two bytes, less 256.
+    frame.push(0x60);
+    frame.extend(u16::try_from(bytes.len() - 256).unwrap_or(0).to_le_bytes());
+    let header = u32::try_from(bytes.len()).unwrap_or(0) << 3 | 1;
+    frame.extend(&header.to_le_bytes()[..3]);
+    frame.extend(bytes);
+    frame
+}
+
+pub fn chunk(data: &[u8]) -> u64 {
+    let (right, wrong) = (blake3::hash(&plain()), blake3::hash(b"another chunk"));
+    assert!(chunk::unpack(data, CHUNK, &wrong).is_err());
+    match chunk::unpack(data, CHUNK, &right) {
+        Ok(bytes) => {
+            assert_eq!(bytes, plain());
+            1 << 8
+        }
+        Err(why) => why.len() as u64,
+    }
+}
+
+pub fn descriptions() -> Vec<Vec<u8>> {
+    let file = |bytes: u64| json!({ "bytes": bytes, "xxh3_128": "00" });
+    let manifest = json!({
+        "format": 1, "name": "warm", "domain": null, "vm": "web1", "created_s": 7,
+        "memfold": "0.1.0", "keep": "none", "qemu": [10, 0, 2], "machine": "pc", "accel": "tcg",
+        "blocks": [], "counts": { "pages": 0, "saved_pages": 0, "zero_pages": 0 },
+        "ram_bytes": 1 << 21, "sums": file(16), "devices": file(9), "pause_ms": 1.0, "save_ms": 2.0,
+        "spec": { "name": "web1", "memory": "2MiB", "disks": [{ "path": "/base.img" }] },
+        "disks": [{ "path": "disk0.qcow2", "bytes": 7, "modified_ns": 1, "format": "qcow2",
+            "read_only": false, "backing": [{ "path": "/base.img", "bytes": 8, "modified_ns": 2 }] }],
+    });
+    let description = json!({
+        "format": 1, "name": "warm", "chunk_bytes": 1 << 20, "stored_bytes": 3,
+        "index": blake3::hash(b"index").to_hex().as_str(), "manifest": manifest,
+        "files": [{ "name": "ram", "bytes": 1 << 21 }, { "name": "disk0.qcow2", "bytes": 7 },
+            { "name": "base0", "bytes": 8, "origin": "/base.img" }],
+    });
+    let pretty = serde_json::to_vec_pretty(&description).unwrap_or_default();
+    vec![description.to_string().into_bytes(), pretty]
+}
+
+pub fn description(data: &[u8]) -> u64 {
+    let Ok(of) = Description::parse(data, "warm") else {
+        return 0;
+    };
+    assert!(of.name == "warm" && of.chunks() <= 4 << 20);
+    assert!(of.files.iter().all(|file| !file.name.contains('/')));
+    1 << 8 | of.files.len() as u64
+}
