@@ -92,8 +92,8 @@ pub enum DaemonError {
     /// An LVM volume cannot be put on lent RAM, or taken off.
     #[error(transparent)]
     Lvm(#[from] LvmError),
-    /// The request cannot be carried out now: KSM cannot be steered; memory cannot be lent, borrowed
-    /// or given back; another operation is in progress; or the VM is not running.
+    /// The request cannot be carried out now: KSM cannot be steered; memory cannot be lent,
+    /// borrowed or given back; another operation is in progress; or the VM is not running.
     #[error("{why}")]
     Refused {
         /// The condition that failed.
@@ -173,7 +173,8 @@ impl From<TransferError> for DaemonError {
     }
 }
 
-/// Returns a function that makes a [`DaemonError::State`] from an error of the file system at `path`.
+/// Returns a function that makes a [`DaemonError::State`] from an error of the file system at
+/// `path`.
 pub(crate) fn state_error(path: &Path) -> impl Fn(io::Error) -> DaemonError + Copy + '_ {
     |source| DaemonError::State {
         path: path.to_owned(),
@@ -196,7 +197,8 @@ pub(crate) fn check(
     is_fine.then_some(()).ok_or_else(wrong)
 }
 
-/// Returns a function that makes a [`SegmentError::Files`] from an error of the file system at `path`.
+/// Returns a function that makes a [`SegmentError::Files`] from an error of the file system at
+/// `path`.
 pub(crate) fn segment_files(path: &Path) -> impl Fn(io::Error) -> SegmentError + Copy + '_ {
     |source| SegmentError::Files {
         path: path.to_owned(),

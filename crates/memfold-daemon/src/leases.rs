@@ -140,8 +140,8 @@ impl Leases {
             heard: Mutex::default(),
             distrust: Mutex::new(Distrust::open(&options.state.join("distrusted.json"))),
         };
-        // The kernel may have a host name that memfold does not accept. The first request to lend or
-        // borrow reports that, and --host changes the name.
+        // The kernel may have a host name that memfold does not accept. The first request to lend
+        // or borrow reports that, and --host changes the name.
         if options.host.is_some() {
             leases.check_host()?;
         }

@@ -426,8 +426,8 @@ impl Machine {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::Refused`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does not
-    /// answer.
+    /// [`DaemonError::Refused`] after [`RIGHT_TIMEOUT`]: the holder may wait for a guest that does
+    /// not answer.
     pub fn save_right_soon(&self) -> Result<SaveRight<'_>, DaemonError> {
         let right = SaveRight::try_take(|| self.marks.saving.try_lock_for(RIGHT_TIMEOUT));
         let vm = self.name();

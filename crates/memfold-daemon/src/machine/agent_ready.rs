@@ -25,8 +25,8 @@ impl Machine {
         }
     }
 
-    /// Calls `work` on a thread called `name` each time that the guest's agent answers, until `work`
-    /// returns `true`, the VM ends or `limit` is over.
+    /// Calls `work` on a thread called `name` each time that the guest's agent answers, until
+    /// `work` returns `true`, the VM ends or `limit` is over.
     pub(crate) fn on_agent(
         self: &Arc<Self>,
         name: &str,

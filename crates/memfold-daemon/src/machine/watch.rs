@@ -1,5 +1,5 @@
-//! Periodic checks of a VM: its run state, its conditions for folding, and its fold library. Resumes
-//! VMs that were stopped by a full disk, when the disk has free space again (option
+//! Periodic checks of a VM: its run state, its conditions for folding, and its fold library.
+//! Resumes VMs that were stopped by a full disk, when the disk has free space again (option
 //! `resume_when_room`).
 
 use std::io;

@@ -80,8 +80,8 @@ sync -f $place
 pub(crate) const IMAGE: &str = "image.ext4";
 
 impl Segments {
-    /// Copies all files of a guest that the build's glob patterns may match, to [`IMAGE`] in a draft.
-    /// Dropping the draft removes the copy.
+    /// Copies all files of a guest that the build's glob patterns may match, to [`IMAGE`] in a
+    /// draft. Dropping the draft removes the copy.
     pub(crate) fn copy_out(
         &self,
         vm: &str,

@@ -18,12 +18,9 @@ impl Segments {
         let users = self.shelf.users(&all)?;
         // The table of VMs is not locked while the segments' files are read.
         let known = self.registry.machines();
-        let named = |pid: Pid| {
-            let vm = known.iter().find(|machine| machine.pid() == pid);
-            vm.map_or_else(
-                || format!("process {}", pid.as_raw_nonzero()),
-                |machine| machine.name().to_owned(),
-            )
+        let named = |pid: Pid| match known.iter().find(|machine| machine.pid() == pid) {
+            Some(machine) => machine.name().to_owned(),
+            None => format!("process {}", pid.as_raw_nonzero()),
         };
         Ok(all
             .into_iter()

@@ -23,11 +23,10 @@ impl Segments {
             users.insert("a snapshot or a VM that is being made".to_owned());
         }
         for pid in pids.into_iter().flatten() {
-            let vm = machines.iter().find(|machine| machine.pid() == pid);
-            users.insert(vm.map_or_else(
-                || format!("process {}", pid.as_raw_nonzero()),
-                |machine| format!("VM {}", machine.name()),
-            ));
+            users.insert(match machines.iter().find(|vm| vm.pid() == pid) {
+                Some(machine) => format!("VM {}", machine.name()),
+                None => format!("process {}", pid.as_raw_nonzero()),
+            });
         }
         let named = |segments: &[SegmentSpec]| segments.iter().any(|s| s.name == reference);
         // This finds users where the kernel reports another device number for mappings than for

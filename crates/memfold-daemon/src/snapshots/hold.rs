@@ -64,9 +64,7 @@ impl<'a> HeldVm<'a> {
             noted,
         }
     }
-}
 
-impl HeldVm<'_> {
     pub fn stood_still(&self) -> Duration {
         let since = self.stopped.get();
         self.stood.get() + since.map_or(Duration::ZERO, |since| since.elapsed())

@@ -1,5 +1,5 @@
-//! Starts VMs from snapshots, and records or prefetches the snapshot's working set: the pages that a VM
-//! touches first after a restore.
+//! Starts VMs from snapshots, and records or prefetches the snapshot's working set: the pages that
+//! a VM touches first after a restore.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,20 +31,14 @@ impl Snapshots {
     fn twin(&self, manifest: &Manifest) -> Result<Option<String>, DaemonError> {
         let pids = restore::users(&self.below.snapshots, &manifest.name)?;
         let machines = self.below.registry.machines();
-        let named = |pid: &Pid| {
-            let vm = machines.iter().find(|m| m.pid() == *pid);
-            vm.map_or_else(
-                || format!("of process {}", pid.as_raw_nonzero()),
-                |m| m.name().to_owned(),
-            )
+        let named = |pid: &Pid| match machines.iter().find(|m| m.pid() == *pid) {
+            Some(machine) => machine.name().to_owned(),
+            None => format!("of process {}", pid.as_raw_nonzero()),
         };
         let restored = pids.first().map(named);
-        Ok(restored.or_else(|| {
-            let saved = machines.iter().find(|m| m.name() == manifest.vm);
-            saved
-                .filter(|m| !m.has_exited())
-                .map(|m| m.name().to_owned())
-        }))
+        let is_saved = |m: &&Arc<Machine>| m.name() == manifest.vm && !m.has_exited();
+        let saved = || machines.iter().find(is_saved);
+        Ok(restored.or_else(|| saved().map(|m| m.name().to_owned())))
     }
 
     /// Starts a VM from a snapshot.

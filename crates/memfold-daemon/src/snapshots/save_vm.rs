@@ -1,5 +1,5 @@
-//! Saving of VMs as snapshots. Before a save, the guest writes dirty pages back, and may drop caches that
-//! can be read again.
+//! Saving of VMs as snapshots. Before a save, the guest writes dirty pages back, and may drop
+//! caches that can be read again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! Verifies snapshots: checksums, disks, and a trial start of the snapshot's VM. For the trial, QEMU
-//! is started with the options of `restore`, loads no state, and is killed again.
+//! Verifies snapshots: checksums, disks, and a trial start of the snapshot's VM. For the trial,
+//! QEMU is started with the options of `restore`, loads no state, and is killed again.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Failed requests of a swap disk, as QEMU's events report them. Verifies the disk's copy on this host, after a time in which no daemon received QEMU's events
-//! about failed writes.
+//! Failed requests of a swap disk, as QEMU's events report them. Verifies the disk's copy on this
+//! host, after a time in which no daemon received QEMU's events about failed writes.
 //!
 //! The relay knows which blocks were written ([`compare`](memfold_lend::relay::compare)). Until the
 //! relay has verified the copy, the loss of the lender may leave old data.

@@ -17,8 +17,8 @@ use crate::leases::Leases;
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
 
-/// Starts a relay to the lenders of a loan's part, and connects QEMU to the relay. Returns the relay
-/// and the connection.
+/// Starts a relay to the lenders of a loan's part, and connects QEMU to the relay. Returns the
+/// relay and the connection.
 pub(crate) fn connect(
     machine: &Machine,
     directory: &VmDirectory,

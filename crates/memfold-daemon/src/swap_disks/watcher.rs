@@ -112,9 +112,8 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     }
 }
 
-/// Returns whether a relay that QEMU may wait for is stopped, for example by SIGSTOP, for longer than
-/// a moment. QEMU is not asked meanwhile,
-/// because its monitor may wait for that relay.
+/// Returns whether a relay that QEMU may wait for is stopped, for example by SIGSTOP, for longer
+/// than a moment. QEMU is not asked meanwhile, because its monitor may wait for that relay.
 fn stands_still(guard: &Guard) -> bool {
     (0..STOPPED_LOOKS).all(|look| {
         if look > 0 {
