@@ -5,7 +5,7 @@ mod support;
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -270,9 +270,9 @@ struct Client {
 }
 
 impl Client {
-    fn order(&mut self, order: &Order, file: Option<OwnedFd>) -> Reply {
+    fn order(&mut self, order: &Order, file: Option<BorrowedFd<'_>>) -> Reply {
         let frame = encode(order).unwrap();
-        descriptor::send(&self.stream, &frame, file.as_ref().map(AsFd::as_fd)).unwrap();
+        descriptor::send(&self.stream, &frame, file).unwrap();
         let mut buffer = [0; 4096];
         loop {
             if let Some(reply) = self.decoder.next().unwrap() {
@@ -304,14 +304,13 @@ impl Client {
             },
         };
         assert_eq!(self.order(&ram, None), Reply::Ok);
-        let file = store.try_clone().unwrap().into();
         assert_eq!(
             self.order(
                 &Order::AddStore {
                     store: 1,
                     max_pages: 1 << 24
                 },
-                Some(file)
+                Some(store.as_fd())
             ),
             Reply::Ok
         );
