@@ -161,7 +161,8 @@ pub(super) fn undo(
 ) {
     let mut used = Vec::new();
     for frozen in frozen {
-        // If QEMU does not close an overlay, it may be writing to it: a late answer is not a refusal.
+        // If QEMU does not close an overlay, it may be writing to it: a late answer is not a
+        // refusal.
         if delete_node(qmp, &frozen.node).is_ok() {
             let _ = fs::remove_file(&frozen.overlay);
             continue;
