@@ -201,8 +201,8 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
         if own.is_none() && (!disk.read_only || spec.foreign.is_some()) {
             return None;
         }
-        // A QEMU without root's rights could have written any path into the overlay's header, so only
-        // the disk below the overlay is used.
+        // A QEMU without root's rights could have written any path into the overlay's header, so
+        // only the disk below the overlay is used.
         let own = own.filter(|_| spec.user.is_none());
         Some(Target {
             image: own.map_or(&disk.path, |frozen| &frozen.path),

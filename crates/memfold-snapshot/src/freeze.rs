@@ -159,18 +159,19 @@ pub(super) fn undo(
     frozen: &[Frozen],
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
 ) {
-    // If QEMU does not close an overlay, it may be writing to it: a late answer is not a refusal.
-    let mut in_use = |f: &&Frozen| delete_node(qmp, &f.node).is_err();
-    let (used, unused): (Vec<&Frozen>, Vec<&Frozen>) = frozen.iter().partition(|f| in_use(f));
-    for frozen in unused {
-        let _ = fs::remove_file(&frozen.overlay);
-    }
-    for frozen in &used {
+    let mut used = Vec::new();
+    for frozen in frozen {
+        // If QEMU does not close an overlay, it may be writing to it: a late answer is not a
+        // refusal.
+        if delete_node(qmp, &frozen.node).is_ok() {
+            let _ = fs::remove_file(&frozen.overlay);
+            continue;
+        }
         // If the VM uses the new overlay anyway, its header names a file of a snapshot that will
         // never exist.
         let _ = name_backing(qmp, &frozen.node, &frozen.path);
+        used.push(frozen.overlay.clone());
     }
-    let used: Vec<PathBuf> = used.iter().map(|f| f.overlay.clone()).collect();
     // If the record cannot be written now, it names files that no longer exist, which is harmless.
     let _ = note(&used);
 }

@@ -35,7 +35,11 @@ pub(super) fn merge_overlays(
     overlays: &[PathBuf],
 ) -> Result<(), SnapshotError> {
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
-        while let Some(active) = Chains::read(&mut monitor.qmp())?.active(spec, disk) {
+        loop {
+            // The monitor is locked only for this statement.
+            let Some(active) = Chains::read(&mut monitor.qmp())?.active(spec, disk) else {
+                break;
+            };
             let (top, file) = (active.node, active.file);
             // An overlay with a second name is in a snapshot.
             let has_one_name = |file: &Path| fs::metadata(file).is_ok_and(|f| f.nlink() == 1);

@@ -38,9 +38,9 @@ pub(super) fn write_references(
     }
     let mut table = draft.file(REFERENCES)?;
     let written = table.write_all(&refer::encode(&references));
-    written.map_err(draft.failed(REFERENCES))?;
+    let table = written.and_then(|()| facts(table));
     Ok(Some(References {
-        table: facts(table).map_err(draft.failed(REFERENCES))?,
+        table: table.map_err(draft.failed(REFERENCES))?,
         sources,
         pages: references.iter().map(|r| u64::from(r.pages)).sum(),
         mappings: Some(refer::mappings(&references)),
@@ -76,10 +76,10 @@ pub(super) fn compress(
     let saved = ram.metadata().map_err(draft.failed(RAM))?.blocks() * 512;
     progress.begin("RAM compressed", saved);
     let places = pack::pack(ram, &packed, progress).map_err(draft.failed(PACKED))?;
-    index.write_all(&places).map_err(draft.failed(INDEX))?;
+    let index = index.write_all(&places).and_then(|()| facts(index));
     fs::remove_file(draft.path.join(RAM)).map_err(draft.failed(RAM))?;
     Ok(Packed {
         bytes: packed.metadata().map_err(draft.failed(PACKED))?.len(),
-        index: facts(index).map_err(draft.failed(INDEX))?,
+        index: index.map_err(draft.failed(INDEX))?,
     })
 }

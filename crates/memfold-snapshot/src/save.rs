@@ -93,8 +93,8 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let place = draft.place.clone();
         let mut compared = Vec::new();
         let (files, disks) = ((&draft, &ram, sums), (frozen.as_slice(), copies.as_slice()));
-        // Dropping the draft after an error removes its names of the frozen overlays, so they belong
-        // only to the VM again.
+        // Dropping the draft after an error removes its names of the frozen overlays, so they
+        // belong only to the VM again.
         let made = self
             .finish(files, described, disks, still, &mut compared)
             .and_then(|manifest| draft.commit(&manifest).map(|()| manifest));
@@ -178,8 +178,8 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let (began, mut steps) = (Instant::now(), still.steps);
         let live = still.past.is_some();
         let (writer, plan) = (&mut still.writer, &still.plan);
-        // The old contents of the VM's RAM were protected before the VM resumed. Dropping `past` frees
-        // the memory for them.
+        // The old contents of the VM's RAM were protected before the VM resumed. Dropping `past`
+        // frees the memory for them.
         let copied = still.past.map_or(Ok(0), |(past, blocks)| {
             let pages = blocks.iter().map(|&number| plan.blocks[number].pages);
             progress.begin("RAM copied", pages.sum::<u64>() * PAGE_SIZE);

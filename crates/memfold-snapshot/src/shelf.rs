@@ -120,9 +120,7 @@ impl Shelf {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             other => other?,
         };
-        let names = entries
-            .flatten()
-            .map(|entry| entry.file_name().into_string());
+        let names = entries.flatten().map(|e| e.file_name().into_string());
         let mut names: Vec<String> = names.flatten().collect();
         names.retain(|name| !name.starts_with('.'));
         names.sort();

@@ -81,8 +81,7 @@ impl Subject {
         }
         let mut record = self.record_now();
         record.overlays = overlays.to_vec();
-        directory
-            .write_json(&directory.record(), &record)
-            .map_err(failed(&directory.record()))
+        let path = directory.record();
+        directory.write_json(&path, &record).map_err(failed(&path))
     }
 }

@@ -233,8 +233,8 @@ impl Store {
         Ok(first)
     }
 
-    /// Sets `held_pages` to the kernel's count, plus the pages that are reserved and not filled yet,
-    /// which that count does not include. Returns the kernel's count.
+    /// Sets `held_pages` to the kernel's count, plus the pages that are reserved and not filled
+    /// yet, which that count does not include. Returns the kernel's count.
     fn count_held(&mut self) -> Result<ByteSize, StoreError> {
         let held = self.held()?;
         self.held_pages = held.pages().0 + self.unfilled_pages;
