@@ -15,6 +15,7 @@ use memfold_units::{ByteSize, PageCount};
 use serde::Serialize;
 
 use crate::host::check_host;
+use crate::images;
 use crate::output::Output;
 
 /// Name and image of each VM. Two images are built separately from the same packages, as those of
@@ -71,6 +72,7 @@ struct VmOutcome {
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     check_host(&arguments.output)?;
+    images::build_missing(&VMS.map(|(_, image)| image))?;
     let outcome = show(arguments)?;
     arguments.output.print(&outcome, render)?;
     ensure!(

@@ -10,6 +10,7 @@ mod fold;
 mod generate;
 mod hints;
 mod host;
+mod images;
 mod ksm;
 mod loop_disk;
 mod output;

@@ -409,9 +409,9 @@ fn last_words(vm: &VmDirectory) -> String {
 }
 
 fn image_named(name: &str) -> anyhow::Result<GuestImage> {
-    let images = guest_images().context("no guest images found; run 'make setup'")?;
-    images
-        .get(name)
-        .cloned()
-        .with_context(|| format!("no guest image '{name}'; run 'make setup'"))
+    let images = guest_images()
+        .context("no guest images found; 'memfold demo' builds them, in a checkout 'make setup'")?;
+    images.get(name).cloned().with_context(|| {
+        format!("no guest image '{name}'; 'memfold demo' builds images, in a checkout 'make setup'")
+    })
 }
