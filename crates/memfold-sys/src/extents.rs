@@ -88,7 +88,13 @@ pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
     };
     // SAFETY: the kernel reads the header, and writes to it and to at most `extent_count` extents
     // behind it, which are there.
-    let result = unsafe { libc::ioctl(file.as_fd().as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) };
+    let result = unsafe {
+        libc::ioctl(
+            file.as_fd().as_raw_fd(),
+            FS_IOC_FIEMAP as libc::Ioctl,
+            &raw mut request,
+        )
+    };
     if result != 0 {
         return Err(io::Error::last_os_error());
     }

@@ -144,7 +144,11 @@ impl Userfaultfd {
         let from_device = |raw: RawFd| {
             // SAFETY: the request takes no pointer, and a wrong descriptor gives an error.
             descriptor(i64::from(unsafe {
-                libc::ioctl(raw, USERFAULTFD_IOC_NEW, libc::O_CLOEXEC | libc::O_NONBLOCK)
+                libc::ioctl(
+                    raw,
+                    USERFAULTFD_IOC_NEW as libc::Ioctl,
+                    libc::O_CLOEXEC | libc::O_NONBLOCK,
+                )
             }))
         };
         let passed_in = device.and_then(|raw| from_device(raw).ok());
@@ -350,11 +354,18 @@ fn descriptor(raw: i64) -> io::Result<OwnedFd> {
     }
 }
 
+// Request numbers have 32 bits. With musl, `libc::Ioctl` is an `int`, which keeps them.
 fn ioctl<T>(fd: BorrowedFd<'_>, request: libc::c_ulong, argument: &mut T) -> Result<(), Errno> {
     // SAFETY: every request above carries the size of `T` as the kernel knows it, and `argument`
     // lives through the call. What the requests do to memory, the makers of the `Area`s in them
     // have agreed to.
-    let result = unsafe { libc::ioctl(fd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
+    let result = unsafe {
+        libc::ioctl(
+            fd.as_raw_fd(),
+            request as libc::Ioctl,
+            std::ptr::from_mut(argument),
+        )
+    };
     if result == 0 {
         Ok(())
     } else {
