@@ -228,7 +228,7 @@ fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
     });
 }
 
-const INSTALL_QEMU: &str = "make setup (or: apt install qemu-system-x86 qemu-utils; on Debian 12 with -t bookworm-backports)";
+const INSTALL_QEMU: &str = "apt install qemu-system-x86 qemu-utils (on Debian 12 with -t bookworm-backports; in a checkout: make setup)";
 
 fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
     let qemu = &host.qemu;
@@ -283,7 +283,7 @@ fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
             "KVM",
             Status::Warn,
             format!("KVM not tried: {why}; VMs run under TCG, slowly"),
-            "make setup",
+            "memfold demo, which builds a guest image to try KVM with (package memfold-bench); in a checkout: make setup",
         ),
         KvmVerdict::Unusable { why } => bad(
             "KVM",
@@ -301,7 +301,7 @@ fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
             "library",
             Status::Fail,
             format!("{e}: QEMU cannot fold without this library"),
-            "make build",
+            "apt install memfold-qemu; in a checkout: make build",
         ),
     });
     checks.push(match &host.guest_images {
