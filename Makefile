@@ -6,7 +6,7 @@ SHELL := bash
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 # setup comes before build, whatever -j says.
 .NOTPARALLEL:
-.PHONY: help setup build demo test soak deb bench lint
+.PHONY: help setup build demo test soak deb release bench lint
 
 help: ## what can be asked for
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,10 @@ deb: ## Debian packages: program, studies, library for QEMU, agent for guests
 	@scripts/setup tests
 	@scripts/build
 	@scripts/deb
+
+release: ## a signed apt repository, agent archive, bill of materials, notes: a directory for a web server
+	@scripts/setup tests
+	@scripts/release
 
 bench: setup build ## the studies, quick ones: results in results/
 	@scripts/bench

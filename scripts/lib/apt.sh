@@ -14,20 +14,26 @@ os_codename() {
     )
 }
 
-# apt_archives: "URI SUITE COMPONENT", a line for each binary archive in the machine's apt sources.
+# apt_archives: "URI SUITE COMPONENT ORIGIN", a line for each binary archive in the machine's apt
+# sources. Without package lists there is no ORIGIN.
 apt_archives() {
     # The $() are apt's, not the shell's.
     # shellcheck disable=SC2016
-    apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' 'Target-Of: deb' | sort -u
+    apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT) $(ORIGIN)' 'Created-By: Packages' 'Target-Of: deb' | sort -u
 }
 
 # apt_has_suite SUITE
 apt_has_suite() { apt_archives | awk -v s="$1" '$2 == s { found = 1 } END { exit !found }'; }
 
 # debian_mirror CODENAME: the URI this machine's main Debian archive comes from; empty if there is
-# none.
+# none. Archives of others may have the same suite.
 debian_mirror() {
-    apt_archives | awk -v c="$1" '$3 == "main" && ($2 == c || $2 ~ /^(old)*stable$/) { print $1; exit }'
+    apt_archives | awk -v c="$1" '
+        $3 == "main" && ($2 == c || $2 ~ /^(old)*stable$/) && ($4 == "Debian" || $4 == "") {
+            rank = 1 + ($2 == c) + 2 * ($4 == "Debian")
+            if (rank > best) { best = rank; uri = $1 }
+        }
+        END { if (best) print uri }'
 }
 
 # packages_missing PACKAGE...: those that are not installed, one a line.

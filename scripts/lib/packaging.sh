@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What only packages and their tests need.
 
-packaging_packages=(debhelper dpkg-dev lintian mmdebstrap systemd-container)
+packaging_packages=(debhelper dpkg-dev gnupg lintian mmdebstrap systemd-container)
 
 setup_packaging() {
     local -a missing

@@ -15,12 +15,16 @@ use serde_json::{Map, Value};
 use tracing_subscriber::EnvFilter;
 
 use crate::host::check_host;
+use crate::images::{self, NoImages};
 use crate::output::Output;
 use crate::study::{Options, Study};
 use crate::{
     clones, demo, desktops, figure, fold, generate, hints, ksm, record, remote, segments, selftest,
     snapshots,
 };
+
+/// Exit code of a program that this host cannot run.
+const IMPOSSIBLE_HERE: u8 = 3;
 
 /// Studies of memfold's savings and costs, on VMs of their own.
 #[derive(Parser, Debug)]
@@ -133,19 +137,23 @@ pub fn main() -> ExitCode {
         (None, None) => Ok(false),
     };
     match result {
-        Ok(true) => return ExitCode::SUCCESS,
-        Ok(false) => {}
-        Err(error) => tell(&error),
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => fail(&error),
     }
-    ExitCode::FAILURE
 }
 
-fn tell(error: &anyhow::Error) {
+fn fail(error: &anyhow::Error) -> ExitCode {
     memfold_host::say!("memfold-bench: {error:#}");
     if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
         if let Some(hint) = &body.hint {
             memfold_host::say!("hint: {hint}");
         }
+    }
+    if error.is::<NoImages>() {
+        ExitCode::from(IMPOSSIBLE_HERE)
+    } else {
+        ExitCode::FAILURE
     }
 }
 
@@ -153,6 +161,7 @@ fn tell(error: &anyhow::Error) {
 /// host's report (`memfold doctor --json`) is read from it.
 fn self_test(output: &Output) -> anyhow::Result<bool> {
     check_host(output)?;
+    images::build_missing(&selftest::GUESTS.map(|(_, image)| image))?;
     let mut report: Map<String, Value> = if stdin().is_terminal() {
         Map::new()
     } else {

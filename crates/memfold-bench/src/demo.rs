@@ -15,6 +15,7 @@ use memfold_units::{ByteSize, PageCount};
 use serde::Serialize;
 
 use crate::host::{check_host, start_ksm};
+use crate::images;
 use crate::output::Output;
 use crate::wait::most_folded;
 
@@ -72,6 +73,7 @@ struct VmOutcome {
 
 pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
     check_host(&arguments.output)?;
+    images::build_missing(&VMS.map(|(_, image)| image))?;
     let outcome = show(arguments)?;
     arguments.output.print(&outcome, render)?;
     ensure!(

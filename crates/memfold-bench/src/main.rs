@@ -11,6 +11,7 @@ mod folding;
 mod generate;
 mod hints;
 mod host;
+mod images;
 mod ksm;
 mod loop_disk;
 mod output;

@@ -26,7 +26,7 @@ use memfold_vm::Vm;
 use crate::wait::most_folded;
 
 /// Name and image of the two guests. The images are built separately, as those of users' VMs are.
-const GUESTS: [(&str, &str); 2] = [("self-test-a", "trixie-a"), ("self-test-b", "trixie-b")];
+pub const GUESTS: [(&str, &str); 2] = [("self-test-a", "trixie-a"), ("self-test-b", "trixie-b")];
 const MEMORY: ByteSize = ByteSize::mib(384);
 const LIBRARY_TIME: Duration = Duration::from_secs(5);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);

@@ -1,5 +1,8 @@
 //! Tests of the command line: output and exit codes. No study runs.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
 use std::process::{Command, Output};
 
 const STUDIES: [&str; 8] = [
@@ -79,5 +82,60 @@ fn a_man_page_and_shell_completions_are_generated() {
     assert_eq!(man.read_dir().unwrap().count(), 1);
     for name in ["memfold-bench", "_memfold-bench", "memfold-bench.fish"] {
         assert!(completions.join(name).is_file(), "{name}");
+    }
+}
+
+/// Runs the demo of a program that is installed below `prefix`, without guest images.
+fn demo_without_images(prefix: &Path) -> Output {
+    Command::new(prefix.join("bin/memfold-bench"))
+        .args(["demo", "--ksm", "1", "--memory", "512M"])
+        .env("MEMFOLD_CACHE", prefix.join("images"))
+        .env("MEMFOLD_QEMU_LIBRARY", memfold_host::library().unwrap())
+        // The builder of the test notes them, if they are set.
+        .env("SUDO_USER", "somebody")
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn the_demo_has_missing_guest_images_built_and_exits_with_code_3_if_they_cannot_be() {
+    let prefix = tempfile::tempdir().unwrap();
+    let [bin, share] = ["bin", "share/memfold/guest"].map(|name| prefix.path().join(name));
+    fs::create_dir_all(&bin).unwrap();
+    fs::create_dir_all(&share).unwrap();
+    let state = tempfile::tempdir().unwrap();
+    if !memfold_host::examine(memfold_host::HostFacts::probe(state.path())).can_run {
+        memfold_testkit::skip!("VMs cannot run on this host: see memfold doctor");
+    }
+    let program = bin.join("memfold-bench");
+    fs::copy(env!("CARGO_BIN_EXE_memfold-bench"), &program).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+
+    let none = demo_without_images(prefix.path());
+    let said = String::from_utf8_lossy(&none.stderr).into_owned();
+    assert_eq!(none.status.code(), Some(3), "{said}");
+    assert!(said.contains("no guest image 'trixie-a'"), "{said}");
+
+    for (ends, code, words) in [
+        (3, 3, "has printed the reason"),
+        (1, 1, "the lines above say why"),
+        (0, 1, "succeeded, but there is no guest image 'trixie-a'"),
+    ] {
+        let builder = share.join("build");
+        let script = format!(
+            "#!/bin/sh\necho \"built: $* in $MEMFOLD_CACHE for ${{SUDO_USER:-nobody}}\"\nexit {ends}\n"
+        );
+        fs::write(&builder, script).unwrap();
+        fs::set_permissions(&builder, fs::Permissions::from_mode(0o755)).unwrap();
+        let output = demo_without_images(prefix.path());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{said}");
+        let images = prefix.path().join("images");
+        let built = format!(
+            "built: trixie-a trixie-b in {} for nobody",
+            images.display()
+        );
+        assert!(said.contains(&built) && said.contains(words), "{said}");
+        assert!(output.stdout.is_empty(), "standard output is for JSON");
     }
 }

@@ -91,7 +91,7 @@ fn entries() -> io::Result<BTreeMap<String, Entry>> {
     Ok(entries)
 }
 
-/// Returns the bootable guest images built by `make setup`, by name, with absolute paths. Images
+/// Returns the bootable guest images built by `guest/build`, by name, with absolute paths. Images
 /// with missing files are left out.
 pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
     let bootable = |entry: Entry| {
@@ -117,6 +117,16 @@ pub fn data_disks() -> io::Result<BTreeMap<String, PathBuf>> {
         .filter(|(_, e)| e.kernel.is_none() && e.disk.is_file())
         .map(|(name, e)| (name, e.disk))
         .collect())
+}
+
+/// Returns the program that builds guest images, as the package `memfold-bench` installs it:
+/// `share/memfold/guest/build` beside the directory of the running program. `None` if it is not
+/// there, as in a checkout, where `make setup` builds them.
+#[must_use]
+pub fn image_builder() -> Option<PathBuf> {
+    let own = std::env::current_exe().ok()?;
+    let builder = own.ancestors().nth(2)?.join("share/memfold/guest/build");
+    builder.is_file().then_some(builder)
 }
 
 /// Finds a program in `PATH`, `/usr/sbin` and `/sbin`. A user's `PATH` may lack the latter two.

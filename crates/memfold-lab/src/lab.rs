@@ -361,7 +361,10 @@ pub fn clean_up_at_interrupt() {
 
 /// Returns the guest image of this name.
 pub fn guest_image(name: &str) -> anyhow::Result<GuestImage> {
-    let mut images = guest_images().context("no guest images found; run 'make setup'")?;
+    let mut images = guest_images()
+        .context("no guest images found; 'memfold demo' builds them, in a checkout 'make setup'")?;
     let image = images.remove(name);
-    image.with_context(|| format!("no guest image '{name}'; run 'make setup'"))
+    image.with_context(|| {
+        format!("no guest image '{name}'; 'memfold demo' builds images, in a checkout 'make setup'")
+    })
 }

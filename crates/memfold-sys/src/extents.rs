@@ -90,7 +90,13 @@ pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
     };
     // SAFETY: the kernel reads the header, and writes to it and to at most `extent_count` extents
     // behind it, which are there.
-    check(unsafe { libc::ioctl(file.as_fd().as_raw_fd(), FS_IOC_FIEMAP, &raw mut request) })?;
+    check(unsafe {
+        libc::ioctl(
+            file.as_fd().as_raw_fd(),
+            FS_IOC_FIEMAP as libc::Ioctl,
+            &raw mut request,
+        )
+    })?;
     let found = request.header.mapped_extents.min(AT_ONCE) as usize;
     Ok(request.extents[..found].to_vec())
 }

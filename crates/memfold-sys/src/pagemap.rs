@@ -187,7 +187,13 @@ impl Pagemap {
         };
         // SAFETY: the argument has the layout that the kernel expects and its `vec` points to
         // `vec_len` regions that live through the call.
-        let n = unsafe { libc::ioctl(self.0.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
+        let n = unsafe {
+            libc::ioctl(
+                self.0.as_raw_fd(),
+                PAGEMAP_SCAN as libc::Ioctl,
+                &raw mut argument,
+            )
+        };
         let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
         if argument.walk_end <= start.0 {
             return Err(io::Error::other("PAGEMAP_SCAN made no progress"));

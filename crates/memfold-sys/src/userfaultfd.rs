@@ -136,7 +136,7 @@ impl Userfaultfd {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         let from_device = |raw: RawFd| {
             // SAFETY: the request takes no pointer, and a wrong descriptor gives an error.
-            descriptor(unsafe { libc::ioctl(raw, USERFAULTFD_IOC_NEW, flags) }).ok()
+            descriptor(unsafe { libc::ioctl(raw, USERFAULTFD_IOC_NEW as libc::Ioctl, flags) }).ok()
         };
         let own_device = || {
             let file = File::options()
@@ -330,9 +330,16 @@ fn range(area: Area) -> Range {
     }
 }
 
+// Request numbers have 32 bits. With musl, `libc::Ioctl` is an `int`, which keeps them.
 fn ioctl<T>(fd: BorrowedFd<'_>, request: libc::c_ulong, argument: &mut T) -> Result<(), Errno> {
     // SAFETY: every request above carries the size of `T` as the kernel knows it, and `argument`
     // lives through the call. What the requests do to memory, the makers of the `Area`s in them
     // have agreed to.
-    check(unsafe { libc::ioctl(fd.as_raw_fd(), request, std::ptr::from_mut(argument)) })
+    check(unsafe {
+        libc::ioctl(
+            fd.as_raw_fd(),
+            request as libc::Ioctl,
+            std::ptr::from_mut(argument),
+        )
+    })
 }

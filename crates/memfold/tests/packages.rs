@@ -1,8 +1,11 @@
-//! Tests of the Debian packages in clean installations of Debian 12 and 13, and of the unit under a
-//! systemd. They run `scripts/test-deb` and `scripts/test-unit`, which print what they check.
+//! Tests of the Debian packages and of a release's other files in clean installations of Debian 12
+//! and 13, and of the unit under a systemd. They run `scripts/test-deb`, `scripts/test-release` and
+//! `scripts/test-unit`, which print what they check.
 
 use std::path::Path;
 use std::process::Command;
+
+use serde_json::Value;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_memfold");
 
@@ -42,6 +45,48 @@ fn packages_are_installed_upgraded_and_purged_in_clean_root_directories() {
 }
 
 #[test]
+fn the_bill_of_materials_lists_every_crate_of_the_lock_file_that_a_program_is_linked_with() {
+    let output = script("sbom").output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let bom: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        (&bom["bomFormat"], &bom["specVersion"]),
+        (&"CycloneDX".into(), &"1.5".into())
+    );
+    let components = bom["components"].as_array().unwrap();
+    let find = |name: &str| components.iter().find(|c| c["name"] == name).unwrap();
+    // Linked, only compiled with, and of the dashboard.
+    for (name, scope) in [
+        ("rustix", "required"),
+        ("cc", "excluded"),
+        ("preact", "required"),
+    ] {
+        assert_eq!(find(name)["scope"], scope, "{name}");
+    }
+    assert!(
+        components.iter().all(|c| c["name"] != "proptest"),
+        "tests are not shipped"
+    );
+    for component in components {
+        let purl = component["purl"].as_str().unwrap_or_default();
+        if purl.starts_with("pkg:cargo/") {
+            let digest = component["hashes"][0]["content"].as_str().unwrap();
+            assert_eq!(digest.len(), 64, "{component}");
+            assert!(
+                component["licenses"][0]["expression"].is_string(),
+                "{component}"
+            );
+        }
+    }
+    let known: Vec<&Value> = components.iter().map(|c| &c["bom-ref"]).collect();
+    for entry in bom["dependencies"].as_array().unwrap() {
+        for needed in entry["dependsOn"].as_array().unwrap() {
+            assert!(known.contains(&needed), "{needed} is no component");
+        }
+    }
+}
+
+#[test]
 fn vms_keep_running_when_the_hardened_daemon_is_restarted_or_killed_under_systemd() {
     let library = Path::new(PROGRAM).with_file_name("libmemfold_qemu.so");
     // This host may be a container in which no other container can run.
@@ -49,4 +94,23 @@ fn vms_keep_running_when_the_hardened_daemon_is_restarted_or_killed_under_system
         return;
     };
     assert!(done.contains("its VMs went on"), "{done}");
+}
+
+/// The second ring.
+mod soak {
+    use super::*;
+
+    #[test]
+    fn the_five_commands_of_the_readme_fold_vms_on_a_clean_debian_13() {
+        let mut test = script("test-release");
+        test.arg("trixie")
+            .env("MEMFOLD_BUILT", Path::new(PROGRAM).parent().unwrap());
+        let Some(done) = said(&mut test, false) else {
+            return;
+        };
+        assert!(
+            done.contains("five commands on trixie: VMs were folded"),
+            "{done}"
+        );
+    }
 }

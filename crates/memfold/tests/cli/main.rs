@@ -273,12 +273,18 @@ fn a_host_without_a_requirement_gets_the_doctor_report_and_exit_code_3() {
         let output = program()
             .args(command)
             .env("MEMFOLD_CACHE", empty.path())
+            .env("MEMFOLD_QEMU", empty.path().join("no-qemu"))
             .env("MEMFOLD_STATE", state.path())
             .output()
             .unwrap();
         let text = out(&output);
         assert_eq!(code(&output), 3, "{command:?}: {text}{}", err(&output));
-        for word in ["FAIL", "guest images", "make setup", "cannot run here"] {
+        for word in [
+            "FAIL  QEMU",
+            "warn  guest images",
+            "memfold demo",
+            "cannot run here",
+        ] {
             assert!(text.contains(word), "{command:?}: no '{word}' in: {text}");
         }
         let output = program()
