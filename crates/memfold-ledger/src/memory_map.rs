@@ -60,7 +60,8 @@ pub struct MemoryMap {
     pub segments: Vec<MappedSegment>,
 }
 
-/// Number of the state in [`STATES`] for each class of pages, in the order of [`super::memory::Place`].
+/// Number of the state in [`STATES`] for each class of pages, in the order of
+/// [`super::memory::Place`].
 const STATE_OF: [usize; 9] = [0, 1, 2, 2, 3, 3, 4, 5, 6];
 
 /// Adds the pages `[from, to)` of a range to its cells.

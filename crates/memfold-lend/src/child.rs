@@ -35,8 +35,8 @@ impl Drop for Owned {
     }
 }
 
-/// Waits for a child's end in a thread of its own, so that the child does not stay a zombie, and then
-/// calls `after`.
+/// Waits for a child's end in a thread of its own, so that the child does not stay a zombie, and
+/// then calls `after`.
 pub(crate) fn reap(mut child: Child, after: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let thread = std::thread::Builder::new().name("reap".into());
     let reaped = thread.spawn(move || {

@@ -158,8 +158,8 @@ struct Granted {
     id: i64,
 }
 
-/// Reads a 64-bit number. protobuf's JSON mapping writes such a number as text, and omits it when it
-/// is 0.
+/// Reads a 64-bit number. protobuf's JSON mapping writes such a number as text, and omits it when
+/// it is 0.
 fn number<'de, D: Deserializer<'de>, T: TryFrom<i64>>(from: D) -> Result<T, D::Error> {
     let value = Value::deserialize(from)?;
     let number = value

@@ -302,8 +302,8 @@ impl Work {
         }
     }
 
-    /// Starts the export of a lease if there is none. Returns the endpoint when the export is ready,
-    /// until the endpoint is published.
+    /// Starts the export of a lease if there is none. Returns the endpoint when the export is
+    /// ready, until the endpoint is published.
     fn exported(&mut self, lease: &Lease) -> Result<Option<Endpoint>, ExportError> {
         let lent = match self.exports.entry(lease.id) {
             Entry::Occupied(known) => known.into_mut(),

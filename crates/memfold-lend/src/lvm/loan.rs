@@ -1,4 +1,5 @@
-//! The daemon's record of a logical volume on lent RAM, and its lent disk as an LVM physical volume.
+//! The daemon's record of a logical volume on lent RAM, and its lent disk as an LVM physical
+//! volume.
 
 use serde::{Deserialize, Serialize};
 

@@ -8,8 +8,8 @@ use memfold_host::helper;
 
 use super::error::LvmError;
 
-/// Runs a program from Debian's `package`, waits for its end, and returns its output. An exit status
-/// other than 0 and `accepted` is an error.
+/// Runs a program from Debian's `package`, waits for its end, and returns its output. An exit
+/// status other than 0 and `accepted` is an error.
 pub(super) fn run(
     (program, package): (&'static str, &'static str),
     words: &[&str],
