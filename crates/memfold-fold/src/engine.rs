@@ -171,7 +171,7 @@ impl Engine {
                 self.hold(id, Some(&order), Some(file.as_fd()), &answer);
             }
             Command::Untrack(id, answer) => {
-                self.hold(id, Some(&Order::UntrackWrites), None, &answer)
+                self.hold(id, Some(&Order::UntrackWrites), None, &answer);
             }
             Command::GoOn(id, answer) => self.hold(id, Some(&Order::Continue), None, &answer),
             Command::LeaveAlone(id, answer) => self.hold(id, None, None, &answer),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-use memfold_fold::{CachedRun, Command};
+use memfold_fold::{Command, PageRun};
 use memfold_ledger::estimate::{FileRun, KnownFile, KnownVm, VmFacts};
 use memfold_vm::RamBlock;
 
@@ -34,7 +34,7 @@ impl Views {
             answers.map(|thread| thread.join().ok().flatten()).collect()
         });
         let cached = cached.recv().map_err(|_| ended())?;
-        let mut runs: HashMap<String, Vec<CachedRun>> = cached.vms.into_iter().collect();
+        let mut runs: HashMap<String, Vec<PageRun>> = cached.vms.into_iter().collect();
         let range = |block: &RamBlock| (block.hva.0, block.hva.add_pages(block.pages).0);
         let vms = machines
             .iter()
@@ -60,7 +60,7 @@ impl Views {
     }
 }
 
-fn file_run(run: CachedRun) -> FileRun {
+fn file_run(run: PageRun) -> FileRun {
     FileRun {
         hva: run.hva.0,
         pages: run.pages,

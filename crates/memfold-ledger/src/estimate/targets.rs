@@ -187,7 +187,7 @@ fn memory(proc_root: &Path, pid: i32, known: Option<&KnownVm>) -> std::io::Resul
     mappings.extend(
         ranges::parse(&text)
             .into_iter()
-            .filter(|m| m.is_mergeable()),
+            .filter(ranges::Mapping::is_mergeable),
     );
     mappings.sort_unstable_by_key(|mapping| (mapping.start, mapping.end));
     // The mappings were read twice, and may have been merged or split in between.
