@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
-use memfold_fold::{CachedRun, Command, DomainStats};
+use memfold_fold::{Command, DomainStats, PageRun};
 use memfold_host::{HostFacts, Report, chain, examine};
 use memfold_ksm::Explanation;
 use memfold_ledger::estimate::fingerprint::Fingerprint;
@@ -323,7 +323,7 @@ impl Views {
             answers.map(|thread| thread.join().ok().flatten()).collect()
         });
         let cached = cached.recv().map_err(|_| ended())?;
-        let mut runs: HashMap<String, Vec<CachedRun>> = cached.vms.into_iter().collect();
+        let mut runs: HashMap<String, Vec<PageRun>> = cached.vms.into_iter().collect();
         let known = |(machine, free_bytes): (&Arc<Machine>, Option<u64>)| {
             let runs = runs.remove(machine.name());
             KnownVm {
@@ -347,7 +347,7 @@ impl Views {
     }
 }
 
-fn file_run(run: CachedRun) -> FileRun {
+fn file_run(run: PageRun) -> FileRun {
     FileRun {
         hva: run.hva.0,
         pages: run.pages,

@@ -2,10 +2,9 @@
 //! at which places in memory (`memfold estimate`), and their paths (hot snapshots).
 
 use foldhash::{HashMap, HashMapExt};
-use memfold_units::Hva;
 use memfold_wire::agent::FileNumber;
 
-use super::cached_pages::CachedPages;
+use super::cached_pages::{CachedPages, PageRun};
 use super::content::{ContentId, Member};
 use super::guest::VmId;
 use super::state::Engine;
@@ -26,19 +25,6 @@ pub struct FileUse {
     pub cached_pages: u64,
 }
 
-/// Run of pages that are consecutive in QEMU's memory and in the file that they cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CachedRun {
-    /// Host virtual address of the run in QEMU.
-    pub hva: Hva,
-    /// Number of pages in the run.
-    pub pages: u32,
-    /// Index of the file in [`CachedFiles::files`].
-    pub file: u32,
-    /// Index in the file of the run's first page, in pages.
-    pub page: u32,
-}
-
 /// Cached files and their places in memory, for all VMs whose agents have completed an inventory of
 /// the page cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,8 +32,8 @@ pub struct CachedFiles {
     /// Path and length in bytes of each file. Files of a domain that probably have the same bytes
     /// are one entry.
     pub files: Vec<(Vec<u8>, u64)>,
-    /// Name and runs of each VM.
-    pub vms: Vec<(String, Vec<CachedRun>)>,
+    /// Name and runs of each VM. The `file` of a run is its index in `files`.
+    pub vms: Vec<(String, Vec<PageRun>)>,
 }
 
 impl Engine {
@@ -60,7 +46,7 @@ impl Engine {
             let (Some(domain), true) = (self.domains.get(&vm.domain), vm.stats.agent_ready) else {
                 continue;
             };
-            let mut runs: Vec<CachedRun> = Vec::new();
+            let mut runs = Vec::new();
             for run in vm.table.copy_cached().runs() {
                 let content = domain.contents.of(Member {
                     vm: id,
@@ -74,12 +60,7 @@ impl Engine {
                     all.files.push((known.path.to_vec(), known.size()));
                     u32::try_from(all.files.len() - 1).unwrap_or(u32::MAX)
                 });
-                runs.push(CachedRun {
-                    hva: run.hva,
-                    pages: run.pages,
-                    file,
-                    page: run.page,
-                });
+                runs.push(PageRun { file, ..run });
             }
             all.vms.push((vm.stats.name.clone(), runs));
         }

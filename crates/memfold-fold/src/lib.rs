@@ -60,7 +60,7 @@ mod zero_pass;
 pub use cached_pages::{CachedPages, PageRun};
 pub use command::Command;
 pub use debt::{Owed, VmOwed};
-pub use file_uses::{CachedFiles, CachedRun, FileUse};
+pub use file_uses::{CachedFiles, FileUse};
 pub use guest::{Guest, GuestError, Refold, VmId};
 pub use huge::HUGE_SPLIT_PAGES;
 pub use qemu_guest::{LibraryState, NO_LIBRARY, QemuGuest, SharedLibraryState, Unfolded};

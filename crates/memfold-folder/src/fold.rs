@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use memfold_sys::region::Area;
 use memfold_sys::userfaultfd::Userfaultfd;
-use memfold_wire::library::{FoldRun, Freeze, Outcome, Stats};
+use memfold_wire::library::{FoldRun, Freeze, Outcome};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
@@ -85,7 +85,18 @@ impl State {
                 block.set(done, Kind::Folded);
                 block.advise_later(done);
             }
-            record(stats, kind, &step);
+            match kind {
+                Kind::Anonymous => stats.folded_pages += step.folded,
+                Kind::Folded | Kind::Template => stats.refolded_pages += step.folded,
+            }
+            match step.stop {
+                Some(Outcome::Differs { .. }) => stats.differing_pages += 1,
+                Some(Outcome::Busy { .. }) => stats.busy_runs += 1,
+                _ => {}
+            }
+            if let Some(frozen) = step.frozen {
+                record_freeze(stats, frozen);
+            }
             folded += step.folded;
             end = step.stop;
         }
@@ -97,21 +108,6 @@ impl State {
             Some(Outcome::Refused) if folded > 0 => Outcome::Hole { folded },
             Some(stop) => stop.at(folded),
         }
-    }
-}
-
-fn record(stats: &mut Stats, kind: Kind, step: &Step) {
-    match kind {
-        Kind::Anonymous => stats.folded_pages += step.folded,
-        Kind::Folded | Kind::Template => stats.refolded_pages += step.folded,
-    }
-    match step.stop {
-        Some(Outcome::Differs { .. }) => stats.differing_pages += 1,
-        Some(Outcome::Busy { .. }) => stats.busy_runs += 1,
-        _ => {}
-    }
-    if let Some(frozen) = step.frozen {
-        record_freeze(stats, frozen);
     }
 }
 

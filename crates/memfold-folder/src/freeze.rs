@@ -253,15 +253,12 @@ fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64
                 tries = 0;
                 chunk = from.pages() - done;
             }
-            Some(Errno::AGAIN) => {
-                if moved == 0 {
-                    tries += 1;
-                    if tries > PATIENCE {
-                        return (done, Some(Errno::BUSY));
-                    }
-                    std::thread::yield_now();
-                }
+            Some(Errno::AGAIN) if moved > 0 => {}
+            Some(Errno::AGAIN) if tries < PATIENCE => {
+                tries += 1;
+                std::thread::yield_now();
             }
+            Some(Errno::AGAIN) => return (done, Some(Errno::BUSY)),
             // EINVAL is also the answer to a range that spans two mappings, so a smaller range may
             // succeed.
             Some(Errno::INVAL) if chunk > 1 => chunk /= 2,

@@ -1,12 +1,13 @@
 //! The data model of the ledger: VMs, page stores, and the host. All amounts are bytes, as they
 //! were when they were read. JSON keys name the unit.
 
+use std::fmt;
+
 use memfold_store::StoreIdentity;
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use super::debt::DebtReport;
-use super::disagreement::Disagreement;
 
 /// Memory account of one page store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -267,4 +268,33 @@ pub struct Report {
     /// Pairs of sums that should be equal and differ by more than 2 %; normally empty.
     #[serde(default)]
     pub disagreements: Vec<Disagreement>,
+}
+
+/// Two sums of memory that should be equal and are not.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Disagreement {
+    /// Name of the VM whose sums differ; `None`: sums of the host.
+    pub vm: Option<String>,
+    /// Description of the compared sums.
+    pub what: String,
+    /// Sum according to the ledger.
+    pub ledger_bytes: ByteSize,
+    /// Sum according to the kernel.
+    pub kernel_bytes: ByteSize,
+    /// The difference in percent of the kernel's sum.
+    pub off_percent: f64,
+}
+
+impl fmt::Display for Disagreement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {}: ledger {}, kernel {} ({:+.1} %)",
+            self.vm.as_deref().unwrap_or("host"),
+            self.what,
+            self.ledger_bytes,
+            self.kernel_bytes,
+            self.off_percent
+        )
+    }
 }

@@ -2,8 +2,7 @@
 
 use memfold_units::ByteSize;
 
-use super::account::{HostAccount, Report, VmAccount, signed};
-use super::disagreement::Disagreement;
+use super::account::{Disagreement, HostAccount, Report, VmAccount, signed};
 
 /// Largest difference between two sums that counts as agreement.
 const TOLERANCE_PERCENT: f64 = 2.0;

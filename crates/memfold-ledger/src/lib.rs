@@ -31,7 +31,6 @@ mod account;
 mod agree;
 mod brake;
 mod debt;
-mod disagreement;
 pub mod estimate;
 mod frames;
 pub mod history;
@@ -43,10 +42,11 @@ pub mod sharing;
 pub mod table;
 pub mod take;
 
-pub use account::{HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount};
+pub use account::{
+    Disagreement, HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount,
+};
 pub use agree::{check, check_change};
 pub use brake::{Brake, BrakePolicy, Level, Look, Reserve};
 pub use debt::{BrakeEvent, DebtReport, VmDebt};
-pub use disagreement::Disagreement;
 pub use frames::{frames, shared_frames};
 pub use read::ReadError;

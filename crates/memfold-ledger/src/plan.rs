@@ -25,6 +25,7 @@ use utoipa::ToSchema;
 
 use super::account::{Report, VmAccount};
 use super::debt::DebtReport;
+use super::estimate::statistics::whole;
 
 /// Reason why no plan can be computed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -294,12 +295,6 @@ fn own(report: &Report, vm: &VmAccount) -> u64 {
     };
     let anonymous = vm.pss_anon_bytes - ByteSize(ksm_share(report, vm));
     (anonymous + (files - image) + vm.page_table_bytes).0
-}
-
-/// Rounds to whole bytes, at least 0.
-#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-fn whole(bytes: f64) -> u64 {
-    bytes.max(0.0).round() as u64
 }
 
 impl Kind {

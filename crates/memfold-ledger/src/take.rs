@@ -80,12 +80,7 @@ pub fn vm(
             + folded_resident_bytes
             + file_resident_bytes,
         folded_bytes: folded_resident_bytes + bytes(Place::FoldedUntouched),
-        ksm_merged_bytes: shares.ram_ksm,
         huge_bytes: PageCount(places.huge).bytes(),
-        ram_rss_bytes: shares.ram_rss,
-        ram_pss_bytes: shares.ram_pss,
-        qemu_pss_bytes: shares.other_pss,
-        tcg_pss_bytes: shares.tcg_pss,
         segment_pss_bytes: of_segments(&smaps, segments, |smap| smap.pss_bytes),
         segment_shmem_bytes: of_segments(&smaps, segments, |smap| {
             let in_memory = is_in_memory(pid, smap).then_some(smap.pss_bytes);
@@ -96,10 +91,9 @@ pub fn vm(
         pss_bytes: rollup.pss_bytes,
         pss_anon_bytes: rollup.pss_anon_bytes,
         pss_shmem_bytes: rollup.pss_shmem_bytes,
-        store_pss_bytes: shares.store_pss,
-        file_pss_bytes: shares.file_pss,
         mappings: looked.mappings.len() as u64,
         store_mappings: store_mappings.count() as u64,
+        ..shares
     })
 }
 
@@ -138,7 +132,7 @@ pub fn own(
         pss_bytes: rollup.pss_bytes,
         pss_anon_bytes: rollup.pss_anon_bytes,
         pss_shmem_bytes: rollup.pss_shmem_bytes,
-        store_pss_bytes: shares(&proc.smaps(pid)?, &[], stores, |_, _| 0).store_pss,
+        store_pss_bytes: shares(&proc.smaps(pid)?, &[], stores, |_, _| 0).store_pss_bytes,
         page_table_bytes: proc.page_tables(pid)?,
         metadata_bytes,
     };
@@ -352,19 +346,8 @@ fn same_in(ram: &[(Hva, Hva)], before: &[Vma], after: &[Vma]) -> bool {
     files(ram, before).eq(files(ram, after))
 }
 
-#[derive(Default)]
-struct Shares {
-    ram_rss: ByteSize,
-    ram_pss: ByteSize,
-    ram_ksm: Option<ByteSize>,
-    other_pss: ByteSize,
-    tcg_pss: ByteSize,
-    store_pss: ByteSize,
-    /// Shares of files in guest RAM that are no page stores.
-    file_pss: ByteSize,
-}
-
-/// Splits the PSS of a process into guest RAM and the rest.
+/// Splits the PSS of a process into guest RAM and the rest. Returns an account of only these
+/// figures.
 ///
 /// `resident` returns the number of pages in memory in a range. It is called for mappings of which
 /// only a part is guest RAM.
@@ -373,14 +356,14 @@ fn shares(
     ram: &[(Hva, Hva)],
     stores: &[StoreIdentity],
     resident: impl Fn(Hva, Hva) -> u64,
-) -> Shares {
-    let mut sum = Shares::default();
+) -> VmAccount {
+    let mut sum = VmAccount::default();
     for smap in smaps {
         let vma = &smap.vma;
         let of_file = smap.pss_bytes - smap.anonymous_bytes;
         let is_store = vma.file.is_some_and(|f| stores.contains(&f));
         if is_store {
-            sum.store_pss += of_file;
+            sum.store_pss_bytes += of_file;
         }
         let parts: Vec<(Hva, Hva)> = ram
             .iter()
@@ -403,19 +386,19 @@ fn shares(
             ByteSize(u64::try_from(share).unwrap_or(bytes.0))
         };
         let pss_inside = part(smap.pss_bytes);
-        sum.ram_rss += part(smap.rss_bytes);
-        sum.ram_pss += pss_inside;
+        sum.ram_rss_bytes += part(smap.rss_bytes);
+        sum.ram_pss_bytes += pss_inside;
         if vma.file.is_some() && !is_store {
-            sum.file_pss += part(of_file);
+            sum.file_pss_bytes += part(of_file);
         }
         if let Some(ksm) = smap.ksm_bytes {
-            *sum.ram_ksm.get_or_insert_default() += part(ksm);
+            *sum.ksm_merged_bytes.get_or_insert_default() += part(ksm);
         }
         let outside = smap.pss_bytes - pss_inside;
-        sum.other_pss += outside;
+        sum.qemu_pss_bytes += outside;
         // QEMU's translation buffer is its only writable and executable mapping.
         if vma.file.is_none() && vma.write && vma.execute {
-            sum.tcg_pss += outside;
+            sum.tcg_pss_bytes += outside;
         }
     }
     sum

@@ -47,11 +47,11 @@ fn the_pss_of_qemu_is_split_into_guest_ram_and_other_memory() {
         &[STORE],
         |start, end| (end.0 - start.0) / 0x1000,
     );
-    assert_eq!(sum.ram_pss, ByteSize::kib(300 + 100 + 90));
-    assert_eq!(sum.file_pss, ByteSize::kib(40));
-    assert_eq!(sum.other_pss, ByteSize::kib(300 + 50 + 7));
-    assert_eq!(sum.tcg_pss, ByteSize::kib(50));
-    assert_eq!(sum.store_pss, ByteSize::kib(100 + 7));
+    assert_eq!(sum.ram_pss_bytes, ByteSize::kib(300 + 100 + 90));
+    assert_eq!(sum.file_pss_bytes, ByteSize::kib(40));
+    assert_eq!(sum.qemu_pss_bytes, ByteSize::kib(300 + 50 + 7));
+    assert_eq!(sum.tcg_pss_bytes, ByteSize::kib(50));
+    assert_eq!(sum.store_pss_bytes, ByteSize::kib(100 + 7));
 }
 
 #[test]
