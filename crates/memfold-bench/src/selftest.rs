@@ -146,7 +146,7 @@ pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     claims.extend(guest_claims(&guests));
     let disagreements = ledger.disagreements.iter().map(|d| &*d.what);
     let disagreements = disagreements.collect::<Vec<_>>().join("; ");
-    let agrees = disagreements.is_empty();
+    let agrees = ledger.disagreements.is_empty();
     claims.push(claim(
         "the ledger's sums agree with the kernel's within 2 %",
         agrees,

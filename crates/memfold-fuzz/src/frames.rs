@@ -95,7 +95,14 @@ impl Limited for FromAgent {
                     assert!(text.len() <= agent::MAX_TEXT);
                 }
             }
-            _ => {}
+            Self::Hints(_)
+            | Self::Gone(_)
+            | Self::Dirty(_)
+            | Self::Clean(_)
+            | Self::InventoryBegin
+            | Self::InventoryEnd { .. }
+            | Self::Counters(_)
+            | Self::Exited { .. } => {}
         }
     }
 }

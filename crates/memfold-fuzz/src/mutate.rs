@@ -76,6 +76,7 @@ pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(
 
 /// One change: what wrong programs, wrong lengths and wrong copies do.
 fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
+    const NUMBERS: [u64; 7] = [0, 1, 0xFFFF_FFFF, 1 << 31, 1 << 52, u64::MAX, !0xFFF];
     const EDGES: [u8; 12] = [0, 1, 4, 31, 127, 128, 129, 254, 255, b'0', b' ', b'\n'];
     let at = random.below(input.len());
     let length = 1 + random.below((input.len() - at).clamp(1, 64));
@@ -97,16 +98,7 @@ fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
         5 => input.truncate(at),
         // A number in eight bytes, at one of the edges of its range.
         6 => {
-            let edges = [
-                0,
-                1,
-                u64::from(u32::MAX),
-                1 << 31,
-                1 << 52,
-                u64::MAX,
-                u64::MAX - 4095,
-            ];
-            let bytes = edges[random.below(edges.len())].to_le_bytes();
+            let bytes = NUMBERS[random.below(NUMBERS.len())].to_le_bytes();
             let end = (at + bytes.len()).min(input.len());
             input.splice(at..end, bytes);
         }

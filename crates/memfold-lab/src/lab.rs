@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
@@ -51,11 +52,9 @@ pub fn at_once<I: Send, T: Send>(
         let work = &work;
         let start = |item| scope.spawn(move || work(item));
         let running: Vec<_> = items.into_iter().map(start).collect();
-        let results = running.into_iter().map(|thread| {
-            let panicked = |_| bail!("the thread that works with a guest panicked");
-            thread.join().unwrap_or_else(panicked)
-        });
-        results.collect()
+        let panicked = |_| bail!("the thread that works with a guest panicked");
+        let results = running.into_iter().map(ScopedJoinHandle::join);
+        results.map(|one| one.unwrap_or_else(panicked)).collect()
     })
 }
 
@@ -82,10 +81,9 @@ pub struct Lab {
 }
 
 /// How a laboratory VM reads its disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskMode {
     /// `cache=writeback`: through the host's page cache.
-    #[default]
     Buffered,
     /// `cache=none` with `io_uring`: DMA into guest RAM.
     Direct,
@@ -188,15 +186,15 @@ impl Lab {
     pub fn boot(&self, specs: Vec<VmSpec>, timeout: Duration) -> anyhow::Result<()> {
         let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
         specs.into_iter().try_for_each(|spec| self.start(spec))?;
-        let mut names = names.iter();
-        names.try_for_each(|name| self.wait_ready(name, timeout))
+        names
+            .iter()
+            .try_for_each(|name| self.wait_ready(name, timeout))
     }
 
     fn run(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
-        let running = self.daemon.boots().run(spec);
-        running.with_context(|| format!("'{name}' did not start"))?;
-        Ok(())
+        let running = self.daemon.boots().run(spec).map(drop);
+        running.with_context(|| format!("'{name}' did not start"))
     }
 
     /// Starts a VM from the saved state of an equal VM right after its boot; the first such VM
@@ -217,10 +215,9 @@ impl Lab {
         if let Err(error) = wait() {
             let vm = VmDirectory::of(self.directory(), name);
             let words = last_words(&vm);
-            let failed = format!(
-                "'{name}' did not come up in {} s; its last words:\n{words}\n",
-                timeout.as_secs()
-            );
+            let limit_s = timeout.as_secs();
+            let failed =
+                format!("'{name}' did not come up in {limit_s} s; its last words:\n{words}\n");
             // A guest that has come up, and whose agent doesn't answer, is no matter of the
             // emulator's.
             if words.contains(BOOTED) {
@@ -268,11 +265,11 @@ impl Lab {
 
     /// Resumes or pauses folding.
     pub fn fold(&self, on: bool) -> anyhow::Result<()> {
-        self.daemon.folding().set(&FoldRequest {
+        let request = FoldRequest {
             paused: Some(!on),
             ..FoldRequest::default()
-        })?;
-        Ok(())
+        };
+        Ok(self.daemon.folding().set(&request).map(drop)?)
     }
 
     /// Returns the counters of folding.
@@ -294,8 +291,7 @@ impl Lab {
 
     /// Stops one VM.
     pub fn stop(&self, name: &str) -> anyhow::Result<()> {
-        self.daemon.vms().stop(name, Duration::ZERO)?;
-        Ok(())
+        Ok(self.daemon.vms().stop(name, Duration::ZERO).map(drop)?)
     }
 }
 

@@ -81,8 +81,8 @@ fn must_boot(spec: &VmSpec) -> Option<&'static str> {
         ("the VM is saved right after its boot", spec.boot_snapshot),
         ("its root disk is not a temporary overlay", is_kept),
     ];
-    let found = reasons.into_iter().find(|(_, holds)| *holds);
-    found.map(|(why, _)| why)
+    let mut reasons = reasons.into_iter();
+    reasons.find_map(|(why, holds)| holds.then_some(why))
 }
 
 /// Returns the description without settings that only the host sees.
@@ -175,9 +175,8 @@ impl Warm {
         spec.disks[0].format = Some(DiskFormat::Qcow2);
         // Its snapshots keep these arguments, and a second `-incoming defer` means what one does.
         spec.qemu_args = ["-incoming", "defer"].map(str::to_owned).into();
-        Ok(Some(Self {
-            state: place.join("state"),
-        }))
+        let state = place.join("state");
+        Ok(Some(Self { state }))
     }
 
     /// Makes a QEMU started with the description from [`Warm::prepare`] load the saved state and
@@ -266,9 +265,8 @@ fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
             let mut some = [0; 4096];
             match console.read(&mut some) {
                 Ok(0) => bail!("QEMU closed the guest's console before the guest had booted"),
-                Ok(read) => said.extend_from_slice(&some[..read]),
-                // Nothing was said.
-                Err(_) => {}
+                // An error means that nothing was said.
+                read => said.extend_from_slice(&some[..read.unwrap_or(0)]),
             }
             Ok(None)
         })

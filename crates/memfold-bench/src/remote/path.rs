@@ -20,7 +20,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command as Program, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use memfold_api::registry_at;
 use memfold_host::own_program;
 use memfold_lend::nbd::{BLOCK, Command, REPLY_BYTES, Reply, Request};
@@ -229,8 +229,7 @@ impl Bare {
         self.go(PollFlags::IN, length, read)?;
         let took = began.elapsed();
         let (head, rest) = answer.split_at(REPLY_BYTES);
-        let reply = Reply::decode(head.try_into()?)
-            .map_err(|nonsense| io::Error::other(nonsense.to_string()))?;
+        let reply = Reply::decode(head.try_into()?).map_err(|nonsense| anyhow!("{nonsense}"))?;
         let is_done = reply.error == 0 && reply.cookie == at;
         ensure!(is_done, "the lender said {reply:?}");
         into.copy_from_slice(rest);
