@@ -21,7 +21,7 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
 use crate::vm_registry::VmRegistry;
 
-/// The services that the VM services use. Each VM service takes the ones that it needs from here.
+/// The services that the VM services use. VM services hold all of them.
 #[derive(Debug)]
 pub(crate) struct Mechanisms {
     pub folding: Arc<Folding>,
