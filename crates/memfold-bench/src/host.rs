@@ -31,6 +31,14 @@ pub fn numbers(text: &str) -> Vec<f64> {
     words.map(|word| word.parse().unwrap_or(0.0)).collect()
 }
 
+/// Parses the numbers that a guest has printed, and nothing else.
+pub fn numbers_said<const N: usize>(said: &str) -> anyhow::Result<[f64; N]> {
+    let words = said.split_ascii_whitespace().map(str::parse);
+    let numbers: Option<Vec<f64>> = words.map(Result::ok).collect();
+    let numbers = numbers.and_then(|numbers| numbers.try_into().ok());
+    numbers.with_context(|| format!("the guest said '{said}'"))
+}
+
 /// The fields of a process or thread in its `stat` (`proc_pid_stat(5)`).
 pub struct Stat(Vec<u64>);
 

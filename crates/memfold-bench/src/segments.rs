@@ -24,7 +24,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use memfold_api::{BuildRequest, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab, guest_image};
@@ -35,7 +35,7 @@ use memfold_vm::SegmentSpec;
 use memfold_vm::segments::SMALL_REPORTS;
 use serde_json::{Value, json};
 
-use crate::host::numbers;
+use crate::host::numbers_said;
 use crate::record::{Found, median, mib, ratios, spread};
 use crate::study::Options;
 use crate::wait::wait_steady;
@@ -421,10 +421,7 @@ pub(super) fn measure_starts(
     };
     for _ in 0..rounds {
         for (at, vm) in vms.iter().enumerate() {
-            let said = lab.exec(vm, &script, LIMIT)?;
-            let [ms, faults] = numbers(&said)[..] else {
-                bail!("the guest said: {said}");
-            };
+            let [ms, faults] = numbers_said(&lab.exec(vm, &script, LIMIT)?)?;
             found.ms[at].push(ms);
             found.faults[at].push(faults);
         }

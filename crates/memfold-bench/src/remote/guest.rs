@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail, ensure};
+use anyhow::{Context as _, ensure};
 use memfold_api::{BorrowRequest, SwapPlace};
 use memfold_lab::{DiskMode, Lab};
 use memfold_lend::{Durability, Transport};
@@ -14,7 +14,7 @@ use memfold_vm::swap::{self, DEVICE};
 use memfold_vm::{Qmp, VmDirectory};
 
 use super::lender::{Lender, wait};
-use crate::host::numbers;
+use crate::host::numbers_said;
 use crate::record::spread;
 
 /// Source of the program that reads and writes the array.
@@ -207,9 +207,7 @@ impl Guest<'_> {
             .replace("ROWS", &rows.to_string())
             .replace("MEMORY", &memory.0.to_string());
         let said = self.exec(&script)?;
-        let [took_ms, peak] = numbers(&said)[..] else {
-            bail!("the guest said '{said}'");
-        };
+        let [took_ms, peak] = numbers_said(&said)?;
         Ok((took_ms, peak))
     }
 
