@@ -48,11 +48,8 @@ pub(super) async fn plan(
     daemon: Served,
     Query(pairs): Query<Vec<(String, String)>>,
 ) -> Answered<Plan> {
-    blocking(daemon, move |d| {
-        d.views()
-            .plan(&order(&pairs).map_err(DaemonError::BadRequest)?)
-    })
-    .await
+    let order = order(&pairs).map_err(DaemonError::BadRequest);
+    blocking(daemon, move |d| d.views().plan(&order?)).await
 }
 
 /// Proposes which VMs of several hosts to place together: the JSON of `memfold plan --place`.

@@ -128,7 +128,7 @@ pub(super) async fn audit(
     Query(query): Query<AuditQuery>,
 ) -> Response {
     let count = query.count.unwrap_or(200).min(MOST_ENTRIES);
-    match tokio::task::block_in_place(|| access.audit().last(count)) {
+    match tokio::task::block_in_place(|| access.audit.last(count)) {
         Ok(entries) => Json(entries).into_response(),
         Err(error) => failed("read the audit log", &error),
     }

@@ -299,10 +299,9 @@ impl Run<'_> {
         let segment = self.segment;
         let dirs = self.done.iter().map(|done| {
             let plan = &done.plan;
-            let first = plan
-                .first_differing
-                .iter()
-                .map(|(path, why)| Object::new().text("path", path).text("why", why).end());
+            let first = plan.first_differing.iter();
+            let first =
+                first.map(|(path, why)| Object::new().text("path", path).text("why", why).end());
             Object::new()
                 .text("dir", &done.directory)
                 .number("files", plan.files)
@@ -317,20 +316,20 @@ impl Run<'_> {
                 .number("took_ms", done.took_ms)
                 .end()
         });
-        let skipped = self
-            .skipped
-            .iter()
+        let skipped = self.skipped.iter();
+        let skipped = skipped
             .map(|(directory, why)| Object::new().text("dir", directory).text("why", why).end());
-        let mut report = Object::new()
+        let dax = match segment.dax {
+            None => "null",
+            Some(true) => "true",
+            Some(false) => "false",
+        };
+        Object::new()
             .text("name", &segment.manifest.name)
             .number("generation", segment.manifest.generation)
             .text("device", segment.device.as_os_str().as_encoded_bytes())
-            .text("mounted", segment.mounted.as_os_str().as_encoded_bytes());
-        report = match segment.dax {
-            Some(dax) => report.flag("dax", dax),
-            None => report.raw("dax", "null"),
-        };
-        report
+            .text("mounted", segment.mounted.as_os_str().as_encoded_bytes())
+            .raw("dax", dax)
             .maybe("dax_reason", segment.dax_reason.as_ref())
             .flag("content", self.request.content)
             .list("dirs", dirs)

@@ -59,19 +59,14 @@ pub fn list(places: &Places) -> Result<String> {
     }
     let mut items = Vec::new();
     for ((name, generation), entry) in entries {
-        let mut layers = Vec::new();
         let ours = entry.mounted.is_some() || entry.device.is_none();
-        for directory in places.layer_directories(&name)? {
-            let layer = Layer::new(places, &name, &directory);
-            if ours {
-                layers.push(
-                    Object::new()
-                        .text("dir", &directory)
-                        .number("upper_bytes", layer.upper_bytes())
-                        .end(),
-                );
-            }
-        }
+        let directories = places.layer_directories(&name)?;
+        let layers = directories.iter().filter(|_| ours).map(|directory| {
+            let bytes = Layer::new(places, &name, directory).upper_bytes();
+            let layer = Object::new().text("dir", directory);
+            layer.number("upper_bytes", bytes).end()
+        });
+        let layers: Vec<String> = layers.collect();
         let generation = generation.map_or("null".into(), |g| g.to_string());
         items.push(
             Object::new()

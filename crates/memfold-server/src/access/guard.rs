@@ -70,7 +70,7 @@ pub(crate) async fn guard(
             access.refused.add(Why::of(refused.status()));
             let asked = AuditedRequest::refused(&method, &path);
             let took = began.elapsed();
-            access.audit().note((&who, None), &asked, &refused, took);
+            access.audit.note((&who, None), &asked, &refused, took);
             *refused
         }
         Ok(visitor) if is_change(&method) => {
@@ -114,7 +114,7 @@ async fn change(
         if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
             access.refused.add(Why::of(status));
         }
-        let (audit, took) = (access.audit(), began.elapsed());
+        let (audit, took) = (&access.audit, began.elapsed());
         if path == REGISTRY_PATH {
             // Hosts call the registry several times a second, and `memfold leases` shows the
             // results. So only attempts to act in another host's name are logged.

@@ -33,9 +33,8 @@ impl Hosts {
             io::Error::new(io::ErrorKind::InvalidData, text)
         };
         let text = match std::fs::read(&file) {
-            Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => b"{}".to_vec(),
-            Err(error) => return Err(told(error.to_string())),
+            read => read.map_err(|error| told(error.to_string()))?,
         };
         let read: BTreeMap<String, String> =
             serde_json::from_slice(&text).map_err(|error| told(error.to_string()))?;

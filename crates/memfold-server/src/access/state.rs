@@ -29,7 +29,7 @@ const HOST_REQUESTS: usize = 64;
 pub(crate) struct Access {
     pub(super) keys: Mutex<Keys>,
     pub(super) hosts: Mutex<Hosts>,
-    pub(super) audit: Audit,
+    pub(crate) audit: Audit,
     pub(super) refused: Refused,
     /// URLs of the TCP endpoint, as `memfold dashboard` prints them; empty: no TCP.
     pub(crate) urls: Vec<String>,
@@ -109,9 +109,5 @@ impl Access {
             self.cookie_name,
             life.as_secs()
         )
-    }
-
-    pub(crate) const fn audit(&self) -> &Audit {
-        &self.audit
     }
 }

@@ -18,10 +18,8 @@ pub(super) struct Process {
 impl Process {
     /// Reads the figures of this process.
     pub(super) fn now() -> Self {
-        let Ok(proc) = Proc::myself() else {
-            return Self::default();
-        };
-        let Ok(stat) = proc.stat() else {
+        let proc = Proc::myself().and_then(|proc| Ok((proc.stat()?, proc)));
+        let Ok((stat, proc)) = proc else {
             return Self::default();
         };
         let ticks = procfs::ticks_per_second() as f64;

@@ -26,6 +26,5 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             code.valid_s,
             code.role.name()
         )
-    })?;
-    Ok(ExitCode::SUCCESS)
+    })
 }

@@ -1,6 +1,5 @@
 //! `memfold estimate`: estimates possible savings without changing anything.
 
-use std::io;
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -109,7 +108,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     }
     // The budget begins here, because reading the daemon's answer counts, too.
     let pace = Pace::new(arguments.cpu / 100.0, arguments.seconds, &STOP);
-    stop_at_interrupt()?;
+    top::at_interrupt(|_| STOP.store(true, Ordering::Relaxed))?;
     let (facts, daemon): (VmFacts, bool) = match context.client()?.get("/v1/estimate") {
         Err(ClientError::NoDaemon { .. }) => (VmFacts::default(), false),
         answer => (answer?, true),
@@ -199,11 +198,9 @@ fn write_fingerprint(
         "host": print.host, "key": print.key, "key_is_new": is_new, "vms": print.vms.len(), "contents": contents, "level": print.level,
     });
     context.print(&written, |_| {
+        let key = &print.key;
         let made = if is_new {
-            format!(
-                "; key {} is new: copy that file to the other hosts",
-                print.key
-            )
+            format!("; key {key} is new: copy that file to the other hosts")
         } else {
             String::new()
         };
@@ -213,20 +210,7 @@ fn write_fingerprint(
             print.vms.len(),
             1_u64 << print.level.min(63)
         )
-    })?;
-    Ok(ExitCode::SUCCESS)
-}
-
-fn stop_at_interrupt() -> io::Result<()> {
-    let interrupts = top::interrupts()?;
-    std::thread::Builder::new()
-        .name("stop".to_owned())
-        .spawn(move || {
-            if interrupts.recv().is_ok() {
-                STOP.store(true, Ordering::Relaxed);
-            }
-        })?;
-    Ok(())
+    })
 }
 
 fn of_program(context: &Context, program: &str) -> anyhow::Result<ExitCode> {

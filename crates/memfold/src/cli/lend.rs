@@ -347,9 +347,5 @@ fn of_this_host(report: &LeaseReport) -> String {
 
 /// Runs a relay until its client disconnects or a lender fails. Its output is read by the daemon.
 pub(super) fn relay() -> ExitCode {
-    if memfold_lend::relay::main() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    ExitCode::from(u8::from(!memfold_lend::relay::main()))
 }

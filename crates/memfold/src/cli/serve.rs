@@ -14,13 +14,14 @@ use memfold_fold::EngineSettings;
 use memfold_ledger::{BrakePolicy, Reserve};
 use memfold_lend::place::PlaceError;
 use memfold_lend::registry::check_name;
-use memfold_lend::{RegistryAt, RegistryFiles, Transport};
+use memfold_lend::{RegistryAt, RegistryError, RegistryFiles, Transport};
 use memfold_libvirt::DEFAULT_RUN;
 use memfold_server::{Doors, Groups, PublicUrl, TcpDoor, TcpDoorError, TlsFiles};
 use memfold_snapshot::DEFAULT_SHELF;
 use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::ParseError;
 
 use super::context::Context;
 use super::debt::cover;
@@ -304,10 +305,8 @@ impl Arguments {
     }
 }
 
-fn host_name(text: &str) -> Result<String, String> {
-    check_name("host", text)
-        .map(|()| text.to_owned())
-        .map_err(|error| error.to_string())
+fn host_name(text: &str) -> Result<String, RegistryError> {
+    check_name("host", text).map(|()| text.to_owned())
 }
 
 fn percent(text: &str) -> Result<f64, String> {
@@ -322,10 +321,8 @@ fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn log_filter(text: &str) -> Result<String, String> {
-    log::filter(text)
-        .map(|_| text.to_owned())
-        .map_err(|error| error.to_string())
+fn log_filter(text: &str) -> Result<String, ParseError> {
+    log::filter(text).map(|_| text.to_owned())
 }
 
 impl Arguments {

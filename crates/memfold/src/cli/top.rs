@@ -94,17 +94,10 @@ fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Se
     };
     loop {
         match wishes.recv_timeout(interval) {
-            Ok(new) => wish = new,
+            // If there are several wishes, only the last one counts.
+            Ok(new) => wish = wishes.try_iter().last().unwrap_or(new),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
-        }
-        // If there are several wishes, only the last one counts.
-        loop {
-            match wishes.try_recv() {
-                Ok(new) => wish = new,
-                Err(TryRecvError::Empty) => break,
-                Err(TryRecvError::Disconnected) => return,
-            }
         }
         let report = client.get::<FullReport>("/v1/report");
         let mut told = tell(report.map(|report| News::Report(Box::new(report.ledger))));
@@ -183,20 +176,23 @@ fn keys(
     }
 }
 
-/// Returns a channel that receives once, at Ctrl-C. From then on, Ctrl-C does not end the process
-/// by itself.
-pub(super) fn interrupts() -> io::Result<mpsc::Receiver<io::Result<()>>> {
+/// Returns a channel that receives once, at Ctrl-C.
+fn interrupts() -> io::Result<Receiver<io::Result<()>>> {
     let (send, receive) = mpsc::channel();
+    // Sending fails if the view has ended by an error.
+    at_interrupt(move |result| drop(send.send(result)))?;
+    Ok(receive)
+}
+
+/// Calls `work` once, at Ctrl-C. From now on, Ctrl-C does not end the process by itself.
+pub(super) fn at_interrupt(work: impl FnOnce(io::Result<()>) + Send + 'static) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
         .build()?;
     std::thread::Builder::new()
         .name("ctrl-c".to_owned())
-        .spawn(move || {
-            // This fails if the view has ended by an error.
-            let _ = send.send(runtime.block_on(tokio::signal::ctrl_c()));
-        })?;
-    Ok(receive)
+        .spawn(move || work(runtime.block_on(tokio::signal::ctrl_c())))?;
+    Ok(())
 }
 
 #[cfg(test)]
