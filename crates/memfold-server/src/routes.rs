@@ -21,8 +21,8 @@ use super::{
     web,
 };
 
-/// Makes the description of the API and its router from a table of the handlers, one a line: method,
-/// path, handler.
+/// Makes the description of the API and its router from a table of the handlers, one a line:
+/// method, path, handler.
 macro_rules! api {
     ($($method:ident $path:tt $module:ident::$handler:ident;)*) => {
         /// Source of the API's description (`OpenAPI`).

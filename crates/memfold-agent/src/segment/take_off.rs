@@ -69,8 +69,8 @@ fn take_off_locked(places: &Places, name: &str, keeps_record: bool) -> Result<St
         .end())
 }
 
-/// Returns the reports of all steps. Every step is taken, also after a failure; the first failure is
-/// then returned.
+/// Returns the reports of all steps. Every step is taken, also after a failure; the first failure
+/// is then returned.
 fn all(steps: impl Iterator<Item = Result<String>>) -> Result<Vec<String>> {
     let taken: Vec<Result<String>> = steps.collect();
     taken.into_iter().collect()

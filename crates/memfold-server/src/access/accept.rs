@@ -184,8 +184,8 @@ impl Drop for Place {
     }
 }
 
-/// Returns the accepted connection; pauses after a failed `accept`. If file descriptors are lacking,
-/// an immediate retry would only use CPU.
+/// Returns the accepted connection; pauses after a failed `accept`. If file descriptors are
+/// lacking, an immediate retry would only use CPU.
 async fn accepted<T>(result: io::Result<T>) -> Option<T> {
     if let Err(error) = &result {
         warn!(%error, "cannot accept a connection; retrying in 0.2 s");
