@@ -14,7 +14,7 @@ pub struct Manifest {
     pub format: u32,
     /// Name of the segment.
     pub name: String,
-    /// Number of the generation, from 1.
+    /// Number of the build of this segment from changed files, from 1.
     pub generation: u32,
     /// Trust domain of the segment; only VMs of this domain may map it.
     pub domain: String,

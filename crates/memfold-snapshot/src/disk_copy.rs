@@ -1,5 +1,6 @@
-//! Copies disks that a VM writes in place (without an overlay) into the snapshot. The copies show
-//! the snapshot's instant, although the VM continues to write.
+//! Copies disks that a VM writes in place (without an overlay) into the draft, the directory of the
+//! snapshot that is being saved. The copies have the contents of the snapshot's instant, although
+//! the VM continues to write.
 //!
 //! ```text
 //!                            device

@@ -1,5 +1,6 @@
 //! Saves the parts of a snapshot that must be from one instant, while the VM is stopped: device
-//! state, RAM (unless a live save copies it later), and the switch of the disks.
+//! state and RAM (a save with `--live` copies RAM later). At this instant, the VM also begins to
+//! write to new disk overlays.
 
 use std::fs::File;
 use std::io;

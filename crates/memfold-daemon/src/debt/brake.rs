@@ -221,9 +221,9 @@ impl DebtBrake {
         };
         let what = format!("{before} -> {level}: {}{follows}", report.why);
         if level == Level::Ok {
-            info!("memory debt: {what}");
+            info!("memory that guests can claim by writing to shared pages (debt): {what}");
         } else {
-            warn!("memory debt: {what}");
+            warn!("memory that guests can claim by writing to shared pages (debt): {what}");
         }
         state.note(&report, what);
         let report = state.report(memory);
@@ -294,7 +294,7 @@ impl DebtBrake {
                 (i128::from(after.available) - i128::from(memory.available)) / (1 << 20),
                 now.elapsed().as_secs_f64(),
             );
-            warn!("memory debt: {what}");
+            warn!("memory that guests can claim by writing to shared pages (debt): {what}");
             let mut state = self.debt.lock();
             state.asked.retain(|_, at| at.elapsed() < ASK_AGAIN);
             let report = state.report(after);

@@ -61,8 +61,8 @@ impl<'a> Pace<'a> {
             .saturating_sub(self.cpu())
     }
 
-    /// Sleeps until the used CPU time is within the budget, but not beyond `end` (since
-    /// [`Pace::new`]). Returns whether there is time left.
+    /// Sleeps until the used CPU time is within the budget, at most until `end` has passed since
+    /// [`Pace::new`]. Returns whether there is time left.
     pub fn keep(&self, end: Option<Duration>) -> Result<bool, EstimateError> {
         let due = self.cpu().div_f64(self.share * FOR_READING);
         if due.saturating_sub(self.elapsed()) < LEAST_SLEEP {
