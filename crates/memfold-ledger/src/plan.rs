@@ -134,7 +134,7 @@ pub type Growths = BTreeMap<String, i64>;
 pub struct Order {
     /// Kinds: for each, a name and the names of its VMs. Empty: the kinds of the trust domains.
     pub kinds: Vec<(String, Vec<String>)>,
-    /// Wanted numbers of VMs, by kind, where the number should differ from that of the running VMs.
+    /// Number of VMs to plan for, by kind. Kinds that are not listed keep the number that runs.
     pub vms: Vec<(String, u64)>,
     /// Bytes of memory to plan for; `None`: the host's memory.
     pub memory_bytes: Option<u64>,

@@ -1,5 +1,5 @@
 //! The lender's thread. Twice a second it decides how much RAM this host can spare, publishes the
-//! offer, exports leases that borrowers have taken, and takes memory back.
+//! offer, serves the leased memory to borrowers, and takes memory back.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

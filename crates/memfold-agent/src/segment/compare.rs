@@ -32,7 +32,7 @@ pub struct Hidden {
     pub own: Option<Facts>,
 }
 
-/// An entry of the segment that may replace the guest's own.
+/// A file or directory of the segment that may be mounted over the guest's equal one.
 #[derive(Debug)]
 pub struct Same {
     /// Path of the entry, relative to the directory over which the segment is mounted.

@@ -1,5 +1,6 @@
-//! Measures how much ksmd slows guests down, by its scan rate (study C's figure 1). Two guests,
-//! each on its own core, run a program that computes, then one that writes to its memory.
+//! Measures how much slower guests run at different scan rates of ksmd (study C's figure 1). Two
+//! guests, each on its own core, first run a program that computes, and then a program that writes
+//! to its memory.
 
 use std::time::Duration;
 

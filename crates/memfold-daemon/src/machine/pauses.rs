@@ -15,7 +15,7 @@ pub(crate) const LONG: Duration = Duration::from_millis(100);
 #[derive(Debug, Default)]
 pub(crate) struct Pauses {
     stopped: Option<Duration>,
-    /// Begin and end of the last save of the VM.
+    /// Begin and end of the last save of the VM, as times since 1970.
     pub saved: Option<(Duration, Duration)>,
 }
 
