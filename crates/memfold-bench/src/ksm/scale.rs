@@ -23,8 +23,8 @@ pub(super) struct Scale {
 }
 
 impl Scale {
-    /// Returns the scale of a quick study (two VMs of 384 MiB, one round) or of the full study (four
-    /// VMs of 1 GiB).
+    /// Returns the scale of a quick study (two VMs of 384 MiB, one round) or of the full study
+    /// (four VMs of 1 GiB).
     pub fn of(options: &Options) -> Self {
         let vms = options.vms.map(usize::from);
         let (memory_mib, data_mib) = options.pick((384, 64), (1024, 192));
