@@ -73,7 +73,8 @@ install_agent() {
         openrc)
             put "$here/memfold-agent.openrc" "$script" 755
             rc-update --quiet add memfold-agent default
-            if [ -d /run/openrc ]; then
+            # The file is there once OpenRC has booted this system.
+            if [ -e /run/openrc/softlevel ]; then
                 if [ $changed = yes ]; then
                     rc-service memfold-agent restart
                 else
@@ -102,7 +103,7 @@ uninstall_agent() {
     done
     [ ! -d /run/systemd/system ] || systemctl daemon-reload
     if [ -e "$script" ]; then
-        [ ! -d /run/openrc ] || rc-service --ifstarted memfold-agent stop
+        [ ! -e /run/openrc/softlevel ] || rc-service --ifstarted memfold-agent stop
         rc-update --quiet delete memfold-agent default
         rm -f "$script"
     fi
