@@ -142,6 +142,9 @@ impl DaemonError {
             }
             Self::Refused { fix, .. } => Some(fix.clone()),
             Self::Lvm(error) => error.fix(),
+            Self::Transfer(TransferError::Store { .. }) => Some(
+                "the daemon's environment has the address and the credentials, with systemd in /etc/memfold/object-store.env; 'systemctl restart memfold' reads that file".into(),
+            ),
             Self::Braked { .. } => Some(
                 "end VMs, or free memory on this host; 'memfold debt' shows how much each VM could claim, its --reserve and --cover change the limits, and --despite-brake starts a VM anyway".into(),
             ),

@@ -40,7 +40,7 @@ const DOCTOR_LIFE: Duration = Duration::from_secs(60);
 /// Longest time that an estimate may run, in seconds.
 const LONGEST_ESTIMATE_S: f64 = 300.0;
 /// Number of memory maps, and of answers of guests, that are cached.
-const MOST_CACHED: usize = 64;
+const MOST_CACHED: usize = 4096;
 /// Largest `least_bytes` of a placement request, in bytes: more than the memory of any host.
 const MOST_LEAST: u64 = 1 << 50;
 /// Time limit for a guest to report the use of its swap disk. The next constant: time for which the

@@ -163,7 +163,7 @@ impl Part<'_> {
             Errno::INVAL => Outcome::Refused,
             errno => failed(errno),
         })?;
-        let mut step = self.at_rest()?;
+        let mut step = self.at_rest().unwrap_or_else(Step::nothing);
         // After a fold-back the mapping is the old one, which is still registered.
         step.frozen = Some(guard.finish(if self.back { 0 } else { step.folded }));
         Ok(step)

@@ -56,7 +56,8 @@ pub fn descriptions() -> Vec<Vec<u8>> {
     let description = json!({
         "format": 1, "name": "warm", "chunk_bytes": 1 << 20, "stored_bytes": 3,
         "index": blake3::hash(b"index").to_hex().as_str(), "manifest": manifest,
-        "files": [{ "name": "ram", "bytes": 1 << 21 }, { "name": "disk0.qcow2", "bytes": 7 },
+        "files": [{ "name": "ram", "bytes": 1 << 21 }, { "name": "ram.sums", "bytes": 16 },
+            { "name": "devices", "bytes": 9 }, { "name": "disk0.qcow2", "bytes": 7 },
             { "name": "base0", "bytes": 8, "origin": "/base.img" }],
     });
     let pretty = serde_json::to_vec_pretty(&description).unwrap_or_default();

@@ -4,7 +4,7 @@
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -59,13 +59,18 @@ impl Draft {
         })
     }
 
+    /// Returns the directory of a pull of snapshot `name`.
+    pub(super) fn of_pull(root: &Path, name: &str) -> PathBuf {
+        root.join(format!(".{name}.pull"))
+    }
+
     /// Begins or continues a snapshot that comes from elsewhere. Its directory stays when the value
     /// is dropped, so that what has arrived need not be fetched again.
     pub(super) fn resume(root: &Path, place: PathBuf, name: &str) -> Result<Self, SnapshotError> {
         if place.exists() {
             return Err(SnapshotError::Taken(name.into()));
         }
-        let path = root.join(format!(".{name}.pull"));
+        let path = Self::of_pull(root, name);
         let failed = failed(path.as_path());
         let mut builder = DirBuilder::new();
         builder.mode(0o700).recursive(true);
@@ -82,6 +87,13 @@ impl Draft {
                 )));
             }
             std::thread::sleep(LOCK_PAUSE);
+        }
+        // Whoever had the lock before may have finished or removed the directory.
+        let is_same = lock.metadata().is_ok_and(|held| {
+            fs::metadata(&path).is_ok_and(|now| (now.dev(), now.ino()) == (held.dev(), held.ino()))
+        });
+        if place.exists() || !is_same {
+            return Err(SnapshotError::Taken(name.into()));
         }
         Ok(Self {
             path,
@@ -126,10 +138,14 @@ impl Draft {
             for entry in fs::read_dir(&self.path)?.flatten() {
                 File::open(entry.path())?.sync_all()?;
             }
-            File::open(&self.path)?.sync_all()?;
-            fs::rename(&self.path, &self.place)
+            File::open(&self.path)?.sync_all()
         };
-        write().map_err(failed(&self.place))?;
+        write().map_err(failed(&self.path))?;
+        if self.place.exists() {
+            // A pull and a save of one name have run side by side.
+            return Err(SnapshotError::Taken(manifest.name.clone()));
+        }
+        fs::rename(&self.path, &self.place).map_err(failed(&self.place))?;
         self.stays = true;
         // The directory entry is synced, too. A crash before this leaves a draft or a snapshot, and
         // both are valid.

@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use memfold_host::helper;
-use memfold_vm::DiskFormat;
+use memfold_vm::{DiskFormat, DiskSpec};
 
 use super::disk_chain::header;
 use super::error::{SnapshotError, failed};
@@ -42,7 +42,7 @@ pub struct Member {
 }
 
 /// Returns the paths outside the snapshot that a manifest names, each once.
-fn outside(manifest: &Manifest) -> Vec<PathBuf> {
+pub(super) fn outside(manifest: &Manifest) -> Vec<PathBuf> {
     let disks = manifest.disks.iter();
     let of_disks = disks.flat_map(SavedDisk::files).map(|file| &file.path);
     let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
@@ -183,7 +183,7 @@ pub fn adapt(
         bases,
         name,
     };
-    if let Some(why) = obstacle(manifest) {
+    if let Some(why) = obstacle(manifest).or_else(|| strange(manifest).map(str::to_owned)) {
         return Err(arrival.broken(why));
     }
     name.clone_into(&mut manifest.name);
@@ -195,6 +195,9 @@ pub fn adapt(
         .into_iter()
         .flatten()
     {
+        if path.is_relative() {
+            return Err(arrival.broken(format!("its manifest names {}", path.display())));
+        }
         *path = arrival.moved(path)?;
     }
     for source in manifest
@@ -212,32 +215,18 @@ pub fn adapt(
         }
         *file = arrival.moved(file)?;
     }
-    for (saved, disk) in manifest.disks.iter_mut().zip(&mut manifest.spec.disks) {
-        let format = saved.format.clone();
-        let is_own = saved.file.path.is_relative();
-        saved.file.path = arrival.moved(&saved.file.path)?;
-        if !is_own {
-            disk.path.clone_from(&saved.file.path);
-            disk.format = Some(match format.as_str() {
-                "raw" => DiskFormat::Raw,
-                "qcow2" => DiskFormat::Qcow2,
-                other => return Err(arrival.broken(format!("a disk has the format '{other}'"))),
-            });
-        }
-        for file in &mut saved.backing {
-            file.path = arrival.moved(&file.path)?;
-        }
-        let mut chain: Vec<PathBuf> = vec![saved.file.path.clone()];
-        chain.extend(saved.backing.iter().map(|file| file.path.clone()));
-        if format == "qcow2" {
-            arrival.join(&chain)?;
-        } else if chain.len() > 1 {
-            return Err(arrival.broken("a raw disk has a backing file".into()));
-        }
+    if manifest.disks.len() != spec.disks.len() {
+        return Err(arrival.broken("its VM has other disks than were saved".into()));
+    }
+    // All headers are set before any file's time is recorded: disks may have a base in common.
+    for (saved, disk) in manifest.disks.iter_mut().zip(&mut spec.disks) {
+        arrival.disk(saved, disk)?;
+    }
+    for saved in &mut manifest.disks {
         for file in std::iter::once(&mut saved.file).chain(&mut saved.backing) {
             *file = backing_file(&arrival.now(&file.path), &file.path)?;
         }
-        if saved.xxh3_128.is_some() {
+        if saved.file.path.is_relative() {
             // The header was changed.
             let facts = facts_at(&arrival.draft.join(&saved.file.path))?;
             saved.xxh3_128 = Some(facts.xxh3_128);
@@ -246,12 +235,73 @@ pub fn adapt(
     Ok(())
 }
 
+/// Returns why the description of a VM from elsewhere is refused; `None` if it is not. These texts
+/// become parts of QEMU's options.
+fn strange(manifest: &Manifest) -> Option<&'static str> {
+    let spec = &manifest.spec;
+    let is_word = |text: &str, more: &str| {
+        let is_fine = |c: char| c.is_ascii_alphanumeric() || more.contains(c);
+        !text.is_empty() && text.len() < 1024 && text.chars().all(is_fine)
+    };
+    let has_name = |text: &str| memfold_vm::check_name("VM", text).is_ok();
+    if !is_word(&manifest.machine, ".-_") || !is_word(&manifest.accel, "") {
+        return Some("its machine type is not a name");
+    }
+    if spec
+        .cpu
+        .as_ref()
+        .is_some_and(|cpu| !is_word(cpu, ".-_,=+:"))
+    {
+        return Some("its CPU model is not a name");
+    }
+    if !has_name(&manifest.vm) || !has_name(&spec.name) {
+        return Some("its VM has no valid name");
+    }
+    if spec.swap.is_some() {
+        return Some("its VM has a swap disk, which no snapshot holds");
+    }
+    let user = spec.user.as_ref();
+    if user.is_some_and(|user| !is_word(user, ".-_")) {
+        return Some("its VM's user is not a name");
+    }
+    None
+}
+
 impl Arrival<'_> {
     fn broken(&self, why: String) -> SnapshotError {
         SnapshotError::Broken {
             name: self.name.to_owned(),
             why,
         }
+    }
+
+    /// Sets the paths of a disk, and the backing files in its headers. A snapshot has two kinds of
+    /// disks: its own qcow2 files, and images that the VM could only read.
+    fn disk(&self, saved: &mut SavedDisk, disk: &mut DiskSpec) -> Result<(), SnapshotError> {
+        let format = match saved.format.as_str() {
+            "raw" => DiskFormat::Raw,
+            "qcow2" => DiskFormat::Qcow2,
+            other => return Err(self.broken(format!("a disk has the format '{other}'"))),
+        };
+        let is_own = saved.file.path.is_relative();
+        if is_own && format == DiskFormat::Raw || !is_own && !saved.read_only {
+            return Err(self.broken("a disk is of a kind that no snapshot has".into()));
+        }
+        saved.file.path = self.moved(&saved.file.path)?;
+        // A relative path stands for a file in the snapshot's directory.
+        disk.path = self.place.join(&saved.file.path);
+        (disk.format, disk.read_only) = (Some(format), saved.read_only);
+        for file in &mut saved.backing {
+            file.path = self.moved(&file.path)?;
+        }
+        let chain: Vec<PathBuf> = saved.files().map(|file| file.path.clone()).collect();
+        if format == DiskFormat::Qcow2 {
+            return self.join(&chain);
+        }
+        if chain.len() > 1 {
+            return Err(self.broken("a raw disk has a backing file".into()));
+        }
+        Ok(())
     }
 
     /// Returns the path on this host of a file that the manifest names. Files in the snapshot keep
@@ -309,12 +359,16 @@ impl Arrival<'_> {
                     } else {
                         self.place.join(next)
                     };
-                    match format {
-                        "raw" if number + 2 == chain.len() => {
-                            return rebase(&file, &next, format);
-                        }
-                        "qcow2" => rebase(&file, &next, format)?,
-                        _ => return bad("has a backing file of an unknown format"),
+                    let is_last = number + 2 == chain.len();
+                    if format != "qcow2" && !(format == "raw" && is_last) {
+                        return bad("has a backing file of an unknown format");
+                    }
+                    // Several disks may be built on one file, whose times must not change again.
+                    if backing.map(Path::new) != Some(next.as_path()) {
+                        rebase(&file, &next, format)?;
+                    }
+                    if format == "raw" {
+                        return Ok(());
                     }
                 }
             }

@@ -291,7 +291,9 @@ impl Shelf {
         if let Some((_, ram)) = laid_out.as_ref().filter(|(of, _)| of == sum) {
             return Ok(ram.clone());
         }
-        let needed = ByteSize(manifest.counts.saved_pages * PAGE_SIZE);
+        // The manifest's own figure may be wrong: it may come from elsewhere.
+        let stored = self.stored(manifest)?;
+        let needed = ByteSize(stored.most_bytes());
         let available = host_available_pages().map_err(self.failed(name, RAM))? * PAGE_SIZE;
         if needed.0 > available / 100 * LAID_OUT_PERCENT {
             let available = ByteSize(available);
@@ -299,7 +301,6 @@ impl Shelf {
                 "the uncompressed memory of snapshot '{name}' takes {needed}, and this host has {available} available"
             )));
         }
-        let stored = self.stored(manifest)?;
         let called = self.laid_out_name(name)?;
         progress.begin("memory uncompressed", stored.bytes);
         let laid = stored.lay_out(&called, progress);
@@ -392,24 +393,36 @@ impl Shelf {
     /// Removes a snapshot: first its name from the list, then its files.
     pub fn remove(&self, name: &str) -> Result<(), SnapshotError> {
         let path = self.path(name)?;
-        if !path.exists() {
-            // A pull of this name may have been interrupted.
-            let draft = self.pull_draft(name)?;
-            let is_empty =
-                fs::read_dir(draft.path()).map_or(true, |mut files| files.next().is_none());
-            fs::remove_dir_all(draft.path()).map_err(failed(draft.path()))?;
-            return if is_empty {
-                Err(SnapshotError::Unknown(name.into()))
-            } else {
-                Ok(())
-            };
+        let pulled = Draft::of_pull(&self.root, name);
+        if !path.exists() && !pulled.exists() {
+            return Err(SnapshotError::Unknown(name.into()));
         }
-        let gone = self.root.join(format!(".{name}.draft"));
-        let failed = failed(path.as_path());
-        fs::rename(&path, &gone).map_err(failed)?;
-        self.right.lock().remove(name);
-        self.let_go();
-        fs::remove_dir_all(&gone).map_err(failed)
+        if path.exists() {
+            let gone = self.root.join(format!(".{name}.draft"));
+            let failed = failed(path.as_path());
+            fs::rename(&path, &gone).map_err(failed)?;
+            self.right.lock().remove(name);
+            self.let_go();
+            fs::remove_dir_all(&gone).map_err(failed)?;
+        }
+        // A pull of this name may have been interrupted.
+        if pulled.exists() {
+            let draft = self.pull_draft(name)?;
+            fs::remove_dir_all(draft.path()).map_err(failed(draft.path()))?;
+        }
+        self.remove_unused_bases();
+        Ok(())
+    }
+
+    /// Removes disks of pulled snapshots that no snapshot has any more.
+    pub fn remove_unused_bases(&self) {
+        for entry in fs::read_dir(self.bases()).into_iter().flatten().flatten() {
+            let is_unused = entry.metadata().is_ok_and(|facts| facts.nlink() == 1);
+            if is_unused {
+                // The next removal or pull tries again.
+                let _ = fs::remove_file(entry.path());
+            }
+        }
     }
 }
 

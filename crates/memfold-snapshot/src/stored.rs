@@ -83,6 +83,20 @@ impl Pages {
 }
 
 impl Stored {
+    /// Returns the most bytes that the image takes when it is assembled in memory.
+    #[must_use]
+    pub fn most_bytes(&self) -> u64 {
+        let own: u64 = match &self.pages {
+            Pages::Plain(_, data) => data.iter().map(|part| part.end - part.start).sum(),
+            Pages::Packed(_, frames) => {
+                let frames = frames.iter().filter(|frame| frame.1 > 0);
+                frames.count() as u64 * CHUNK_BYTES as u64
+            }
+        };
+        let referred: u64 = self.references.iter().map(|r| u64::from(r.pages)).sum();
+        (own + referred * PAGE_SIZE).min(self.bytes)
+    }
+
     /// Reads a chunk from all files that contain parts of it. Returns whether any file does.
     fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
         let holds = self.pages.read(chunk, buffer)?;

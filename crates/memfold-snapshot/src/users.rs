@@ -12,6 +12,7 @@ use rustix::process::Pid;
 use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
 use super::manifest::{RAM, SavedDisk};
+use super::portable;
 use super::shelf::Shelf;
 
 /// Returns the names of the snapshots on which a VM's disks are built.
@@ -40,7 +41,13 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
                 && chain(&own.join(&disk.file.path))
                     .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
         };
-        if other != name && manifest.disks.iter().any(builds) {
+        // Files of a pulled snapshot may be another one's kernel or read-only disk.
+        let names = || {
+            portable::outside(&manifest)
+                .iter()
+                .any(|file| file.starts_with(&place))
+        };
+        if other != name && (manifest.disks.iter().any(builds) || names()) {
             found.push(other);
         }
     }

@@ -16,6 +16,16 @@ pub(crate) const MOST_BYTES: u64 = 16 << 20;
 /// Most chunks of a snapshot: 4 TiB.
 const MOST_CHUNKS: u64 = 4 << 20;
 
+/// Most files of a snapshot.
+const MOST_FILES: usize = 1024;
+
+/// Most bytes of QEMU's device state, and of RAM blocks other than the VM's memory: firmware, video
+/// memory.
+const MOST_BESIDE_RAM: u64 = 1 << 30;
+
+/// Most bytes of the list of pages that a restore prefetches.
+const MOST_WORKING_SET: u64 = 16 << 20;
+
 /// A file of a snapshot in an object store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
@@ -72,6 +82,9 @@ impl Description {
         if description.chunk_bytes != chunk::CHUNK_BYTES {
             return Err(format!("its chunks have {} bytes", description.chunk_bytes));
         }
+        if description.files.len() > MOST_FILES {
+            return Err(format!("it has {} files", description.files.len()));
+        }
         let mut names = HashSet::new();
         let mut chunks = 0_u64;
         for file in &description.files {
@@ -85,8 +98,42 @@ impl Description {
         if chunks > MOST_CHUNKS {
             return Err(format!("it has {chunks} chunks"));
         }
+        description.check_parts()?;
         description.index_hash()?;
         Ok(description)
+    }
+
+    /// Checks that the files that the manifest needs are there, with lengths that a snapshot can
+    /// have. The tables among them are read into memory as a whole.
+    fn check_parts(&self) -> Result<(), String> {
+        let manifest = &self.manifest;
+        if manifest.format != 1 && manifest.format != 2 {
+            return Err(format!(
+                "the format of its snapshot is {}, and this memfold reads 1 and 2; update memfold",
+                manifest.format
+            ));
+        }
+        if manifest.ram_bytes > manifest.memory().0.saturating_mul(2) + MOST_BESIDE_RAM {
+            return Err(format!("its RAM image has {} bytes", manifest.ram_bytes));
+        }
+        let chunks = manifest.ram_bytes.div_ceil(2 << 20);
+        for (part, bytes, _) in manifest.parts() {
+            let most = match part {
+                "ram.sums" | "ram.index" => chunks * 16,
+                "ram.refs" => manifest.ram_bytes / 4096 * 24,
+                "devices" => MOST_BESIDE_RAM,
+                _ => u64::MAX,
+            };
+            let found = self.files.iter().find(|file| file.name == part);
+            if bytes > most || found.is_none_or(|file| file.bytes != bytes) {
+                return Err(format!("its file {part} is missing, or has another length"));
+            }
+        }
+        let working_set = self.files.iter().find(|file| file.name == "working-set");
+        if working_set.is_some_and(|file| file.bytes > MOST_WORKING_SET) {
+            return Err("its list of pages to prefetch is too long".to_owned());
+        }
+        Ok(())
     }
 
     /// Returns the number of chunks of all files, at most 4 Mi.

@@ -19,6 +19,8 @@ pub enum TransferError {
         #[source]
         source: object_store::Error,
     },
+    #[error("cannot read or write the snapshot's files on this host")]
+    Local(#[source] io::Error),
     #[error(
         "no snapshot named '{name}' at {url}; 'memfold snapshot list --remote {url}' shows all"
     )]

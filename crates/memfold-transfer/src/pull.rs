@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,6 +12,7 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
 use memfold_snapshot::{Draft, Shelf, portable};
 use memfold_units::ByteSize;
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -19,7 +20,7 @@ use super::chunk::{self, CHUNK_BYTES, ChunkName};
 use super::description::{Description, FileEntry};
 use super::error::TransferError;
 use super::push::blocking;
-use super::remote::{AT_ONCE, Remote, damaged, is_base, most_packed};
+use super::remote::{AT_ONCE, MISSING, Remote, damaged, is_base, most_packed};
 
 /// Input of a pull.
 #[derive(Clone, Debug, Default)]
@@ -91,7 +92,8 @@ pub fn pull(
     })?;
     check_arguments(&description, request)?;
     let draft = shelf.pull_draft(&request.name)?;
-    let arriving = prepare(shelf, &draft, &description, &index)?;
+    let domain = request.domain.as_deref();
+    let arriving = prepare(shelf, &draft, (&description, domain), &index)?;
     check_space(draft.path(), request, &arriving)?;
     let bytes = |file: &Arriving| file.entry.bytes;
     progress.begin("pulled", arriving.iter().map(bytes).sum());
@@ -103,11 +105,16 @@ pub fn pull(
         .filter_map(|file| Some((file.origin.clone()?, file.name.clone())))
         .collect();
     let mut manifest = description.manifest;
+    if request.trust.is_none() {
+        // These are for the host to decide.
+        manifest.spec.forwards.clear();
+        manifest.spec.qemu_directory = None;
+    }
     let places = (draft.path(), draft.place());
     let known_as = (request.name.as_str(), request.domain.as_deref());
     portable::adapt(&mut manifest, places, &bases, known_as)?;
     draft.commit(&manifest)?;
-    remove_unused_bases(shelf);
+    shelf.remove_unused_bases();
     Ok(PullReport {
         name: request.name.clone(),
         url: remote.url().to_owned(),
@@ -129,7 +136,9 @@ fn check_arguments(description: &Description, request: &PullRequest) -> Result<(
         .chain(words)
         .map(String::as_str)
         .collect();
-    if arguments.is_empty() || request.trust.is_some() || request.allow_arguments {
+    // Other texts of a foreign VM become parts of QEMU's options, too.
+    let brings = !arguments.is_empty() || spec.foreign.is_some();
+    if !brings || request.trust.is_some() || request.allow_arguments {
         return Ok(());
     }
     let text: String = arguments.join(" ").chars().take(200).collect();
@@ -143,10 +152,11 @@ fn check_arguments(description: &Description, request: &PullRequest) -> Result<(
 fn prepare(
     shelf: &Shelf,
     draft: &Draft,
-    description: &Description,
+    (description, domain): (&Description, Option<&str>),
     index: &[ChunkName],
 ) -> Result<Vec<Arriving>, TransferError> {
     let (mut arriving, mut next, mut bases) = (Vec::new(), 0, 0);
+    let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
     for entry in &description.files {
         let count = usize::try_from(chunk::count(entry.bytes)).unwrap_or(usize::MAX);
         let chunks = index[next..next + count].to_vec();
@@ -154,13 +164,24 @@ fn prepare(
         let path = draft.path().join(&entry.name);
         let shared = is_base(&entry.name, bases).then(|| {
             bases += 1;
-            shelf.bases().join(identity(entry, &chunks))
+            let domain = domain?;
+            Some(shelf.bases().join(identity(entry, &chunks, domain)))
         });
-        let is_there =
-            |shared: &PathBuf| fs::metadata(shared).is_ok_and(|facts| facts.len() == entry.bytes);
-        let is_whole = shared.as_ref().is_some_and(is_there);
+        let shared = shared.flatten();
+        let mut is_whole = false;
+        if let Some(shared) = shared.as_ref().filter(|shared| shared.exists()) {
+            is_whole = holds(shared, entry, &chunks);
+            if !is_whole {
+                // It was changed: this snapshot gets its own.
+                fs::remove_file(shared).map_err(files(shared))?;
+            }
+        }
+        // What an earlier pull has left here may be another snapshot's file, too.
+        let left = fs::symlink_metadata(&path);
+        if left.is_ok_and(|left| is_whole || !left.is_file() || left.nlink() > 1) {
+            fs::remove_file(&path).map_err(files(&path))?;
+        }
         if let (true, Some(shared)) = (is_whole, &shared) {
-            let _ = fs::remove_file(&path);
             fs::hard_link(shared, &path).map_err(files(&path))?;
         }
         let file = File::options()
@@ -168,6 +189,7 @@ fn prepare(
             .write(!is_whole)
             .create(!is_whole)
             .truncate(false)
+            .custom_flags(nofollow)
             .open(&path)
             .map_err(files(&path))?;
         if !is_whole {
@@ -184,9 +206,26 @@ fn prepare(
     Ok(arriving)
 }
 
-/// Returns a name for the content of a file: the hash of its length and of its chunks' names.
-fn identity(entry: &FileEntry, chunks: &[ChunkName]) -> String {
+/// Returns whether a file has exactly these chunks.
+fn holds(path: &Path, entry: &FileEntry, chunks: &[ChunkName]) -> bool {
+    let Ok(file) = File::open(path) else {
+        return false;
+    };
+    let is_right = |(number, name): (u64, &ChunkName)| {
+        let here = chunk::read(&file, entry.bytes, number);
+        here.is_ok_and(|here| here.map(|here| blake3::hash(&here)) == *name)
+    };
+    let is_long = file
+        .metadata()
+        .is_ok_and(|facts| facts.len() == entry.bytes);
+    is_long && (0..).zip(chunks).all(is_right)
+}
+
+/// Returns a name for the content of a file that VMs of one trust domain share: the hash of the
+/// domain, of the file's length and of its chunks' names.
+fn identity(entry: &FileEntry, chunks: &[ChunkName], domain: &str) -> String {
     let mut hasher = blake3::Hasher::new();
+    hasher.update(domain.as_bytes());
     hasher.update(&entry.bytes.to_le_bytes());
     hasher.update(&chunk::encode(chunks));
     hasher.finalize().to_hex().to_string()
@@ -251,7 +290,7 @@ async fn fetch_chunk(
     let length = chunk::length(bytes, number);
     let file = arriving.file.clone();
     let is_here = arriving.is_whole
-        || blocking("file", move || {
+        || blocking(move || {
             let here = chunk::read(&file, bytes, number)?;
             let here = here.map(|here| blake3::hash(&here));
             if name.is_none() && here.is_some() {
@@ -266,11 +305,11 @@ async fn fetch_chunk(
     if let (false, Some(name)) = (is_here, name) {
         let path = remote.chunk(&name);
         let packed = remote.get(&path, most_packed(length as u64)).await?;
-        let packed = packed.ok_or_else(|| damaged(&path, "it is missing".into()))?;
+        let packed = packed.ok_or_else(|| damaged(&path, MISSING.into()))?;
         fetched.received_bytes = packed.len() as u64;
         fetched.fetched_bytes = length as u64;
         let file = arriving.file.clone();
-        let written = blocking("file", move || {
+        let written = blocking(move || {
             let bytes = match chunk::unpack(&packed, length, &name) {
                 Ok(bytes) => bytes,
                 Err(why) => return Ok(Err(why)),
@@ -318,17 +357,6 @@ fn settle(shelf: &Shelf, draft: &Draft, arriving: &[Arriving]) -> Result<(), Tra
 fn is_qcow2(file: &File) -> bool {
     let mut magic = [0; 4];
     file.read_exact_at(&mut magic, 0).is_ok() && &magic == b"QFI\xfb"
-}
-
-/// Removes bases that no snapshot has any more.
-fn remove_unused_bases(shelf: &Shelf) {
-    for entry in fs::read_dir(shelf.bases()).into_iter().flatten().flatten() {
-        let is_unused = entry.metadata().is_ok_and(|facts| facts.nlink() == 1);
-        if is_unused {
-            // The next pull tries again.
-            let _ = fs::remove_file(entry.path());
-        }
-    }
 }
 
 fn files(path: &Path) -> impl Fn(io::Error) -> TransferError + use<> {

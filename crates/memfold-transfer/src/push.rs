@@ -17,7 +17,7 @@ use utoipa::ToSchema;
 use super::chunk::{self, CHUNK_BYTES, ChunkName};
 use super::description::{Description, FORMAT, FileEntry};
 use super::error::TransferError;
-use super::remote::{AT_ONCE, Remote, UNUSED, failed};
+use super::remote::{AT_ONCE, Remote, UNUSED};
 use super::signature;
 
 /// Input of a push.
@@ -113,8 +113,10 @@ pub fn push(
         let names: Vec<ChunkName> = sent.iter().map(|sent| sent.name).collect();
         let index = chunk::encode(&names);
         let index_name = blake3::hash(&index);
-        let packed = chunk::pack(&index).map_err(io_failed("index"))?;
+        let packed = chunk::pack(&index).map_err(TransferError::Local)?;
         remote.put(&remote.index(&index_name), packed).await?;
+        // No file was changed while it was read.
+        memfold_snapshot::restore::spec(shelf, &manifest, &manifest.vm)?;
         let description = Description {
             format: FORMAT,
             name: request.to.clone(),
@@ -125,11 +127,11 @@ pub fn push(
             manifest,
         };
         let text = serde_json::to_vec_pretty(&description)
-            .map_err(|error| io_failed("description")(io::Error::other(error)))?;
+            .map_err(|error| TransferError::Local(io::Error::other(error)))?;
         let signed = match &request.key {
             Some(key) => {
                 let made = signature::sign(&text, key)?;
-                remote.put(&remote.signature(&request.to), made).await?;
+                remote.put(&remote.signature(&text), made).await?;
                 true
             }
             None => false,
@@ -173,7 +175,7 @@ async fn send(
         number,
     } = piece;
     let length = chunk::length(bytes, number) as u64;
-    let read = blocking("file", move || {
+    let read = blocking(move || {
         let data = chunk::read(&file, bytes, number)?;
         Ok(data.map(|data| (blake3::hash(&data), data)))
     })
@@ -189,7 +191,7 @@ async fn send(
         let lock = known.of(name).await;
         let mut is_there = lock.lock().await;
         if !*is_there && !is_stored(remote, &name).await? {
-            let packed = blocking("chunk", move || chunk::pack(&data)).await?;
+            let packed = blocking(move || chunk::pack(&data)).await?;
             (sent.new_bytes, sent.sent_bytes) = (length, packed.len() as u64);
             remote.put(&remote.chunk(&name), packed).await?;
         }
@@ -202,28 +204,21 @@ async fn send(
 /// Returns whether the store has a chunk, and will have it until this push ends.
 async fn is_stored(remote: &Remote, name: &blake3::Hash) -> Result<bool, TransferError> {
     let found = remote.look(&remote.chunk(name)).await?;
+    // A host that lost its power may have left an empty file.
     Ok(found.is_some_and(|found| {
-        let age = std::time::SystemTime::now().duration_since(found.last_modified.into());
-        age.map_or(true, |age| age < UNUSED / 2)
+        found.size > 0 && {
+            let age = std::time::SystemTime::now().duration_since(found.last_modified.into());
+            age.map_or(true, |age| age < UNUSED / 2)
+        }
     }))
-}
-
-fn io_failed(what: &'static str) -> impl Fn(io::Error) -> TransferError {
-    move |error| {
-        failed(&object_store::path::Path::from(what))(object_store::Error::Generic {
-            store: "memfold",
-            source: Box::new(error),
-        })
-    }
 }
 
 /// Does work on a thread that may block.
 pub(crate) async fn blocking<T: Send + 'static>(
-    what: &'static str,
     work: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> Result<T, TransferError> {
     let done = spawn_blocking(work).await;
     done.map_err(io::Error::other)
         .and_then(std::convert::identity)
-        .map_err(io_failed(what))
+        .map_err(TransferError::Local)
 }

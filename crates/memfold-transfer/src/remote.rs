@@ -27,6 +27,9 @@ const THREADS: usize = 2;
 /// push sends a chunk again that is half as old.
 pub(crate) const UNUSED: Duration = Duration::from_secs(24 * 3600);
 
+/// First letters of the variables with settings of object stores, in lower case.
+const PREFIXES: [&str; 3] = ["aws_", "azure_", "google_"];
+
 /// An object store.
 #[derive(Debug)]
 pub struct Remote {
@@ -66,8 +69,12 @@ impl Remote {
     ///
     /// [`TransferError::Address`] if the URL is not one of these, or credentials are missing.
     pub fn open(url: &str) -> Result<Self, TransferError> {
-        let settings = std::env::vars().map(|(name, value)| (name.to_ascii_lowercase(), value));
-        Self::open_with(url, settings)
+        let variables = std::env::vars_os().filter_map(|(name, value)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        });
+        let settings = variables.map(|(name, value)| (name.to_ascii_lowercase(), value));
+        let is_ours = |name: &str| PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+        Self::open_with(url, settings.filter(|(name, _)| is_ours(name)))
     }
 
     /// Opens the object store at a URL with settings other than those of the environment. Their
@@ -87,6 +94,13 @@ impl Remote {
         let parsed = Url::parse(url).map_err(|error| bad(error.to_string()))?;
         if parsed.password().is_some() {
             return Err(bad("a password does not belong into a URL".into()));
+        }
+        if parsed.scheme() == "file" {
+            // It may be a file system that is not mounted.
+            let is_there = parsed.to_file_path().is_ok_and(|path| path.is_dir());
+            if !is_there {
+                return Err(bad("there is no such directory".into()));
+            }
         }
         let (store, root) = object_store::parse_url_opts(&parsed, settings)
             .map_err(|error| bad(error.to_string()))?;
@@ -140,8 +154,11 @@ impl Remote {
         self.path("snapshots").child(format!("{name}.json"))
     }
 
-    pub(crate) fn signature(&self, name: &str) -> Path {
-        self.path("snapshots").child(format!("{name}.sig"))
+    /// Returns the place of the signature of a description. It is named by the description's bytes,
+    /// so that it never belongs to another one.
+    pub(crate) fn signature(&self, description: &[u8]) -> Path {
+        let name = blake3::hash(description);
+        self.path("signatures").child(name.to_hex().as_str())
     }
 
     /// Returns facts about an object; `None` if there is none.
@@ -225,7 +242,7 @@ impl Remote {
         let path = self.index(&name);
         let length = description.chunks() * chunk::NAME_BYTES as u64;
         let packed = self.get(&path, most_packed(length)).await?;
-        let packed = packed.ok_or_else(|| damaged(&path, "it is missing".into()))?;
+        let packed = packed.ok_or_else(|| damaged(&path, MISSING.into()))?;
         let length = usize::try_from(length).unwrap_or(usize::MAX);
         let index = chunk::unpack(&packed, length, &name);
         Ok(chunk::decode(&index.map_err(|why| damaged(&path, why))?))
@@ -244,22 +261,16 @@ impl Remote {
         found.map_err(failed(path))
     }
 
-    /// Returns the names of all snapshots, and whether each has a signature.
-    pub(crate) async fn names(&self) -> Result<Vec<(String, bool)>, TransferError> {
+    /// Returns the names of all snapshots, sorted.
+    pub(crate) async fn names(&self) -> Result<Vec<String>, TransferError> {
         let objects = self.under(&self.path("snapshots")).await?;
-        let files: Vec<&str> = objects
+        let files = objects
             .iter()
-            .filter_map(|object| object.location.filename())
-            .collect();
-        let names = files.iter().filter_map(|file| file.strip_suffix(".json"));
-        let mut names: Vec<(String, bool)> = names
-            .map(|name| {
-                (
-                    name.to_owned(),
-                    files.contains(&format!("{name}.sig").as_str()),
-                )
-            })
-            .collect();
+            .filter_map(|object| object.location.filename());
+        let names = files.filter_map(|file| file.strip_suffix(".json"));
+        // Others are not ours, or shall confuse a terminal.
+        let names = names.filter(|name| memfold_vm::check_name("snapshot", name).is_ok());
+        let mut names: Vec<String> = names.map(str::to_owned).collect();
         names.sort();
         Ok(names)
     }
@@ -268,15 +279,15 @@ impl Remote {
     pub fn list(&self) -> Result<Vec<RemoteSnapshot>, TransferError> {
         self.wait(async {
             let mut found = Vec::new();
-            for (name, signed) in self.names().await? {
+            for name in self.names().await? {
                 found.push(match self.describe(&name).await {
-                    Ok((description, _)) => RemoteSnapshot {
+                    Ok((description, bytes)) => RemoteSnapshot {
                         name,
-                        vm: description.manifest.vm.clone(),
+                        vm: description.manifest.vm.escape_debug().to_string(),
                         created_s: description.manifest.created_s,
                         memory_bytes: description.manifest.memory().0,
                         stored_bytes: description.stored_bytes,
-                        signed,
+                        signed: self.look(&self.signature(&bytes)).await?.is_some(),
                         problem: None,
                     },
                     // Another host may have removed it just now.
@@ -287,8 +298,8 @@ impl Remote {
                         created_s: 0,
                         memory_bytes: 0,
                         stored_bytes: 0,
-                        signed,
-                        problem: Some(why),
+                        signed: false,
+                        problem: Some(why.escape_debug().to_string()),
                     },
                     Err(error) => return Err(error),
                 });
@@ -305,7 +316,7 @@ impl Remote {
         trust: Option<&str>,
     ) -> Result<(), TransferError> {
         let Some(key) = trust else { return Ok(()) };
-        let found = self.get(&self.signature(name), signature::BYTES).await?;
+        let found = self.get(&self.signature(bytes), signature::BYTES).await?;
         let Some(found) = found else {
             return Err(TransferError::Unsigned {
                 name: name.to_owned(),
@@ -321,6 +332,9 @@ impl Remote {
         }
     }
 }
+
+/// Reason why an object that a description names cannot be read.
+pub(crate) const MISSING: &str = "it is missing; the snapshot was perhaps removed meanwhile";
 
 /// Returns the most bytes that Zstandard needs for `length` bytes (`ZSTD_compressBound`).
 pub(crate) const fn most_packed(length: u64) -> u64 {

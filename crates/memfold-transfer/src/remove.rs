@@ -23,6 +23,9 @@ pub struct RemoveReport {
     /// Number of chunks and indexes that no snapshot names but that are younger than a day: a push
     /// may be under way that needs them. A later removal takes them.
     pub objects_left: u64,
+    /// Reason why no chunk was removed: another snapshot's description or index cannot be read, so
+    /// its chunks are not known. Unset: chunks were removed.
+    pub kept_because: Option<String>,
 }
 
 /// Removes a snapshot from a store: first its description, so that nobody begins to pull it, then
@@ -30,51 +33,85 @@ pub struct RemoveReport {
 pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError> {
     remote.wait(async {
         let place = remote.description(name);
-        if remote.look(&place).await?.is_none() {
+        let Some(bytes) = remote.get(&place, super::description::MOST_BYTES).await? else {
             return Err(remote.unknown(name));
-        }
+        };
+        let used = used(remote, name).await;
         delete(remote, &place).await?;
-        let signature = remote.signature(name);
-        // Not every server takes the deletion of an object that is not there.
-        if remote.look(&signature).await?.is_some() {
-            delete(remote, &signature).await?;
-        }
-        let mut used = HashSet::new();
-        for (other, _) in remote.names().await? {
-            let description = match remote.describe(&other).await {
-                Err(TransferError::Unknown { .. }) => continue,
-                // A snapshot that cannot be read may be mended, so all of its chunks must stay.
-                found => found?.0,
-            };
-            let index = remote.read_index(&description).await?;
-            used.extend(index.iter().flatten().map(|chunk| remote.chunk(chunk)));
-            used.extend(
-                description
-                    .index_hash()
-                    .ok()
-                    .map(|index| remote.index(&index)),
-            );
-        }
+        delete(remote, &remote.signature(&bytes)).await?;
         let mut report = RemoveReport {
             name: name.to_owned(),
             objects_removed: 0,
             bytes_removed: 0,
             objects_left: 0,
+            kept_because: None,
         };
-        for place in [remote.chunks(), remote.indexes()] {
-            let objects = remote.under(&place).await?;
-            for object in objects.iter().filter(|o| !used.contains(&o.location)) {
-                if is_old(object) {
-                    delete(remote, &object.location).await?;
-                    report.objects_removed += 1;
-                    report.bytes_removed += object.size;
-                } else {
-                    report.objects_left += 1;
-                }
-            }
+        match used {
+            Ok(used) => clean(remote, &used, &mut report).await?,
+            Err(error) => report.kept_because = Some(error.to_string()),
         }
         Ok(report)
     })
+}
+
+/// Returns the objects that snapshots other than `name` need.
+async fn used(remote: &Remote, name: &str) -> Result<HashSet<Path>, TransferError> {
+    let mut used = HashSet::new();
+    for other in remote.names().await?.iter().filter(|other| *other != name) {
+        let description = match remote.describe(other).await {
+            Err(TransferError::Unknown { .. }) => continue,
+            found => found?.0,
+        };
+        let index = remote.read_index(&description).await?;
+        used.extend(index.iter().flatten().map(|chunk| remote.chunk(chunk)));
+        used.extend(
+            description
+                .index_hash()
+                .ok()
+                .map(|index| remote.index(&index)),
+        );
+    }
+    Ok(used)
+}
+
+/// Removes chunks and indexes that are not in `used` and that no push may need.
+async fn clean(
+    remote: &Remote,
+    used: &HashSet<Path>,
+    report: &mut RemoveReport,
+) -> Result<(), TransferError> {
+    for place in [remote.chunks(), remote.indexes()] {
+        let objects = remote.under(&place).await?;
+        let unused = objects
+            .iter()
+            .filter(|o| !used.contains(&o.location) && is_ours(remote, o));
+        for object in unused {
+            // A push may have sent it again since it was listed.
+            let now = if is_old(object) {
+                remote.look(&object.location).await?
+            } else {
+                Some(object.clone())
+            };
+            match now {
+                Some(now) if is_old(&now) => {
+                    delete(remote, &now.location).await?;
+                    report.objects_removed += 1;
+                    report.bytes_removed += now.size;
+                }
+                Some(_) => report.objects_left += 1,
+                None => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether an object lies where memfold puts a chunk or an index. A directory may hold
+/// other files, and links to them.
+fn is_ours(remote: &Remote, object: &ObjectMeta) -> bool {
+    let name = object.location.filename().unwrap_or_default();
+    blake3::Hash::from_hex(name)
+        .is_ok_and(|hash| [remote.chunk(&hash), remote.index(&hash)].contains(&object.location))
 }
 
 fn is_old(object: &ObjectMeta) -> bool {
@@ -82,7 +119,11 @@ fn is_old(object: &ObjectMeta) -> bool {
     age.is_ok_and(|age| age > UNUSED)
 }
 
+/// Deletes an object, if it is there: not every server takes the deletion of one that is not.
 async fn delete(remote: &Remote, path: &Path) -> Result<(), TransferError> {
+    if remote.look(path).await?.is_none() {
+        return Ok(());
+    }
     match remote.store.delete(path).await {
         Err(object_store::Error::NotFound { .. }) => Ok(()),
         done => done.map_err(failed(path)),

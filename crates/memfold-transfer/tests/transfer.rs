@@ -120,6 +120,7 @@ impl Hosts {
         self.pull_as(&PullRequest {
             from: name.into(),
             name: name.into(),
+            domain: Some("bank".into()),
             ..PullRequest::default()
         })
     }
@@ -202,7 +203,11 @@ fn a_pulled_snapshot_has_the_same_bytes_and_its_disks_are_built_on_files_of_its_
     let pulled = hosts.pull("warm").unwrap();
     assert_eq!(pulled.fetched_bytes, pulled.stored_bytes);
     let manifest = hosts.there.manifest("warm").unwrap();
-    assert_eq!((manifest.domain, manifest.sums), (None, saved.sums));
+    // The domain is the pulling host's choice.
+    assert_eq!(
+        (manifest.domain.as_deref(), manifest.sums),
+        (Some("bank"), saved.sums)
+    );
     for part in ["ram", "ram.sums", "devices"] {
         let read = |shelf: &Shelf| fs::read(shelf.path("warm").unwrap().join(part)).unwrap();
         assert!(read(&hosts.here) == read(&hosts.there), "{part}");
@@ -338,41 +343,61 @@ fn an_interrupted_push_shows_nothing_and_a_later_one_sends_the_rest() {
     );
 }
 
-#[test]
-fn a_description_that_names_files_of_this_host_is_refused() {
+/// Returns hosts with a pushed snapshot `warm`, and its description.
+fn pushed() -> (Hosts, Value) {
     let hosts = Hosts::new();
     hosts.save("warm", 2, |_| {});
     hosts.push("warm");
+    let text = fs::read(hosts.path("store/snapshots/warm.json")).unwrap();
+    (hosts, serde_json::from_slice(&text).unwrap())
+}
+
+/// Returns why a description that was changed in the store is refused.
+fn refusal(hosts: &Hosts, good: &Value, change: &dyn Fn(&mut Value)) -> String {
+    let mut bad = good.clone();
+    change(&mut bad);
     let path = hosts.path("store/snapshots/warm.json");
-    let good: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    let with = |change: &dyn Fn(&mut Value)| {
-        let mut bad = good.clone();
-        change(&mut bad);
-        fs::write(&path, serde_json::to_vec(&bad).unwrap()).unwrap();
-        let told = hosts.pull("warm").unwrap_err().to_string();
-        assert!(hosts.pulled().is_empty());
-        told
-    };
+    fs::write(path, serde_json::to_vec(&bad).unwrap()).unwrap();
+    let told = hosts.pull("warm").unwrap_err().to_string();
+    assert!(hosts.pulled().is_empty());
+    told
+}
+
+/// Returns a change of one value of a description.
+fn set(pointer: &str, value: impl Into<Value>) -> impl Fn(&mut Value) {
+    let (pointer, value) = (pointer.to_owned(), value.into());
+    move |of| *of.pointer_mut(&pointer).unwrap() = value.clone()
+}
+
+#[test]
+fn a_description_that_names_files_of_this_host_is_refused() {
+    let (hosts, good) = pushed();
+    let with = |change: &dyn Fn(&mut Value)| refusal(&hosts, &good, change);
     let disk = "/manifest/disks/0";
-    let set = |pointer: String, value: Value| {
-        move |of: &mut Value| *of.pointer_mut(&pointer).unwrap() = value.clone()
-    };
     for value in ["/etc/shadow", "../disk0.qcow2", "x/disk0.qcow2", ""] {
-        let told = with(&set(format!("{disk}/path"), value.into()));
-        assert!(told.contains("not among its files"), "{value}: {told}");
+        let told = with(&set(&format!("{disk}/path"), value));
+        let is_refused = ["not among its files", "a kind that no snapshot has"];
+        assert!(
+            is_refused.iter().any(|why| told.contains(why)),
+            "{value}: {told}"
+        );
     }
-    let told = with(&set(format!("{disk}/backing/0/path"), "/etc/shadow".into()));
+    let told = with(&set(&format!("{disk}/backing/0/path"), "/etc/shadow"));
     assert!(told.contains("/etc/shadow, which is not"), "{told}");
-    let told = with(&set(format!("{disk}/backing"), json!([])));
+    let told = with(&set(&format!("{disk}/backing"), json!([])));
     assert!(
         told.contains("a backing file that its manifest does not name"),
         "{told}"
     );
-    let told = with(&set(format!("{disk}/format"), "raw".into()));
-    assert!(told.contains("raw disk has a backing file"), "{told}");
+    let told = with(&set(&format!("{disk}/format"), "raw"));
+    assert!(told.contains("a kind that no snapshot has"), "{told}");
     let refers =
         json!({ "table": { "bytes": 0, "xxh3_128": "" }, "sources": ["/etc/shadow"], "pages": 0 });
-    let told = with(&|of: &mut Value| of["manifest"]["references"] = refers.clone());
+    let told = with(&|of: &mut Value| {
+        of["manifest"]["references"] = refers.clone();
+        let files = of["files"].as_array_mut().unwrap();
+        files.push(json!({ "name": "ram.refs", "bytes": 0 }));
+    });
     assert!(told.contains("/etc/shadow"), "{told}");
     let told = with(&|of: &mut Value| of["manifest"]["spec"]["files"] = json!(["/etc/shadow"]));
     assert!(told.contains("/etc/shadow"), "{told}");
@@ -387,15 +412,62 @@ fn a_description_that_names_files_of_this_host_is_refused() {
         "disk0",
         "ram.zst",
     ] {
-        let told = with(&set("/files/0/name".into(), name.into()));
+        let told = with(&set("/files/0/name", name));
         assert!(told.contains("names a file"), "{name}: {told}");
     }
-    let told = with(&set("/files/0/bytes".into(), u64::MAX.into()));
+    let told = with(&set("/files/0/bytes", u64::MAX));
     assert!(told.contains("chunks"), "{told}");
-    let told = with(&set("/files/0/bytes".into(), (65 * MIB).into()));
-    assert!(told.contains("does not have"), "{told}");
-    let told = with(&set("/format".into(), 2.into()));
+    let told = with(&set("/files/0/bytes", 65 * MIB));
+    assert!(told.contains("has another length"), "{told}");
+    let told = with(&set("/format", 2));
     assert!(told.contains("update memfold"), "{told}");
+}
+
+#[test]
+fn a_description_with_other_disks_options_or_sizes_than_a_save_makes_is_refused() {
+    let (hosts, good) = pushed();
+    let with = |change: &dyn Fn(&mut Value)| refusal(&hosts, &good, change);
+    // Disks that no snapshot has: one more than was saved, a raw one of its own, a base that can be
+    // written.
+    let told = with(&|of: &mut Value| {
+        let disks = of["manifest"]["spec"]["disks"].as_array_mut().unwrap();
+        disks.push(json!({ "path": "/dev/sda", "format": "raw" }));
+    });
+    assert!(told.contains("other disks than were saved"), "{told}");
+    let told = with(&|of: &mut Value| {
+        let saved = &mut of["manifest"]["disks"][0];
+        (saved["format"], saved["backing"]) = ("raw".into(), json!([]));
+    });
+    assert!(told.contains("a kind that no snapshot has"), "{told}");
+    let told = with(&|of: &mut Value| {
+        let base = of["manifest"]["disks"][0]["backing"][0]["path"].clone();
+        let saved = &mut of["manifest"]["disks"][0];
+        (saved["path"], saved["format"], saved["backing"]) = (base, "raw".into(), json!([]));
+    });
+    assert!(told.contains("a kind that no snapshot has"), "{told}");
+    // Texts that become parts of QEMU's options.
+    let told = with(&set("/manifest/machine", "pc,initrd=/etc/shadow"));
+    assert!(told.contains("machine type"), "{told}");
+    let told = with(&|of: &mut Value| of["manifest"]["spec"]["cpu"] = "max file=/etc".into());
+    assert!(told.contains("CPU model"), "{told}");
+    let told = with(&set("/manifest/vm", "../web1"));
+    assert!(told.contains("no valid name"), "{told}");
+    let told = with(&|of: &mut Value| of["manifest"]["spec"]["swap"] = "1GiB".into());
+    assert!(told.contains("swap disk"), "{told}");
+    let agent = json!({ "words": [], "disks": [], "agent": "a,logfile=/etc/cron.d/x" });
+    let told = with(&|of: &mut Value| of["manifest"]["spec"]["foreign"] = agent.clone());
+    assert!(told.contains("--trust"), "{told}");
+    // Tables that would fill the daemon's memory.
+    let told = with(&|of: &mut Value| {
+        of["manifest"]["sums"]["bytes"] = (1_u64 << 40).into();
+        let files = of["files"].as_array_mut().unwrap();
+        let sums = files
+            .iter_mut()
+            .find(|file| file["name"] == "ram.sums")
+            .unwrap();
+        sums["bytes"] = (1_u64 << 40).into();
+    });
+    assert!(told.contains("ram.sums"), "{told}");
     let arguments = json!(["-chardev", "file,id=x,path=/etc/passwd"]);
     let told = with(&|of: &mut Value| of["manifest"]["spec"]["qemu_args"] = arguments.clone());
     assert!(
@@ -479,7 +551,7 @@ fn only_the_signature_of_the_trusted_key_lets_a_snapshot_in() {
     let text = String::from_utf8(good.clone()).unwrap();
     fs::write(&path, text.replace("pvpanic", "pvpanik")).unwrap();
     let told = pull(&public).unwrap_err();
-    assert!(matches!(told, TransferError::Signature { .. }), "{told}");
+    assert!(matches!(told, TransferError::Unsigned { .. }), "{told}");
     fs::write(&path, good).unwrap();
     assert!(pull(&public).unwrap().trusted);
     let domain = hosts.there.manifest("warm").unwrap().spec.domain;
@@ -595,4 +667,103 @@ fn a_snapshot_is_pushed_listed_pulled_and_removed_through_an_s3_server() {
     assert!(ram(&hosts.here) == ram(&hosts.there));
     let told = hosts.pull("other").unwrap_err();
     assert!(matches!(told, TransferError::Unknown { .. }), "{told}");
+}
+
+#[test]
+fn a_pull_does_not_write_to_a_base_that_another_snapshot_has() {
+    let hosts = Hosts::new();
+    hosts.save("first", 2, |_| {});
+    hosts.push("first");
+    hosts.pull("first").unwrap();
+    let base = hosts.there.path("first").unwrap().join("base0");
+    let before = fs::read(&base).unwrap();
+    // A pull was killed after it had found the base here; then another snapshot got its name.
+    let draft = base.parent().unwrap().with_file_name(".second.pull");
+    fs::create_dir(&draft).unwrap();
+    fs::hard_link(&base, draft.join("base0")).unwrap();
+    let other = File::options().write(true).open(hosts.path("base.img"));
+    other
+        .unwrap()
+        .write_all_at(&random(98, MIB), 2 * MIB)
+        .unwrap();
+    hosts.save("second", 3, |_| {});
+    hosts.push("second");
+    hosts.pull("second").unwrap();
+    assert!(
+        fs::read(&base).unwrap() == before,
+        "the first snapshot's base has changed"
+    );
+    let second = fs::read(hosts.there.path("second").unwrap().join("base0")).unwrap();
+    assert!(second == fs::read(hosts.path("base.img")).unwrap());
+    // A base that was damaged here is fetched again, and does not spread.
+    let file = File::options().write(true).open(&base).unwrap();
+    file.write_all_at(b"damaged", MIB).unwrap();
+    let request = PullRequest {
+        from: "first".into(),
+        name: "third".into(),
+        domain: Some("bank".into()),
+        ..PullRequest::default()
+    };
+    hosts.pull_as(&request).unwrap();
+    let third = fs::read(hosts.there.path("third").unwrap().join("base0")).unwrap();
+    assert!(third == before);
+}
+
+#[test]
+fn bases_are_shared_within_a_trust_domain_only_and_go_with_the_last_snapshot() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let pull = |name: &str, domain: Option<&str>| {
+        let request = PullRequest {
+            from: "warm".into(),
+            name: name.into(),
+            domain: domain.map(str::to_owned),
+            ..PullRequest::default()
+        };
+        hosts.pull_as(&request).unwrap();
+        fs::metadata(hosts.there.path(name).unwrap().join("base0"))
+            .unwrap()
+            .ino()
+    };
+    let bank = [pull("one", Some("bank")), pull("two", Some("bank"))];
+    assert_eq!(bank[0], bank[1]);
+    let others = [
+        pull("three", Some("shop")),
+        pull("four", None),
+        pull("five", None),
+    ];
+    assert!(others[0] != bank[0] && others[1] != others[2]);
+    for name in ["one", "two", "three", "four", "five"] {
+        hosts.there.remove(name).unwrap();
+    }
+    assert_eq!(fs::read_dir(hosts.there.bases()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_store_that_is_not_there_and_files_of_others_in_it_are_left_alone() {
+    let hosts = Hosts::new();
+    let missing = format!("file://{}/none", hosts.path("store").display());
+    let told = Remote::open(&missing).unwrap_err();
+    assert!(told.to_string().contains("no such directory"), "{told}");
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let data = hosts.path("data");
+    fs::create_dir(&data).unwrap();
+    let old = SystemTime::now() - Duration::from_secs(3 * 24 * 3600);
+    let write = |path: PathBuf| {
+        fs::write(&path, b"of another program").unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_modified(old).unwrap();
+        path
+    };
+    let name = "0".repeat(64);
+    let kept = [
+        write(data.join("table")),
+        write(data.join(&name)),
+        write(hosts.path("store/chunks/notes")),
+    ];
+    std::os::unix::fs::symlink(&data, hosts.path("store/chunks/link")).unwrap();
+    remove(&hosts.remote(), "warm").unwrap();
+    assert!(kept.iter().all(|path| path.exists()));
 }

@@ -41,7 +41,10 @@ impl Machine {
                 let Some((agent, machine)) = found else {
                     return;
                 };
-                if agent.wait_session(Duration::from_secs(1)).is_ok() && work(&machine) {
+                let is_there = agent.wait_session(Duration::from_secs(1)).is_ok();
+                // A link that lives longer than its VM would connect to a new VM of that name.
+                drop(agent);
+                if is_there && work(&machine) {
                     return;
                 }
             }

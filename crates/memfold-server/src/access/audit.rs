@@ -35,11 +35,11 @@ const REFUSALS_A_MINUTE: u32 = 60;
 /// Names of the fields of a request's body and query that are logged if their values are numbers,
 /// truth values or short texts.
 const DETAILS: &str = "\
-    advisor announce bytes cleartext compress content cover_percent cpu_percent despite_brake \
-    disks domain drop_s durability for_vms force from_boot_snapshot host keep keep_clock \
+    advisor allow_arguments announce bytes cleartext compress content cover_percent cpu_percent despite_brake \
+    disks domain drop_s durability for_vms force from from_boot_snapshot host keep keep_clock \
     least_bytes leave_percent listen live max_bytes memory name no_lay one_domain \
     pages_per_second paused pinned prefetch qmp renew reserve role root seconds segment stripes \
-    target_s timeout_s top_files_bytes transport trust_domain unmerge vm writer";
+    target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm writer";
 
 /// Label and role of the session that a login has begun, attached to the response.
 #[derive(Clone, Debug)]
@@ -337,7 +337,7 @@ mod tests {
     }
 
     /// Fields that may contain secrets and are never logged.
-    const LEFT_OUT: [&str; 2] = ["script", "secret"];
+    const LEFT_OUT: [&str; 4] = ["key", "script", "secret", "trust"];
 
     #[test]
     fn each_field_of_a_change_request_is_audited_or_explicitly_left_out() {

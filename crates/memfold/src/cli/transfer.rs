@@ -145,6 +145,9 @@ fn removed(reports: &[RemoveReport]) -> String {
             0 => String::new(),
             left => format!("; {left} unused objects are younger than a day, and stay"),
         };
+        if let Some(why) = &report.kept_because {
+            return format!("removed {}; its chunks stay: {why}", report.name);
+        }
         format!(
             "removed {}: {} objects ({}) that no other snapshot has{left}",
             report.name,

@@ -32,7 +32,7 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-const COMMANDS: [(&[&str], &[&str], bool); 52] = [
+const COMMANDS: [(&[&str], &[&str], bool); 54] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -111,6 +111,16 @@ const COMMANDS: [(&[&str], &[&str], bool); 52] = [
     (
         &["snapshot", "restore"],
         &["from a snapshot", "--as"],
+        false,
+    ),
+    (
+        &["snapshot", "push"],
+        &["object store", "credentials", "Sign"],
+        false,
+    ),
+    (
+        &["snapshot", "pull"],
+        &["object store", "Trust domain", "interrupted"],
         false,
     ),
     (&["snapshot", "list"], &["List all snapshots"], true),
@@ -467,6 +477,7 @@ fn refused_commands_name_the_condition_and_the_fix() {
         &["snapshot", "inspect", "ghost"][..],
         &["snapshot", "verify", "ghost"],
         &["snapshot", "remove", "ghost"],
+        &["snapshot", "push", "ghost", "file:///"],
         &["snapshot", "restore", "ghost", "--as", "a"],
         &["clone", "ghost"],
     ] {

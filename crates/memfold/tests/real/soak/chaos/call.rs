@@ -16,13 +16,18 @@ use super::testbed::{Testbed, lock, threads};
 use crate::served::Random;
 
 /// Commands that are not called, each with the reason.
-const LEFT_OUT: [(&str, &str); 3] = [
+const LEFT_OUT: [(&str, &str); 5] = [
     ("serve", "it is the daemon: disturbances start and end it"),
     ("demo", "it has a daemon and VMs of its own, for minutes"),
     (
         "bench",
         "studies have daemons and VMs of their own, for minutes to hours",
     ),
+    (
+        "snapshot push",
+        "it copies a gigabyte of disk image; beside::object_store kills daemons meanwhile",
+    ),
+    ("snapshot pull", "as snapshot push"),
 ];
 
 /// Seconds that a call may take longer than without disturbances: the daemon is stopped for at most
