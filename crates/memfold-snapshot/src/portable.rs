@@ -244,8 +244,15 @@ fn strange(manifest: &Manifest) -> Option<&'static str> {
         !text.is_empty() && text.len() < 1024 && text.chars().all(is_fine)
     };
     let has_name = |text: &str| memfold_vm::check_name("VM", text).is_ok();
-    if !is_word(&manifest.machine, ".-_") || !is_word(&manifest.accel, "") {
-        return Some("its machine type is not a name");
+    // A machine has switches, such as `hpet=off`. Other values could name files.
+    let mut machine = manifest.machine.split(',');
+    let is_machine = machine.next().is_some_and(|name| is_word(name, ".-_"));
+    let is_switch = |part: &str| {
+        let value = part.split_once('=').filter(|(key, _)| is_word(key, "-_"));
+        value.is_some_and(|(_, value)| ["auto", "off", "on"].contains(&value))
+    };
+    if !is_machine || !machine.all(is_switch) || !is_word(&manifest.accel, "") {
+        return Some("its machine type is not a name with switches");
     }
     if spec
         .cpu

@@ -93,7 +93,7 @@ impl Hosts {
         saved["backing"] = json!([facts(&base)]);
         let mut manifest = json!({
             "format": 1, "name": name, "domain": "shop", "vm": "web1", "created_s": 7,
-            "memfold": "0.1.0", "keep": "none", "qemu": [10, 0, 2], "machine": "pc-q35-10.0",
+            "memfold": "0.1.0", "keep": "none", "qemu": [10, 0, 2], "machine": "pc-q35-10.0,hpet=off",
             "accel": "tcg", "blocks": [],
             "counts": { "pages": 0, "saved_pages": 0, "zero_pages": 0 },
             "ram_bytes": 64 * MIB, "sums": sums, "devices": devices, "disks": [saved],
@@ -446,8 +446,16 @@ fn a_description_with_other_disks_options_or_sizes_than_a_save_makes_is_refused(
     });
     assert!(told.contains("a kind that no snapshot has"), "{told}");
     // Texts that become parts of QEMU's options.
-    let told = with(&set("/manifest/machine", "pc,initrd=/etc/shadow"));
-    assert!(told.contains("machine type"), "{told}");
+    for machine in [
+        "pc,initrd=/etc/shadow",
+        "pc,hpet=off,kernel=on/x",
+        "pc,",
+        ",hpet=off",
+        "a b",
+    ] {
+        let told = with(&set("/manifest/machine", machine));
+        assert!(told.contains("machine type"), "{machine}: {told}");
+    }
     let told = with(&|of: &mut Value| of["manifest"]["spec"]["cpu"] = "max file=/etc".into());
     assert!(told.contains("CPU model"), "{told}");
     let told = with(&set("/manifest/vm", "../web1"));
