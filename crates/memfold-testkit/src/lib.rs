@@ -1,5 +1,5 @@
-//! Helpers for memfold's tests: skips that are counted, and waits whose deadlines adapt to the
-//! machine's speed.
+//! Helpers for memfold's tests: skips that are counted, waits whose deadlines adapt to the
+//! machine's speed, and an S3 server.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -16,8 +16,10 @@
 //! | `MEMFOLD_TEST_SKIPS` | file to which each skip is appended; `scripts/test` reads it |
 //! | `MEMFOLD_REAL` | set: tests of the real ring fail where they would otherwise skip |
 
+mod s3;
 mod skip;
 mod wait;
 
+pub use s3::S3Server;
 pub use skip::{report_skip, reports_skip};
 pub use wait::{patience, slowness, wait_for, wait_until};

@@ -1,14 +1,14 @@
 //! Snapshots go to an object store and come back: as they were, or not at all.
 
 use std::fs::{self, File};
-use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use memfold_host::progress::Progress;
 use memfold_snapshot::{Manifest, Shelf};
+use memfold_testkit::S3Server;
 use memfold_transfer::{
     PullReport, PullRequest, PushReport, PushRequest, Remote, TransferError, pull, push, remove,
 };
@@ -617,46 +617,14 @@ fn a_removal_takes_old_chunks_that_no_other_snapshot_has() {
     hosts.pull("second").unwrap();
 }
 
-/// A server that ends with the test.
-struct Server(Child);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn a_snapshot_is_pushed_listed_pulled_and_removed_through_an_s3_server() {
-    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web/node_modules/s3rver");
-    if !program.exists() {
-        memfold_testkit::skip!("no web/node_modules/s3rver; run 'make setup'");
-    }
     let mut hosts = Hosts::new();
-    let port = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
-    let child = Command::new("node")
-        .arg(program.join("bin/s3rver.js"))
-        .args([
-            "--address",
-            "127.0.0.1",
-            "--silent",
-            "--port",
-            &port.to_string(),
-        ])
-        .arg("--directory")
-        .arg(hosts.path("store"))
-        .args(["--configure-bucket", "memfold"])
-        .spawn()
-        .unwrap();
-    let _server = Server(child);
-    let answers = || TcpStream::connect(("127.0.0.1", port)).is_ok();
-    memfold_testkit::wait_until("the S3 server answers", Duration::from_secs(30), answers);
-    hosts.s3 = Some(port);
+    let server = match S3Server::start(&hosts.path("store")) {
+        Ok(server) => server,
+        Err(why) => memfold_testkit::skip!("{why}"),
+    };
+    hosts.s3 = Some(server.port);
     hosts.save("warm", 2, |_| {});
     hosts.save("other", 3, |_| {});
     assert!(hosts.remote().list().unwrap().is_empty());

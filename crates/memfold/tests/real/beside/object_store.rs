@@ -1,14 +1,13 @@
 //! A snapshot travels through a real S3 server to a daemon that shares nothing with the first one.
 
-use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use memfold_api::RestoreRequest;
 use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::SnapshotInfo;
-use memfold_testkit::{skip, wait_until};
+use memfold_testkit::{S3Server, skip, wait_until};
 use memfold_transfer::{PullReport, PushReport, RemoteSnapshot};
 use memfold_units::ByteSize;
 use serde::de::DeserializeOwned;
@@ -18,40 +17,6 @@ use crate::served::{Served, exec, wait_agent};
 use crate::support;
 
 const URL: &str = "s3://memfold/fleet";
-
-/// The S3 server, with an empty bucket.
-struct S3(Child);
-
-impl S3 {
-    fn start(directory: &Path, port: u16) -> Self {
-        let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web/node_modules/s3rver");
-        let child = Command::new("node")
-            .arg(program.join("bin/s3rver.js"))
-            .args([
-                "--address",
-                "127.0.0.1",
-                "--silent",
-                "--port",
-                &port.to_string(),
-            ])
-            .arg("--directory")
-            .arg(directory)
-            .args(["--configure-bucket", "memfold"])
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
-        let answers = || TcpStream::connect(("127.0.0.1", port)).is_ok();
-        wait_until("the S3 server answers", Duration::from_secs(30), answers);
-        Self(child)
-    }
-}
-
-impl Drop for S3 {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// Runs a command of memfold. Returns its answer, or its error.
 fn memfold<T: DeserializeOwned>(state: &Path, words: &[&str]) -> Result<T, String> {
@@ -73,10 +38,6 @@ fn a_snapshot_reaches_another_daemon_through_an_s3_server_although_both_are_kill
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let server = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web/node_modules/s3rver");
-    if !server.exists() {
-        skip!("no web/node_modules/s3rver; run 'make setup'");
-    }
     let directory = tempfile::tempdir().unwrap();
     let place = |name: &str| {
         let place = directory.path().join(name);
@@ -84,12 +45,11 @@ fn a_snapshot_reaches_another_daemon_through_an_s3_server_although_both_are_kill
         place
     };
     let (here, there, store) = (place("here"), place("there"), place("store"));
-    let port = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
-    let endpoint = format!("http://127.0.0.1:{port}");
+    let server = match S3Server::start(&store) {
+        Ok(server) => server,
+        Err(why) => skip!("{why}"),
+    };
+    let endpoint = format!("http://127.0.0.1:{}", server.port);
     let environment = [
         ("AWS_ACCESS_KEY_ID", "S3RVER"),
         ("AWS_SECRET_ACCESS_KEY", "S3RVER"),
@@ -97,7 +57,6 @@ fn a_snapshot_reaches_another_daemon_through_an_s3_server_although_both_are_kill
         ("AWS_ALLOW_HTTP", "true"),
         ("AWS_REGION", "us-east-1"),
     ];
-    let _server = S3::start(&store, port);
     let mut first = Served::new(&here, &["web"]).environment(&environment);
     let mut second = Served::new(&there, &["copy"]).environment(&environment);
     first.start();
