@@ -743,3 +743,47 @@ fn a_store_that_is_not_there_and_files_of_others_in_it_are_left_alone() {
     remove(&hosts.remote(), "warm").unwrap();
     assert!(kept.iter().all(|path| path.exists()));
 }
+
+/// A mounted file system, unmounted when the value is dropped.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    /// Mounts a file system of `mib` MiB; `None` without the right to do so.
+    fn mount(place: PathBuf, mib: u64) -> Option<Self> {
+        fs::create_dir_all(&place).unwrap();
+        let size = format!("size={mib}m");
+        let mut command = Command::new("mount");
+        command
+            .args(["-t", "tmpfs", "-o", &size, "none"])
+            .arg(&place);
+        let is_done = command.status().is_ok_and(|status| status.success());
+        is_done.then_some(Self(place))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_pull_to_a_full_disk_says_what_is_missing_and_leaves_no_snapshot() {
+    let hosts = Hosts::new();
+    let Some(disk) = SmallDisk::mount(hosts.path("there"), 16) else {
+        memfold_testkit::skip!("cannot mount a file system; run as root");
+    };
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    // Names with a dot are no snapshots.
+    let filler = disk.0.join(".filler");
+    fs::write(&filler, random(7, 11 * MIB)).unwrap();
+    let told = hosts.pull("warm").unwrap_err();
+    assert!(matches!(told, TransferError::Space { .. }), "{told}");
+    assert!(told.to_string().contains("free space there"), "{told}");
+    assert!(hosts.pulled().is_empty());
+    fs::remove_file(&filler).unwrap();
+    hosts.pull("warm").unwrap();
+    let ram = |shelf: &Shelf| fs::read(shelf.path("warm").unwrap().join("ram")).unwrap();
+    assert!(ram(&hosts.here) == ram(&hosts.there));
+}
