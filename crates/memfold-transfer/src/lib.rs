@@ -4,7 +4,7 @@
 //!   snapshot's files --1 MiB--> chunk --BLAKE3--> name    --zstd--> chunks/HH/HASH           what is there is not sent again
 //!                                  '--> table of all chunks' names  indexes/HASH
 //!                                                 manifest, files   snapshots/NAME.json      written last
-//!                                                 Ed25519 (if asked) snapshots/NAME.sig
+//!                                                 Ed25519 (if asked) signatures/HASH
 //! ```
 //! The layout is in `docs/object-store-format.md`. The store is not trusted: each chunk and each
 //! index is compared with its name before its bytes are used, and a signature covers the rest.
