@@ -1,4 +1,5 @@
-//! Notes the commit that a program is built from, for metrics and the studies' results.
+//! Sets `MEMFOLD_GIT` to the commit from which the program is built. Metrics and the studies'
+//! results contain the commit.
 
 use std::path::Path;
 use std::process::Command;

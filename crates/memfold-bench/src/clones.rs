@@ -1,4 +1,4 @@
-//! Study of clones of one warm VM: how long each takes to start, and how much memory it uses.
+//! Study `clones`: how long each clone of one saved VM takes to start, and how much memory it uses.
 //!
 //! A Debian VM boots, a program in it fills memory with random bytes, and the VM is saved without
 //! its page cache. Then clones are started one after the other, and all keep running. Each clone
@@ -83,7 +83,7 @@ struct Clone {
     ms: f64,
 }
 
-/// Runs the study. Returns `results` and `samples`.
+/// Runs the study `clones`. Returns its JSON record, with the parts `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let number_of_clones = options.pick(10, 30);
     let lab = Lab::new(EngineSettings::default())?;
@@ -219,7 +219,8 @@ fn different(held: &str, template: &str, said: &[String]) -> usize {
     ok
 }
 
-/// Makes a clone take private memory and give it back.
+/// Makes a clone take private memory by reading files, and then free it. Measures how much of the
+/// memory the host gets back.
 fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
     let private = || anyhow::Ok(Proc::default().rss_anon(clone.pid)?.0);
     let dropped = || {
@@ -269,7 +270,7 @@ fn percentile(values: &[f64], percent: usize) -> f64 {
     value.unwrap_or(f64::NAN)
 }
 
-/// Draws the study's figure.
+/// Draws the figure of the study `clones` from its record `study`.
 pub fn figures(study: &Value) -> Vec<Figure> {
     let series = |key: &str, name: &str| {
         let times = study["samples"][key].as_array();

@@ -115,7 +115,7 @@ impl Name {
     }
 }
 
-/// Parses the command line and carries it out.
+/// Parses the command line of `memfold-bench`, runs the command, and returns the exit code.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let filter = EnvFilter::try_from_env("MEMFOLD_LOG").unwrap_or_else(|_| "warn".into());

@@ -1,5 +1,5 @@
-//! `memfold demo`: folds three real VMs, and compares the memory saved with that of KSM on the same
-//! VMs.
+//! The demo (`memfold demo`): folds three real VMs, and compares the memory saved with the memory
+//! that KSM saves on the same VMs.
 
 use std::time::{Duration, Instant};
 

@@ -1,10 +1,10 @@
-//! Study A's figure 3: the memory that a browser and an office suite add per VM, with their files
-//! on disks or executed in place from one segment; also the time until these programs show a
-//! window.
+//! Study `desktops` (figure 3 of study A): measures how much memory a browser and an office suite
+//! add to each VM, with their files on disks or executed in place from one segment. Also measures
+//! the time until these programs show a window.
 //!
 //! VMs boot from disks, or from a segment of the whole system. One VM after the other starts the
 //! program. When memory use is stable, the study measures how much the program has added to the
-//! VM's own memory and to the segment's. It needs the image `trixie-desktop`
+//! VM's own memory and to the memory of the segment. The study needs the image `trixie-desktop`
 //! (`guest/build trixie-desktop`).
 //!
 //! Then three VMs run side by side, with their files on a disk in the host's page cache, on a disk
@@ -41,7 +41,7 @@ const MEMORY: ByteSize = ByteSize::mib(1536);
 /// Name of the part of the study that measures starts.
 const STARTS: &str = "starts";
 
-/// Runs the study. Returns `results` and `samples`.
+/// Runs the study `desktops`. Returns its JSON record, with the parts `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     // At least two VMs are needed, because the first one includes the memory that all VMs share.
     let (vms, rounds) = options.pick((2, 2), (4, 4));
@@ -189,7 +189,7 @@ echo $(( ($(date +%s%N) - began) / 1000000 ))"
     )
 }
 
-/// Draws the study's figures.
+/// Draws the figures of the study `desktops` from its record `study`.
 pub fn figures(study: &Value) -> Vec<Figure> {
     let drawn = |(program, _): (&str, &str)| {
         let samples = figure::samples(study).iter();

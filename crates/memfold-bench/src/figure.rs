@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Context as _;
 use serde_json::Value;
 
-/// Name and SVG text of a figure.
+/// A figure: its name, from which the file name is made, and its SVG text.
 pub type Figure = (String, String);
 
 const WIDTH: f64 = 860.0;
@@ -18,43 +18,43 @@ const BOTTOM: f64 = 55.0;
 
 const DASH: &str = " stroke-dasharray=\"6 4\"";
 
-/// Colours of lines that people with impaired colour vision can distinguish, too (the set of Okabe
-/// and Ito).
+/// Colours of a chart's lines, which people with impaired colour vision can distinguish (the set of
+/// Okabe and Ito).
 const COLOURS: [&str; 7] = [
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000",
 ];
 
-/// An axis of a chart, with its label, which has the unit.
+/// An axis of a chart. The text is the axis's label, with the unit.
 #[derive(Clone, Copy, Debug)]
 pub enum Axis {
-    /// Linear scale, from zero.
+    /// An axis with a linear scale that begins at zero.
     Linear(&'static str),
-    /// Logarithmic scale; every value must be above zero.
+    /// An axis with a logarithmic scale; every value must be above zero.
     Log(&'static str),
 }
 
-/// A line in a chart.
+/// A line in a chart, with its points.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// Name of the line in the legend.
+    /// Name of the line in the chart's legend.
     pub name: String,
-    /// Points from left to right; those that are not finite are left out.
+    /// Points of the line (x, y), from left to right. Points that are not finite are not drawn.
     pub points: Vec<(f64, f64)>,
-    /// Whether the line is dashed, for baselines.
+    /// Whether the line is dashed, as lines of baselines are.
     pub dashed: bool,
 }
 
-/// Returns the samples of a study's record.
+/// Returns the list `samples` of a study's JSON record; empty if the record has none.
 pub fn samples(study: &Value) -> &[Value] {
     study["samples"].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Returns a number of a study's record; NaN if it is missing.
+/// Returns a JSON value of a study's record as a number; NaN if the value is no number.
 pub fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or(f64::NAN)
 }
 
-/// Returns the figure `name`; `None` if it has no line.
+/// Draws the chart `name` with the lines `series`; `None` if there is no line.
 pub fn drawn(name: &str, title: &str, x: Axis, y: Axis, series: &[Series]) -> Option<Figure> {
     (!series.is_empty()).then(|| (name.to_owned(), lines(title, x, y, series)))
 }

@@ -1,11 +1,11 @@
-//! Study of the CPU cost of folding by run length, compared with a bare comparison of the same
-//! bytes and with ksmd on the same data.
+//! Study `fold`: the CPU time of folding, by the length of runs. It is compared with a plain
+//! comparison of the same bytes, and with ksmd on the same data.
 //!
 //! Folding runs in this process, with the code that runs in QEMU. Figures are CPU time of the
 //! working thread (ksmd's from `/proc/PID/schedstat`), so other load on the machine matters little.
 //! Runs are one page apart in RAM, so that their mappings do not merge, as in a guest. The page
-//! store is the daemon's, and is filled as the daemon fills it. The bare comparison has both sides
-//! mapped beforehand, unlike folding, so it is a theoretical limit.
+//! store is of the daemon's type, and is filled as by the daemon. For the plain comparison, both
+//! sides are mapped beforehand, so its time is a theoretical limit.
 
 use std::time::{Duration, Instant};
 
@@ -37,7 +37,7 @@ const PAGES: u64 = 16384;
 /// Number of pages that are copied to the page store together, as in a batch of the engine.
 const FILL_PAGES: u64 = 2048;
 
-/// Runs the study. Times are in µs of CPU.
+/// Runs the study `fold`. Returns its JSON record; times are CPU time in microseconds.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     // Ctrl-C leaves no settings of KSM behind.
     memfold_lab::clean_up_at_interrupt();
@@ -85,7 +85,7 @@ fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Fou
     })
 }
 
-/// Draws the study's figure: CPU time for each page over the length of runs.
+/// Draws the figure of the study `fold` from its record: CPU time per page over the length of runs.
 pub fn figures(study: &Value) -> Vec<Figure> {
     let results = &study["results"];
     let line = |name: &str, dashed, us: &dyn Fn(u64) -> f64| Series {

@@ -1,4 +1,4 @@
-//! The fold library in this process, with the code that runs in QEMU.
+//! Runs memfold's fold library in this process, with the same code that runs in QEMU.
 
 use std::os::fd::OwnedFd;
 
@@ -6,7 +6,7 @@ use anyhow::{anyhow, bail};
 use memfold_folder::Folder;
 use memfold_wire::library::{FoldRun, Freeze, Order, Outcome, Reply, Stats, VERSION};
 
-/// The library, which takes orders. A reply that does not fit its order is an error.
+/// The fold library, which carries out orders. A reply of the wrong kind is an error.
 pub struct Library(Folder);
 
 fn unexpected<T>(reply: &Reply) -> anyhow::Result<T> {
@@ -16,7 +16,7 @@ fn unexpected<T>(reply: &Reply) -> anyhow::Result<T> {
 }
 
 impl Library {
-    /// Returns the library. The error says why it cannot fold on this host.
+    /// Starts the fold library in this process. The error says why this host cannot fold.
     pub fn new() -> anyhow::Result<Self> {
         let folder = Folder::new(None, None);
         match folder.execute(&Order::Hello { version: VERSION }, None) {
@@ -26,7 +26,8 @@ impl Library {
         }
     }
 
-    /// Gives an order that has no result, with a file if the order needs one.
+    /// Gives the fold library an order whose only result is success or failure. `file`: the file
+    /// that some orders need.
     pub fn give(&self, order: &Order, file: Option<OwnedFd>) -> anyhow::Result<()> {
         match self.0.execute(order, file) {
             Reply::Ok => Ok(()),
@@ -35,7 +36,8 @@ impl Library {
         }
     }
 
-    /// Gives an order for runs. Returns the outcome of each, and nanoseconds of CPU.
+    /// Gives the fold library an order about runs. Returns the outcome of each run, and the CPU
+    /// time of the order in nanoseconds.
     pub fn outcomes(&self, order: &Order) -> anyhow::Result<(Vec<Outcome>, u64)> {
         match self.0.execute(order, None) {
             Reply::Outcomes {
@@ -45,7 +47,7 @@ impl Library {
         }
     }
 
-    /// Folds one run.
+    /// Folds one run, and returns the outcome.
     pub fn fold(&self, freeze: Freeze, run: FoldRun) -> anyhow::Result<Outcome> {
         let runs = vec![run];
         match self.outcomes(&Order::Fold { freeze, runs })?.0[..] {

@@ -1,5 +1,5 @@
-//! Study C: the memory that folding by guests' hints shares while two VMs compile, and its CPU
-//! cost, compared with KSM.
+//! Study `hints` (study C): measures how much memory folding shares while two VMs compile, and how
+//! much CPU time folding needs, compared with KSM. The guests' hints say what to fold.
 //!
 //! Two VMs of 512 MiB boot from separately built images, and read and hash their files, so that
 //! their page caches are full. At time 0, both begin to compile, and one mechanism begins to share
@@ -48,7 +48,7 @@ const BESIDE: [(&str, &str); 2] = [("plain-a", "trixie-a"), ("plain-b", "trixie-
 /// RAM of each VM.
 const MEMORY: ByteSize = ByteSize::mib(512);
 
-/// The measurements to make.
+/// The measurements that the study makes.
 #[derive(Clone, Debug)]
 struct Plan {
     /// Number of repeats of every arm.
@@ -162,8 +162,8 @@ impl Plan {
     }
 }
 
-/// Runs the study. Returns `results`, `samples` and `vms`. Takes about a quarter of an hour with
-/// `--quick` on two cores without hardware virtualization.
+/// Runs the study `hints`. Returns its JSON record, with the parts `results`, `samples` and `vms`.
+/// A quick study takes about a quarter of an hour on two cores without hardware virtualization.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let mut plan = if options.quick {
         Plan::quick()

@@ -11,8 +11,8 @@ use memfold_ksm as ksm;
 
 use crate::output::Output;
 
-/// Returns if VMs can run on this host. Otherwise, replaces this process by `memfold doctor`, which
-/// prints the reason and exits with code 3.
+/// Checks that VMs can run on this host. If they cannot, this process is replaced by
+/// `memfold doctor`, which prints the reason and exits with code 3.
 pub fn check_host(output: &Output) -> anyhow::Result<()> {
     if examine(HostFacts::probe(DEFAULT_STATE.as_ref())).can_run {
         return Ok(());
@@ -25,13 +25,13 @@ pub fn check_host(output: &Output) -> anyhow::Result<()> {
     )
 }
 
-/// Returns the numbers in a text; words that are none count as 0.
+/// Returns each word of a text as a number; 0 for a word that is no number.
 pub fn numbers(text: &str) -> Vec<f64> {
     let words = text.split_ascii_whitespace();
     words.map(|word| word.parse().unwrap_or(0.0)).collect()
 }
 
-/// Parses the numbers that a guest has printed, and nothing else.
+/// Parses the output of a guest, which must be `N` numbers and nothing else.
 pub fn numbers_said<const N: usize>(said: &str) -> anyhow::Result<[f64; N]> {
     let words = said.split_ascii_whitespace().map(str::parse);
     let numbers: Option<Vec<f64>> = words.map(Result::ok).collect();
@@ -39,7 +39,7 @@ pub fn numbers_said<const N: usize>(said: &str) -> anyhow::Result<[f64; N]> {
     numbers.with_context(|| format!("the guest said '{said}'"))
 }
 
-/// The fields of a process or thread in its `stat` (`proc_pid_stat(5)`).
+/// Fields of a process or thread, from its file `stat` in `/proc` (`proc_pid_stat(5)`).
 pub struct Stat(Vec<u64>);
 
 impl Stat {
@@ -54,13 +54,15 @@ impl Stat {
         Ok(Self(fields))
     }
 
-    /// Returns field `number`, 3 to 15; 0 if it is no number.
+    /// Returns field `number` of `stat`, counted from 1 as in `proc_pid_stat(5)` (3 to 15); 0 if
+    /// the field is no number.
     pub fn field(&self, number: usize) -> u64 {
         self.0[number - 3]
     }
 }
 
-/// Runs a program of the Debian package `package`, and returns its output.
+/// Runs a program and returns its output. `package`: Debian package with the program, for the error
+/// message.
 pub fn run_program(package: &str, program: &str, arguments: &[&str]) -> anyhow::Result<String> {
     let done = Command::new(program).args(arguments).output();
     let done = done.with_context(|| format!("{program} is needed (apt install {package})"))?;
@@ -71,18 +73,20 @@ pub fn run_program(package: &str, program: &str, arguments: &[&str]) -> anyhow::
     Ok(String::from_utf8_lossy(&done.stdout).trim().to_owned())
 }
 
-/// Starts KSM with these settings, until the result is stopped or dropped.
+/// Starts KSM with these settings. KSM's former settings are restored when the result is stopped or
+/// dropped.
 pub fn start_ksm(settings: &ksm::Settings) -> anyhow::Result<ksm::Run> {
     let controls = ksm::Controls::default();
     Ok(ksm::Run::start(&controls, ksm::NOTES.as_ref(), settings)?)
 }
 
-/// Returns ksmd, to measure its CPU time.
+/// Finds the kernel thread ksmd, to measure its CPU time.
 pub fn ksmd() -> anyhow::Result<ksm::Ksmd> {
     ksm::Ksmd::find().context("cannot measure ksmd: no ksmd thread runs on this host")
 }
 
-/// Fails if KSM runs already, because its work on other memory would be counted.
+/// Fails if KSM runs on this host, because a measurement would count the pages that KSM merges
+/// elsewhere.
 pub fn check_ksm_is_off() -> anyhow::Result<()> {
     ensure!(
         ksm::Controls::default().number::<u64>("run")? != Some(1),

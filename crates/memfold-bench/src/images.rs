@@ -1,5 +1,6 @@
-//! Guest images of the demo and the self-test. If an image is missing, the builder that the package
-//! `memfold-bench` installs makes it (`guest/build`, minutes, once).
+//! Finds the guest images of the demo and the self-test. If an image is missing, it is built with
+//! the program `guest/build`, which the package `memfold-bench` installs. That takes some minutes,
+//! once.
 
 use std::io;
 use std::os::fd::AsFd as _;
@@ -13,24 +14,25 @@ use memfold_host::{guest_images, image_directory};
 /// Exit code of the builder if this host lacks something, for example a program.
 const IMPOSSIBLE_HERE: i32 = 3;
 
-/// The guest images are missing, and cannot be built on this host.
+/// Why the guest images that are missing cannot be built on this host.
 #[derive(Debug, thiserror::Error)]
 pub enum NoImages {
-    /// There is no builder.
+    /// The program that builds guest images is not installed.
     #[error(
         "no guest image '{name}' in {directory}, and no program that builds it beside memfold-bench; \
          install the package memfold-bench, or run 'make setup' in a checkout"
     )]
     NoBuilder {
-        /// First image that is missing.
+        /// Name of the first guest image that is missing.
         name: String,
-        /// Directory of guest images.
+        /// Directory in which guest images are looked for.
         directory: String,
     },
-    /// The builder has printed what is missing.
+    /// The program that builds guest images needs something that this host lacks, and has printed
+    /// what.
     #[error("the guest images cannot be built on this host; {builder} has printed the reason")]
     Impossible {
-        /// Path of the builder.
+        /// Path of the program that builds guest images.
         builder: String,
     },
 }

@@ -1,4 +1,5 @@
-//! Study B: the memory that KSM, the kernel's own merging, saves, and its cost.
+//! Study `ksm` (study B): measures how much memory KSM (the kernel's page merging) saves, and what
+//! that costs.
 //!
 //! | part | |
 //! |---|---|
@@ -24,7 +25,7 @@ use crate::record::Found;
 use crate::study::Options;
 use scale::Scale;
 
-/// Runs the study. Returns `results` and `samples`.
+/// Runs the study `ksm`. Returns its JSON record, with the parts `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = Scale::of(options);
     // If an earlier run was killed, its settings of KSM are restored first.
@@ -41,7 +42,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     Ok(json!(found))
 }
 
-/// Draws the study's figures.
+/// Draws the figures of the study `ksm` from its record `study`.
 pub fn figures(study: &Value) -> Vec<Figure> {
     let samples = figure::samples(study);
     let mut figures = foci::figures(samples);

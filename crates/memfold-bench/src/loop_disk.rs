@@ -1,4 +1,4 @@
-//! File systems in files, behind loop devices, whose throughput the kernel can limit
+//! Makes file systems on loop devices, whose throughput the kernel can limit
 //! (`blkio.throttle.{read,write}_bps_device`,
 //! `Documentation/admin-guide/cgroup-v1/blkio-controller.rst`).
 
@@ -9,17 +9,20 @@ use memfold_units::ByteSize;
 
 use crate::host::run_program;
 
-/// The limits of the root group, cgroup v1. Group v2 has none for its root.
+/// Directory with the throughput limits of the root control group (cgroup v1). The root group of
+/// cgroup v2 has no such limits.
 const LIMITS: &str = "/sys/fs/cgroup/blkio";
 
-/// A file system in a file, mounted beside it. Dropped, it is unmounted.
+/// An ext4 file system in a file, mounted through a loop device. Dropping the value unmounts the
+/// file system.
 #[derive(Debug)]
 pub struct LoopDisk {
     place: PathBuf,
     device: String,
 }
 
-/// Limits the device that a path is on to so many bytes a second, reading and writing; 0: no limit.
+/// Limits the throughput of the block device on which `path` lies, for reading and for writing
+/// each; 0: no limit.
 pub fn limit(path: &Path, bytes_per_s: u64) -> anyhow::Result<()> {
     let facts = rustix::fs::stat(path)?;
     let device = facts.st_dev;
@@ -39,13 +42,13 @@ fn run(program: &str, arguments: &[&str]) -> anyhow::Result<String> {
 }
 
 impl LoopDisk {
-    /// Returns where it is mounted.
+    /// Returns the directory at which the file system is mounted.
     pub fn place(&self) -> &Path {
         &self.place
     }
 
-    /// Makes an empty ext4 file system of `size` in a sparse file, and mounts it at `place`, which
-    /// is made.
+    /// Makes an empty ext4 file system of `size` in the sparse file `file`. Creates the directory
+    /// `place`, and mounts the file system there.
     pub fn make(file: &Path, size: ByteSize, place: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(place)?;
         std::fs::File::create(file)?.set_len(size.0)?;

@@ -1,5 +1,5 @@
-//! The `memfold-bench` program: the studies, the demo and the self-test, one file each. All use a
-//! laboratory ([`memfold_lab::Lab`]): a private daemon with its own VMs.
+//! The program `memfold-bench`: the studies, the demo and the self-test. Each uses a test lab
+//! ([`memfold_lab::Lab`]): a private daemon with its own VMs.
 
 mod clones;
 mod command_line;

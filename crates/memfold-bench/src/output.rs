@@ -1,4 +1,4 @@
-//! Writes results as JSON, for programs, or as text, for people.
+//! Writes the results of a command, as JSON for programs or as text for people.
 
 use std::io::{ErrorKind, Write as _};
 
@@ -16,8 +16,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// Prints `value` as JSON if that was requested, else the text that `text` makes of it. Also
-    /// writes the requested file.
+    /// Prints `value`: as JSON if the user asked for JSON on standard output, else as the text that
+    /// `text` makes. If the user named a file, also writes `value` to this file as JSON.
     pub fn print<T: Serialize>(
         &self,
         value: &T,

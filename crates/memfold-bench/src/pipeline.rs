@@ -1,7 +1,8 @@
-//! Part of study E: the throughput of writing a RAM image to disk, compared with the limits of this
-//! host's memory and disk.
+//! Part `pipeline` of the study `snapshots`: measures how fast a RAM image is written to disk,
+//! compared with the limits of this host's memory and disk.
 //!
-//! Another process holds random bytes. In each round, one after the other:
+//! Another process keeps random bytes in memory. In each round, these speeds are measured one after
+//! the other:
 //!
 //! | key | what is measured |
 //! |---|---|
@@ -50,8 +51,8 @@ const FILL_LIMIT: Duration = Duration::from_secs(60);
 const DD_BYTES: usize = 1 << 20;
 const DIRECT_BYTES: usize = 2 << 20;
 
-/// A process (`tail`) that holds memory until this is dropped: it keeps what may be the end of its
-/// input.
+/// A process (`tail`) that keeps the bytes of its input in memory, because they may be the last
+/// ones. Dropping the value ends the process.
 struct Holder(Child);
 
 impl Holder {
@@ -127,7 +128,7 @@ impl Round {
     }
 }
 
-/// What is done with a piece, by its number, and a buffer.
+/// Function that processes one piece of the data. Arguments: the number of the piece, and a buffer.
 type Work<'a> = &'a (dyn Fn(u64, &mut [u8]) -> std::io::Result<()> + Sync);
 
 fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
@@ -240,7 +241,8 @@ fn direct(place: &Path, chunks: u64, bytes: &[u8]) -> anyhow::Result<f64> {
     })
 }
 
-/// Measures the copy of a process with `size` bytes to files in `place`.
+/// Measures how fast a process with `size` bytes in memory is copied to files in `place`. Returns
+/// the speeds in MB/s by key.
 pub fn run(size: ByteSize, rounds: usize, place: &Path) -> anyhow::Result<Value> {
     let holder = Holder::new(size)?;
     let mut all = Vec::new();

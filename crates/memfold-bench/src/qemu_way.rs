@@ -1,6 +1,6 @@
-//! QEMU's own ways to save and restore a VM, for comparison with memfold's: `migrate file:`, as a
-//! stream or with mapped-ram and multifd (2 channels), and `savevm`. The VM is stopped meanwhile.
-//! As with memfold, a save ends when all data is on disk.
+//! Saves and restores VMs in QEMU's own ways, for comparison with memfold's snapshots:
+//! `migrate file:`, as a stream or with mapped-ram and multifd (2 channels), and `savevm`. The VM
+//! is stopped meanwhile. As with memfold, a save ends when all data is on disk.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -19,32 +19,32 @@ use memfold_vm::{DiskFormat, DiskSpec, Incoming, LaunchError, Qmp, Vm, VmDirecto
 /// Time limit of one operation of QEMU.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// Time between two questions to QEMU.
+/// Pause between two queries of QEMU's progress.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Layout of RAM in a file that QEMU migrates to.
+/// Layout of a VM's RAM in the file to which QEMU migrates the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// Each page at a fixed offset, written by two threads.
+    /// mapped-ram: each page at a fixed offset, written by two threads (multifd).
     MappedRam,
-    /// The stream of a migration to another host.
+    /// The stream that QEMU would send to another host in a migration.
     Stream,
 }
 
-/// Speed limit for QEMU in bytes a second, more than any disk reaches.
+/// Bandwidth limit for QEMU's migration in bytes a second, which no disk reaches.
 const NO_LIMIT: u64 = 1 << 50;
 
 /// Name of the state that `savevm` saves.
 const TAG: &str = "saved";
 
-/// Measurements of one way of QEMU to save and restore a VM.
+/// Measurements of one save of a VM, and of its restore.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Way {
-    /// Seconds from the command until all data is on disk.
+    /// Time of the save, in seconds: from the command until all data is on disk.
     pub save_s: f64,
-    /// Seconds for which the VM was stopped.
+    /// Time for which the VM was stopped during the save, in seconds.
     pub pause_s: f64,
-    /// Seconds until the restored VM runs.
+    /// Time of the restore, in seconds: until the restored VM runs.
     pub restore_s: f64,
     /// Bytes on disk that the saved state takes.
     pub bytes: u64,
@@ -67,8 +67,8 @@ fn prepare_migration(qmp: &mut Qmp, form: Form) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Saves a VM whose first disk is an overlay: its state to `image`, and the disk at that instant to
-/// `disk`.
+/// Saves a VM with QEMU's command `migrate`: its state to the file `image`, and the content of its
+/// first disk (an overlay) at that instant to the file `disk`.
 pub fn save(lab: &Lab, vm: &str, form: Form, image: &Path, disk: &Path) -> anyhow::Result<Way> {
     let mut qmp = monitor(lab, vm)?;
     prepare_migration(&mut qmp, form)?;
@@ -110,7 +110,8 @@ fn overlay(qmp: &mut Qmp) -> anyhow::Result<(String, PathBuf)> {
     Ok((top.to_owned(), file.into()))
 }
 
-/// Saves a VM into the overlay of its first disk. From then on, the disk's file is `disk`.
+/// Saves a VM with QEMU's `savevm`, which writes its state into the overlay of its first disk.
+/// `disk` becomes another name (hard link) of this overlay file.
 pub fn save_inside(lab: &Lab, vm: &str, disk: &Path) -> anyhow::Result<Way> {
     let mut qmp = monitor(lab, vm)?;
     let (node, file) = overlay(&mut qmp)?;
@@ -130,7 +131,7 @@ pub fn save_inside(lab: &Lab, vm: &str, disk: &Path) -> anyhow::Result<Way> {
     })
 }
 
-/// Starts a job of QEMU named [`TAG`], and waits for its end.
+/// Starts a job named [`TAG`] in QEMU, and waits for its end.
 fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
     qmp.execute(command, orders.clone())?;
     wait_for("QEMU's job did not end", (LIMIT, PAUSE), || {
@@ -145,8 +146,8 @@ fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Restores the state that [`save_inside`] has saved, as the VM of `spec`. Returns the seconds
-/// until the VM runs.
+/// Starts the VM `spec` and restores the state that [`save_inside`] has saved in `disk`. Returns
+/// the seconds until the VM runs.
 pub fn restore_inside(lab: &Lab, mut spec: VmSpec, disk: &Path) -> anyhow::Result<f64> {
     spec.qemu_args.push("-S".into());
     use_disk(&mut spec, disk);
@@ -164,8 +165,8 @@ fn use_disk(spec: &mut VmSpec, disk: &Path) {
     (spec.disks[0].format, spec.disks[0].cache) = (Some(DiskFormat::Qcow2), cache);
 }
 
-/// Restores the state that [`save`] has saved, as the VM of `spec`, with the machine type of
-/// memfold's own snapshot `like`. Returns the seconds until the VM runs.
+/// Starts the VM `spec` and restores the state that [`save`] has saved. The machine type is that of
+/// memfold's snapshot `like` of the same VM. Returns the seconds until the VM runs.
 pub fn restore(
     lab: &Lab,
     mut spec: VmSpec,

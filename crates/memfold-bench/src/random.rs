@@ -1,8 +1,8 @@
-//! Pseudorandom numbers, the same in each run.
+//! Generates pseudorandom numbers, which are the same in each run of a program.
 
 use std::io::{self, BufWriter, Write};
 
-/// A generator (xorshift64, Marsaglia).
+/// Generator of pseudorandom numbers (xorshift64, Marsaglia).
 #[derive(Debug)]
 pub struct Random(u64);
 
@@ -17,7 +17,7 @@ impl Random {
         Self(seed)
     }
 
-    /// Returns a number that is not 0. No number occurs twice.
+    /// Returns the next pseudorandom number, which is not 0. No number occurs twice.
     pub fn number(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -25,7 +25,8 @@ impl Random {
         self.0
     }
 
-    /// Writes `bytes` bytes. No page of them repeats, and nothing compresses.
+    /// Writes `bytes` pseudorandom bytes, rounded down to a multiple of 8. No two pages of them are
+    /// equal, and they cannot be compressed.
     pub fn write(&mut self, bytes: u64, into: impl Write) -> io::Result<()> {
         let mut into = BufWriter::with_capacity(1 << 20, into);
         for _ in 0..bytes / 8 {
@@ -34,7 +35,7 @@ impl Random {
         into.flush()
     }
 
-    /// Returns a number from 0 to `end - 1`.
+    /// Returns a pseudorandom number from 0 to `end - 1`.
     pub fn below(&mut self, end: u64) -> u64 {
         (self.number() >> 3) % end
     }

@@ -1,5 +1,5 @@
-//! The JSON record that every study writes: its results, and the version and host that they were
-//! measured with.
+//! Makes the JSON record that every study writes: the study's results, and the version of memfold
+//! and the host with which they were measured.
 
 use std::borrow::Borrow;
 
@@ -11,7 +11,7 @@ use memfold_host::{HostFacts, guest_images};
 
 use crate::figure;
 
-/// Makes the record of a study:
+/// Makes the JSON record of a study:
 /// `{"study", "version", "git", "quick", "host", "vms", "samples", "results"}`. `measured`: an
 /// object with `results`, `samples` and, if the study had VMs, `vms`. Names of keys contain the
 /// units.
@@ -33,7 +33,7 @@ pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
     })
 }
 
-/// Returns facts about the host, without names and paths, because results are shown to others.
+/// Returns facts about the host. They contain no names or paths, because the results are published.
 fn host() -> Value {
     let facts = HostFacts::probe(DEFAULT_STATE.as_ref());
     let version = facts.qemu.facts.as_ref().map(|qemu| qemu.version);
@@ -61,7 +61,8 @@ fn field(path: &str, name: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
-/// Returns the results as text, one per line; nested results have their full key path.
+/// Returns the results in a study's record as text, one a line. A nested result is named by all its
+/// keys.
 pub fn summary(study: &Value) -> String {
     let mut lines = Vec::new();
     flatten("", &study["results"], &mut lines);
@@ -87,17 +88,17 @@ fn flatten(name: &str, value: &Value, lines: &mut Vec<(String, String)>) {
     }
 }
 
-/// What a study, or a part of it, has measured. Names of keys contain the units.
+/// Measurements of a study, or of a part of a study. The names of keys contain the units.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Found {
     pub vms: Vec<Value>,
     pub samples: Vec<Value>,
-    /// An object.
+    /// JSON object with the results computed from the samples.
     pub results: Value,
 }
 
 impl Found {
-    /// Adds what another part of the study has measured.
+    /// Adds the measurements of another part of the study.
     pub fn add(&mut self, other: Self) {
         self.vms.extend(other.vms);
         self.samples.extend(other.samples);
@@ -107,7 +108,8 @@ impl Found {
     }
 }
 
-/// Returns the median of values; of an even number, the middle of the two.
+/// Returns the median of the values. If their number is even, it is the mean of the middle two;
+/// without values, it is NaN.
 pub fn median(values: impl IntoIterator<Item: Borrow<f64>>) -> f64 {
     let sorted = sorted(values);
     match sorted.len() {
@@ -116,7 +118,7 @@ pub fn median(values: impl IntoIterator<Item: Borrow<f64>>) -> f64 {
     }
 }
 
-/// Returns minimum, median and maximum of values.
+/// Returns minimum, median and maximum of the values, as a JSON object.
 pub fn spread(values: impl IntoIterator<Item: Borrow<f64>>) -> Value {
     let sorted = sorted(values);
     json!({"min": sorted.first(), "median": median(&sorted), "max": sorted.last()})
@@ -128,7 +130,7 @@ pub fn sorted(values: impl IntoIterator<Item: Borrow<f64>>) -> Vec<f64> {
     sorted
 }
 
-/// Returns the ratios of values that were measured in the same round.
+/// Returns each value of `ours` divided by the value of `theirs` from the same round.
 pub fn ratios(ours: &[f64], theirs: &[f64]) -> Vec<f64> {
     ours.iter().zip(theirs).map(|(a, b)| a / b).collect()
 }

@@ -1,5 +1,5 @@
-//! Study D: a VM that swaps to this host's disk, and to RAM that another host lends over a link of
-//! 10 Gbit/s.
+//! Study `remote` (study D): measures a VM that swaps to this host's disk, and to RAM that another
+//! host lends over a link of 10 Gbit/s.
 //!
 //! | arm | the swap disk |
 //! |---|---|
@@ -120,7 +120,7 @@ struct Sample {
     done: Done,
 }
 
-/// Runs the study. Returns `results` and `samples`.
+/// Runs the study `remote`. Returns its JSON record, with the parts `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = Scale::of(options);
     options.check_arms("remote", &[PATH])?;
@@ -406,7 +406,7 @@ fn limit(round_trips: &Value, samples: &[Sample]) -> Value {
     })
 }
 
-/// Draws the throughput by size of the array, for each pattern.
+/// Draws the throughput of swapping over the size of the array, one figure for each pattern.
 pub fn figures(study: &Value) -> Vec<Figure> {
     let samples = figure::samples(study);
     let sizes = samples

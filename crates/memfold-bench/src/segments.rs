@@ -1,5 +1,5 @@
-//! Study A: memory of VMs that execute files in place from one image, compared with VMs that read
-//! them from disks.
+//! Study `segments` (study A): measures the memory of VMs that execute files in place from one
+//! image, compared with VMs that read these files from disks.
 //!
 //! | arm | the VMs | sharing in study A's plan |
 //! |---|---|---|
@@ -49,7 +49,7 @@ const MEMORY: ByteSize = ByteSize::mib(512);
 
 const IMAGE: &str = "trixie-a";
 
-/// Trust domain of the segments, which is that of laboratory VMs.
+/// Trust domain of the segments, which is also that of the lab's VMs.
 const DOMAIN: &str = "lab";
 
 /// Time between two measurements that must agree. Guests give freed memory back seconds later.
@@ -97,11 +97,11 @@ const DIRECTORIES: [&str; 5] = [
     "/usr/share",
 ];
 
-/// Place from which VMs read their files.
+/// Place from which the VMs of an arm read their files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Files {
     Disk,
-    /// Disks that bypass the host's page cache.
+    /// Disks of the VMs that bypass the host's page cache.
     DiskUncached,
     Laid(&'static str),
     Root,
@@ -124,7 +124,7 @@ const ARMS: [(&str, Files, bool); 6] = [
     ("both", Files::Laid(BEST), true),
 ];
 
-/// Attributable memory of a VM in bytes, on average over the running VMs.
+/// Attributable memory of a VM in bytes: the mean over the running VMs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Memory {
     ram: f64,
@@ -137,7 +137,7 @@ impl Memory {
     }
 }
 
-/// Measurements of an arm.
+/// Measurements of an arm of the study.
 struct Measured {
     arm: &'static str,
     idle: Memory,
@@ -166,7 +166,7 @@ pub(super) fn saving_percent(with: f64, without: f64) -> f64 {
     (1.0 - with / without) * 100.0
 }
 
-/// Runs the study. Returns `results` and `samples`.
+/// Runs the study `segments`. Returns its JSON record, with the parts `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     // Number of VMs at once in each arm, and number of cold starts.
     let (vms, starts) = options.pick((4, 3), (6, 5));
@@ -243,7 +243,8 @@ fn savings(arms: &[Measured], all: &Manifest, best: &Manifest) -> anyhow::Result
     Ok(results)
 }
 
-/// Builds a segment of the files in an image.
+/// Builds the segment `name` from the files in the guest image `image`. `change` adapts the
+/// request.
 pub(super) fn build(
     lab: &Lab,
     (name, image): (&str, &str),
@@ -341,7 +342,7 @@ fn bring_up(
     Ok(names)
 }
 
-/// Waits until a guest has started all services, which takes much longer than the start of its
+/// Waits until a guest has started all its services, which takes much longer than the start of its
 /// agent.
 pub(super) fn booted(lab: &Lab, name: &str) -> anyhow::Result<()> {
     lab.wait_ready(name, BOOT_TIMEOUT)?;
@@ -365,7 +366,7 @@ fn measure(lab: &Lab, arm: &'static str, names: &[String]) -> anyhow::Result<Mea
     })
 }
 
-/// Returns the attributable memory of the laboratory's VMs when it no longer changes.
+/// Waits until the attributable memory of the lab's VMs is steady, and returns it.
 pub(super) fn memory(lab: &Lab) -> anyhow::Result<Memory> {
     let times = LONGEST_REST.as_secs() / REST.as_secs();
     let now = || memory_now(lab);
@@ -398,16 +399,16 @@ fn guest(lab: &Lab, name: &str) -> anyhow::Result<Value> {
     Ok(facts)
 }
 
-/// Starts of a program in several VMs, each list in the order of the VMs.
+/// Measurements of a program's starts in several VMs. Each list is in the order of the VMs.
 pub(super) struct Starts {
-    /// Milliseconds of each start.
+    /// Milliseconds of each start of the program.
     pub ms: Vec<Vec<f64>>,
-    /// Page faults of the program until then.
+    /// Page faults of the program during each start.
     pub faults: Vec<Vec<f64>>,
 }
 
-/// Measures starts of the program of the systemd unit `unit`, in each VM in turn. `script`: starts
-/// the program, and prints the milliseconds.
+/// Measures starts of a program, in each VM in turn. `unit`: the program's systemd unit; `script`:
+/// starts the program, and prints the milliseconds.
 pub(super) fn measure_starts(
     lab: &Lab,
     vms: &[&str],

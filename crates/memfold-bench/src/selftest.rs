@@ -1,4 +1,5 @@
-//! The self-test: proves on the user's own hardware that folding loses no byte.
+//! The self-test (`memfold doctor --self-test`): proves on the user's own hardware that folding
+//! loses no byte. The drawing shows what is tested (left), how, and what must be true (right).
 //!
 //! ```text
 //!   library    pages of this process are folded and refolded while threads count in them      no count is lost
@@ -44,68 +45,70 @@ const HASH: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -typ
 const HASH_FROM_DISK: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; ";
 const CHURN: &str = include_str!("selftest/churn.pl");
 
-/// Result of the self-test.
+/// Results of the self-test.
 #[derive(Clone, Debug, Serialize)]
 pub struct SelfTest {
-    /// Whether all claims hold.
+    /// Whether all claims of the self-test hold.
     pub passed: bool,
-    /// Accelerator that QEMU reports: `kvm` or `tcg`.
+    /// Accelerator of the guests, as QEMU reports it: `kvm` or `tcg`.
     pub accelerator: String,
-    /// All claims, with their results.
+    /// All claims that the self-test checks, with their results.
     pub claims: Vec<Claim>,
-    /// Result of the stress test of the library in this process.
+    /// Results of the stress test of the fold library in this process.
     pub library: LibraryProof,
-    /// Figures of both guests.
+    /// Figures of folding in both guests.
     pub guests: GuestFigures,
-    /// Duration of the self-test, in seconds.
+    /// Duration of the whole self-test, in seconds.
     pub seconds: f64,
 }
 
-/// A claim that the self-test checks.
+/// A claim that the self-test checks, with the result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Claim {
-    /// The claim, as text.
+    /// The claim, as a sentence.
     pub what: &'static str,
     /// Whether the claim holds.
     pub holds: bool,
-    /// Observed values, as text.
+    /// What the self-test observed about the claim, as text.
     pub seen: String,
 }
 
-/// Figures of both guests together.
+/// Figures of folding in both guests of the self-test together.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct GuestFigures {
-    /// Number of pages mapped to the page store when most pages were folded.
+    /// Number of guest pages mapped to the page store, at the time when most pages were folded.
     pub folded_pages: u64,
-    /// Number of pages that were folded again.
+    /// Number of guest pages that were folded again after a write.
     pub refolded_pages: u64,
-    /// Number of folded pages that the guests have written to since, so that the kernel copied
+    /// Number of folded guest pages that were written to afterwards, so that the kernel copied
     /// them.
     pub written_pages: u64,
-    /// Number of pages that differed when compared, and were therefore not folded.
+    /// Number of guest pages that differed from the page store when they were compared, and were
+    /// therefore not folded.
     pub differing_pages: u64,
-    /// Number of physical pages that both guests map.
+    /// Number of physical page frames that both guests map.
     pub shared_frames: u64,
-    /// Memory saved by folding, in bytes, before memfold's own memory is subtracted.
+    /// Memory that folding saves, in bytes, before memfold's own memory is subtracted.
     pub saved_bytes: i64,
-    /// Number of pages written by the guests' programs.
+    /// Number of pages that the guests' test programs have written.
     pub churn_writes: u64,
-    /// Number of pages checked by the guests' programs.
+    /// Number of pages that the guests' test programs have checked.
     pub churn_checks: u64,
-    /// Number of pages that held other bytes than the programs had written.
+    /// Number of checked pages that held other bytes than the test program had written; any number
+    /// but 0 is a failure.
     pub churn_errors: u64,
-    /// Longest time that a page was frozen.
+    /// Longest time that a page was protected against writes during folding, in microseconds.
     pub freeze_max_us: f64,
-    /// Median time for which pages were frozen, rounded up to a power of two nanoseconds, in
-    /// microseconds.
+    /// Median time that pages were protected against writes during folding, in microseconds. It is
+    /// rounded up to a power of two of nanoseconds.
     pub freeze_median_us: f64,
-    /// CPU time of the fold engine, in seconds.
+    /// CPU time of the fold engine during the self-test, in seconds.
     pub engine_cpu_s: f64,
-    /// CPU time of the library in both QEMUs, in seconds.
+    /// CPU time of the fold library in both QEMU processes, in seconds.
     pub library_cpu_s: f64,
 }
 
-/// Runs the self-test. `progress` is called with the name of each step.
+/// Runs the self-test. `progress` is called with the name of each step when the step begins.
 pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     let began = Instant::now();
     progress("folding memory of this process while threads write to it");
@@ -255,8 +258,8 @@ fn figures(
     figures
 }
 
-/// Returns the upper end of the bucket with the median freeze. Bucket i holds times of 2^i to
-/// 2^(i+1) ns.
+/// Returns the upper end of the histogram bucket with the median time, in microseconds. Bucket i
+/// holds times of 2^i to 2^(i+1) ns.
 fn median_us(buckets: &[u64]) -> f64 {
     let half = buckets.iter().sum::<u64>().div_ceil(2);
     let mut sum = 0;

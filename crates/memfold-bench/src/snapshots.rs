@@ -1,30 +1,30 @@
-//! Study E: time and size of saving and restoring a VM without its soft state (its page cache),
-//! compared with QEMU's own ways.
+//! Study `snapshots` (study E): measures time and size of saving and restoring a VM without its
+//! page cache, compared with QEMU's own ways to save a VM.
 //!
-//! A VM's programs use 200 MB; page cache of files of random bytes fills the rest of its memory.
-//! Then the same VM is saved in each of these ways in turn, three rounds of each, and restored from
-//! each:
+//! Programs in the VM use 200 MB; page cache of files with random bytes fills the rest of its RAM.
+//! The VM is saved in each of these ways in turn, in three rounds, and restored from each save:
 //!
 //! | way | what it does |
 //! |---|---|
 //! | `qemu` | VM stopped, `migrate file:` with mapped-ram and multifd (2 channels), VM goes on |
-//! | `qemu_stream` | the same without either: the stream that would go to another host |
+//! | `qemu_stream` | the same without mapped-ram and multifd: the stream meant for another host |
 //! | `qemu_savevm` | `savevm`, into the disk's overlay; once, the last one |
 //! | `auto` | `snapshot save`: memfold chooses between the next two, or saves all |
 //! | `hot` | `--keep hot`: page cache is compared with the disk and saved by reference |
 //! | `none` | `--keep none`: cache dropped, free pages listed, VM stopped, RAM image, VM goes on |
-//! | `live` | `--keep none --live`, five times, while a program writes to memory: how long the VM stands still |
+//! | `live` | `--keep none --live`, five times, while a program writes to memory: the VM's pause |
 //!
-//! `--arm study-disk` is the same with the first, second and fourth way on a disk of 70 MB/s, as
-//! the study had ([`study_disk`]). The limits of this host's disk and memory are measured without a
-//! VM ([`pipeline`](crate::pipeline)). The throughput of restored VMs is measured with another VM
+//! `--arm study-disk` measures `qemu`, `qemu_stream` and `auto` on a disk of 70 MB/s, as in the
+//! original study ([`study_disk`]). The limits of this host's disk and memory are measured without
+//! a VM ([`pipeline`](crate::pipeline)), and the throughput of restored VMs with another VM
 //! ([`warmth`](crate::warmth)).
 //!
-//! Save times are from the command to its end, dropping caches included; restore times are until a
-//! new QEMU process is `running`. The VM's program computes a checksum of its memory, and again in
-//! every restored VM. Before a restore, files stay in the host's page cache as the save left them,
-//! and the daemon is the one that saved; `check_s` is what another daemon reads before its first
-//! restore. Sizes are without disks. Percentages compare `auto` with `qemu` in the same round.
+//! The time of a save is from the command to its end, and includes dropping caches. The time of a
+//! restore is until a new QEMU process is `running`. A program in the VM computes a checksum of its
+//! memory before the save, and again in every restored VM. Before a restore, files stay in the
+//! host's page cache as the save left them, and the daemon is the one that saved; `check_s` is the
+//! time in which another daemon verifies a snapshot before its first restore. Sizes are without
+//! disks. Percentages compare `auto` with `qemu` in the same round.
 
 mod figures;
 mod measure;
@@ -45,22 +45,22 @@ use crate::study::Options;
 
 pub use figures::figures;
 
-/// What to measure.
+/// The measurements that the study makes.
 #[derive(Clone, Debug)]
 struct Scale {
-    /// Memory sizes in MiB, with 200 MB used.
+    /// RAM sizes of the VMs in which programs use 200 MB, in MiB.
     sizes_mib: Vec<u64>,
-    /// MiB used, at 2 GiB.
+    /// Amounts of memory that programs use in VMs of 2 GiB, in MiB.
     used_mib: Vec<u64>,
-    /// How often each way is measured.
+    /// Number of times that each way to save is measured.
     rounds: usize,
-    /// How often the throughput behind a restore is measured.
+    /// Number of times that the throughput of restored VMs is measured.
     warmth_rounds: usize,
-    /// RAM of the process that is saved without a VM, in MiB.
+    /// Memory of the process that is saved without a VM, in MiB.
     pipeline_mib: u64,
 }
 
-/// Parts that can be measured alone.
+/// Names of the parts of the study that can be measured alone.
 const PIPELINE: &str = "pipeline";
 const VMS: &str = "vms";
 const WARMTH: &str = "warmth";
@@ -101,7 +101,7 @@ impl Scale {
         sizes.chain(used).collect()
     }
 
-    /// The largest VM, on the study's disk.
+    /// Returns the measurement of the largest VM on a disk as slow as that of the original study.
     fn on_study_disk(&self) -> Case {
         let largest = self.sizes_mib.iter().copied().max();
         Case {
@@ -111,7 +111,7 @@ impl Scale {
     }
 }
 
-/// Runs the study: `results` and `samples`.
+/// Runs the study `snapshots`. Returns its JSON record, with the parts `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = Scale::of(options);
     options.check_arms("snapshots", &[PIPELINE, VMS, study_disk::ARM, WARMTH])?;
@@ -154,17 +154,18 @@ fn measure_case(case: Case) -> anyhow::Result<Measured> {
     Ok(measured)
 }
 
-/// By how many percent `ours` is less.
+/// Returns by how many percent `ours` is less than `theirs`.
 fn reduction(ours: f64, theirs: f64) -> f64 {
     (1.0 - ours / theirs) * 100.0
 }
 
-/// Returns a value of each round of a way; nothing, if the way was not measured.
+/// Returns a value of each round of a way to save; empty if the way was not measured.
 fn rounds(m: &Measured, arm: Arm, of: fn(&Way) -> f64) -> Vec<f64> {
     m.ways.get(&arm).into_iter().flatten().map(of).collect()
 }
 
-/// By how many percent memfold's default is less than mapped-ram, in each round.
+/// Returns, for each round, by how many percent time and size with memfold's default are less than
+/// with QEMU's mapped-ram.
 fn reductions(m: &Measured) -> [(&'static str, Vec<f64>); 3] {
     let with = |of| {
         let pairs = rounds(m, Arm::Auto, of)
@@ -181,7 +182,8 @@ fn reductions(m: &Measured) -> [(&'static str, Vec<f64>); 3] {
     ]
 }
 
-/// Times of memfold's default over those of QEMU's fastest way in the same round.
+/// Returns, for each round, the save time with memfold's default divided by that of QEMU's fastest
+/// way.
 fn over_fastest(m: &Measured) -> Vec<f64> {
     let [qemu, stream, ours] =
         [Arm::Qemu, Arm::QemuStream, Arm::Auto].map(|arm| rounds(m, arm, |way| way.save_s));
@@ -193,13 +195,14 @@ fn seconds(m: &Measured, arm: Arm, of: fn(&Way) -> f64) -> f64 {
     median(rounds(m, arm, of))
 }
 
-/// The medians of each key, and as `KEY_rounds` their spread.
+/// Inserts the median of values as the result `key`, and their minimum, median and maximum as
+/// `KEY_rounds`.
 fn insert(results: &mut Value, key: &str, values: &[f64]) {
     results[key] = median(values).into();
     results[format!("{key}_rounds")] = spread(values);
 }
 
-/// The headline is that of the largest VM.
+/// Computes the results of the VMs. The headline results are those of the largest VM.
 fn vm_results(all: &[Measured], pipeline: &Value) -> Value {
     let mut results = json!({
         "memory_errors": all.iter().map(|m| m.wrong).sum::<u64>(),
@@ -239,10 +242,10 @@ fn vm_results(all: &[Measured], pipeline: &Value) -> Value {
     results
 }
 
-/// How far from the target this is, by measured speeds of this host. `drop_s` and its reduction:
-/// the save by `--keep none`, if its guest had dropped its cache as fast as this host drops its
-/// own. `compare_s` and its reduction: a save by `--keep hot` that does nothing but read the VM's
-/// memory, and the files that it is compared with, once.
+/// Estimates, from measured speeds of this host, the best results that saves could reach. `drop_s`
+/// and its reduction: for a save by `--keep none`, if the guest dropped its cache as fast as this
+/// host drops its own. `compare_s` and its reduction: for a save by `--keep hot` that only reads,
+/// once, the VM's memory and the files with which the memory is compared.
 fn limit(m: &Measured, pipeline: &Value) -> Value {
     let qemu = seconds(m, Arm::Qemu, |way| way.save_s);
     let dropped = m.saved.get(&Arm::None).map(|saved| saved.steps.drop_ms);

@@ -1,4 +1,5 @@
-//! The interface of a study: its options and its results.
+//! What all studies have in common: command-line options, and functions that run a study and draw
+//! its figures.
 
 use anyhow::ensure;
 use clap::Args;
@@ -27,7 +28,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// Fails if a part of the study `study` was requested that it does not have.
+    /// Fails if the user requested a part (`--arm`) that the study `study` does not have. `known`:
+    /// names of its parts.
     pub fn check_arms(&self, study: &str, known: &[impl AsRef<str>]) -> anyhow::Result<()> {
         let known: Vec<&str> = known.iter().map(AsRef::as_ref).collect();
         let is_known = |name: &String| known.contains(&name.as_str());
@@ -39,25 +41,26 @@ impl Options {
         Ok(())
     }
 
-    /// Returns whether a part is to run: requested, or nothing was requested.
+    /// Returns whether the part `part` of a study is to run: the user requested this part, or no
+    /// part at all.
     pub fn is_wanted(&self, part: &str) -> bool {
         self.arms.is_empty() || self.arms.iter().any(|name| name == part)
     }
 
-    /// Returns `quick` for a smaller and shorter study, else `full`.
+    /// Returns `quick` if the user asked for a smaller and shorter study, else `full`.
     pub fn pick<T>(&self, quick: T, full: T) -> T {
         if self.quick { quick } else { full }
     }
 }
 
-/// The functions that make up a study.
+/// The functions of one study.
 #[derive(Clone, Copy, Debug)]
 pub struct Study {
-    /// Runs the study. Returns `results`, `samples` and, if it has VMs, `vms`. Key names contain
-    /// the units.
+    /// Function that runs the study. It returns a JSON object with `results`, `samples` and, if the
+    /// study has VMs, `vms`. Key names contain the units.
     pub run: fn(&Options) -> anyhow::Result<Value>,
-    /// Draws the figures from the measurements.
+    /// Function that draws the study's figures from its record.
     pub figures: fn(&Value) -> Vec<Figure>,
-    /// Whether the study uses `Options::arms`.
+    /// Whether the study has parts that the user can request with `--arm`.
     pub has_arms: bool,
 }

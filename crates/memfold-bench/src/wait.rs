@@ -1,12 +1,13 @@
-//! Waits until memory no longer changes.
+//! Waits until the memory of VMs no longer changes.
 
 use std::time::{Duration, Instant};
 
 use memfold_fold::{EngineStats, VmStats};
 use memfold_lab::Lab;
 
-/// Measures every `rest` until a value no longer changes by more than `part` of it, `times` times
-/// at most. Returns the last measurement, and whether the value was steady.
+/// Calls `measure` again and again, with the pause `rest` between two calls, until `value` of the
+/// result changes by less than the fraction `part`, or until `times` further calls were made.
+/// Returns the last result, and whether the value was steady.
 pub fn wait_steady<T>(
     (rest, times, part): (Duration, u64, f64),
     measure: impl Fn() -> anyhow::Result<T>,
@@ -24,8 +25,8 @@ pub fn wait_steady<T>(
     Ok((last, false))
 }
 
-/// Waits until the number of folded pages no longer grows, for a minute at most. Returns the
-/// counters then, and the time of the last growth.
+/// Waits until the number of folded pages (`pages` of all VMs) stops growing, for a minute at most.
+/// Returns the counters of folding, and the time of the last growth.
 pub fn most_folded(
     lab: &Lab,
     pages: fn(&VmStats) -> u64,

@@ -1,5 +1,5 @@
-//! Measures how warm a restored VM is: a program's throughput in its first 30 seconds. Part of
-//! `bench snapshots`.
+//! Part `warmth` of the study `snapshots`: measures how fast a program runs in the first 30 seconds
+//! after the restore of its VM.
 //!
 //! A program reads random files of the disk without pause: while the VM is saved, and in every
 //! restored VM. The number of files that it reads in 30 s is compared with the number in the 30 s
@@ -86,7 +86,7 @@ const QEMU: usize = 0;
 const COLD: usize = 1;
 const HOT: usize = 2;
 
-/// Measures each arm `rounds` times. Returns entries for `results`.
+/// Measures each arm `rounds` times. Returns entries for the study's `results`.
 pub fn run(rounds: usize) -> anyhow::Result<Found> {
     let lab = Lab::new(EngineSettings::default())?;
     let spec = Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered)?;
@@ -159,8 +159,8 @@ pub fn run(rounds: usize) -> anyhow::Result<Found> {
     Ok(found)
 }
 
-/// Returns the bytes on disk of a snapshot's files, disks excepted, because only the first
-/// snapshot's disk contains the data written since the save before.
+/// Returns the bytes that a snapshot's files take on disk, without its disks: only the first
+/// snapshot's disk contains the data written since the previous save.
 pub fn image_bytes(place: &Path) -> anyhow::Result<u64> {
     let mut bytes = 0;
     for entry in std::fs::read_dir(place)? {

@@ -8,8 +8,9 @@
 //!   daemon starts      begin(Adopting) --- QEMU answers ---> table of VMs
 //!                        ^-- again after a pause --'  `- QEMU has ended ---> its files are removed
 //! ```
-//! A VM stays in this list as long as its [`Entry`] exists. The lock of this list is never held
-//! while the table of VMs is locked: the lock of the table is taken second.
+//! A VM stays in this list as long as its [`Entry`] exists. The lock of this list is never taken
+//! while the table of VMs is locked. A thread that needs both locks takes the lock of the table
+//! second.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -29,12 +30,12 @@ pub(crate) const SETTLE: Duration = Duration::from_secs(2);
 /// Time limit of a VM's start, and of the first attempt to adopt a VM.
 const START_PATIENCE: Duration = Duration::from_secs(60);
 
-/// The reason why a VM is not in the daemon's table of running VMs yet.
+/// Why the daemon's table of running VMs does not contain a VM yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
     Starting,
     Adopting,
-    /// An earlier daemon had attached to the VM with this request.
+    /// The daemon attaches to the VM again, with the request by which an earlier daemon attached.
     Attaching(AttachRequest),
 }
 
@@ -66,7 +67,7 @@ impl Arrival {
     }
 
     /// Records why an attempt to start or adopt the VM failed. Returns whether the reason differs
-    /// from the last one.
+    /// from that of the previous attempt.
     pub fn set_problem(&self, why: &str) -> bool {
         let mut problem = self.problem.lock();
         let is_new = problem.as_deref() != Some(why);
@@ -74,7 +75,8 @@ impl Arrival {
         is_new
     }
 
-    /// Returns the error for a request that needs this VM to run.
+    /// Returns the error for a request that needs this VM to run, while the VM is being started or
+    /// adopted.
     pub fn refusal(&self) -> DaemonError {
         let is_starting = self.way == Way::Starting;
         let what = if is_starting {
@@ -162,8 +164,8 @@ impl Arrivals {
         done(&state)
     }
 
-    /// Waits until this VM is no longer being started or adopted. Returns `false` if that takes
-    /// longer than `limit`.
+    /// Waits until the VM `arrival` is no longer being started or adopted. Returns `false` if that
+    /// takes longer than `limit`.
     pub fn wait_gone(&self, arrival: &Arc<Arrival>, limit: Duration) -> bool {
         self.wait(limit, |state| {
             let now = state.all.get(&arrival.name);
@@ -223,8 +225,8 @@ impl Arrivals {
         Unsettled(Arc::downgrade(self))
     }
 
-    /// Waits until all steps of the daemon's start are complete, or until [`SETTLE`] after its
-    /// start, which was `since` ago.
+    /// Waits until all steps of the daemon's start are complete, for at most [`SETTLE`] from the
+    /// start. `since`: time that has passed since the start.
     pub fn settle_first(&self, since: Duration) {
         let left = SETTLE.saturating_sub(since);
         if !left.is_zero() {

@@ -1,4 +1,4 @@
-//! Repeats work on a thread, with a pause after each failure that grows from 30 s to 10 min.
+//! Repeats a failing task on a thread. The pause after a failure grows from 30 s to 10 min.
 
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -48,8 +48,8 @@ impl<T: Send + 'static> Backoff<T> {
         }
     }
 
-    /// Returns the result of an attempt that has ended since the last call. If the attempt failed,
-    /// a pause begins.
+    /// Returns the result of an attempt that has ended since the last call; `None` if no attempt
+    /// has ended or the attempt failed. A failure begins a pause.
     pub fn ended(&mut self, now: Instant) -> Option<T> {
         let thread = self.under_way.take_if(|thread| thread.is_finished())?;
         let outcome = thread.join().ok().flatten();

@@ -1,5 +1,5 @@
-//! Boots and reboots of VMs. A reboot is carried out by the guest's systemd, or the VM is restored
-//! from its boot snapshot.
+//! Boots and reboots of VMs. For a reboot, the guest's systemd restarts the guest, or the daemon
+//! restores the VM from its boot snapshot.
 //!
 //! ```text
 //!   vm run --boot-snapshot   agent answers -> systemd says that all is started -> snapshot NAME-boot
@@ -24,7 +24,8 @@ use crate::snapshots::Snapshots;
 use crate::threads;
 use crate::vms::Vms;
 
-/// Time limit for the guest's systemd to start all units, counted from the agent's first answer.
+/// Time limit for the guest's systemd to start all units, counted from the first answer of the
+/// guest's agent.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Shell command that waits in the guest until systemd has started all units. Some units may have
@@ -143,7 +144,8 @@ impl Boots {
         Ok(())
     }
 
-    /// Reboots a VM, by its guest or from its boot snapshot. `timeout` limits the guest's reboot.
+    /// Reboots a VM: its guest reboots, or the daemon restores the VM from its boot snapshot, as
+    /// `request` says. `timeout` limits the time of the guest's reboot.
     pub fn reboot(
         self: &Arc<Self>,
         name: &str,

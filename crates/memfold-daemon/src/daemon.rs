@@ -27,8 +27,7 @@ use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 use crate::{guest_pressure, threads, vm_logs};
 
-/// Owns every service of one state directory, from the daemon's start to its end; docs/daemon.md
-/// draws them.
+/// All services of the daemon for one state directory. `docs/daemon.md` draws the services.
 #[derive(Debug)]
 pub struct Daemon {
     vms: Arc<Vms>,
@@ -137,8 +136,9 @@ impl Daemon {
         }
     }
 
-    /// Returns whether the daemon works. Waits until the table of VMs can be locked, and until the
-    /// fold engine answers or is known to wait for a VM. Returns `false` if the engine has ended.
+    /// Returns whether the daemon's services work. Waits until the table of VMs can be locked, and
+    /// until the fold engine answers or is known to wait for a VM. Returns `false` if the engine
+    /// has ended.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         drop(self.below.registry.names());
@@ -158,8 +158,8 @@ impl Daemon {
         self.below.registry.close();
     }
 
-    /// Ends the fold engine, KSM steering, lending, and the threads that watch swap disks and
-    /// volumes on lent RAM. VMs keep running.
+    /// Ends the fold engine, KSM steering, lending, and the threads that watch loans of memory to
+    /// swap disks and volumes. VMs keep running.
     pub fn shut_down(&self) {
         self.sampling.end();
         self.below.ksm.end();
@@ -170,7 +170,7 @@ impl Daemon {
         let _ = self.below.folding.tell(Command::Stop);
     }
 
-    /// Returns the service for the fold engine: its figures and limits.
+    /// Returns the service that reads the fold engine's figures and sets its limits.
     pub fn folding(&self) -> &Arc<Folding> {
         &self.below.folding
     }
@@ -185,7 +185,8 @@ impl Daemon {
         &self.below.brake
     }
 
-    /// Returns the service that takes and renews leases at the lease registry.
+    /// Returns the service that takes and renews leases at the lease registry. A lease records
+    /// which host lends memory to which swap disk.
     pub fn leases(&self) -> &Arc<Leases> {
         &self.below.leases
     }
@@ -195,12 +196,12 @@ impl Daemon {
         &self.below.lending
     }
 
-    /// Returns the service for VMs' swap disks on lent RAM.
+    /// Returns the service that moves VMs' swap disks to lent RAM and back.
     pub fn swap_disks(&self) -> &Arc<SwapDisks> {
         &self.below.swap_disks
     }
 
-    /// Returns the service for LVM volumes on lent RAM.
+    /// Returns the service that moves LVM volumes to lent RAM and back.
     pub fn swap_volumes(&self) -> &Arc<SwapVolumes> {
         &self.below.swap_volumes
     }
@@ -230,17 +231,18 @@ impl Daemon {
         &self.libvirt
     }
 
-    /// Returns the service for the ledger, the list of leases, and the figures for metrics scrapes.
+    /// Returns the service that makes the ledger's report, the list of leases, and the figures for
+    /// metrics scrapes.
     pub fn reports(&self) -> &Arc<Reports> {
         &self.reports
     }
 
-    /// Returns the service that takes samples and makes the history and events of them.
+    /// Returns the service that samples the ledger, and makes history and events from the samples.
     pub fn sampling(&self) -> &Arc<Sampling> {
         &self.sampling
     }
 
-    /// Returns the service for user interfaces' views of memory.
+    /// Returns the service that makes maps and tables of memory for user interfaces.
     pub fn views(&self) -> &Arc<Views> {
         &self.views
     }

@@ -19,8 +19,8 @@ use crate::threads::unix_time;
 
 pub(crate) mod brake;
 
-/// Longest time between two reads of the kernel's page tables at level `ok`. The next constant: the
-/// same at the levels above `ok`.
+/// Longest time between two reads of the kernel's page tables at the brake's level `ok`. The next
+/// constant is that time at the brake's higher levels.
 const LONGEST: Duration = Duration::from_secs(30);
 const LONGEST_IN_NEED: Duration = Duration::from_secs(5);
 
@@ -38,7 +38,7 @@ const STARTING: Duration = Duration::from_secs(30);
 /// Number of the brake's most recent events that are kept.
 const EVENTS: usize = 32;
 
-/// State of the copy-on-write debt, shared by the brake and by the code that starts VMs.
+/// State of the copy-on-write debt. The brake and the code that starts VMs share this state.
 #[derive(Debug)]
 pub(crate) struct DebtWatch(Mutex<State>);
 
@@ -136,7 +136,8 @@ impl DebtWatch {
         })
     }
 
-    /// Returns the reason why sharing is stopped now; `None` if sharing is allowed.
+    /// Returns why the brake has stopped folding and KSM; `None` while folding and KSM may share
+    /// pages.
     pub fn braked(&self) -> Result<Option<String>, DaemonError> {
         let memory = self.memory()?;
         Ok(why(&self.lock().report(memory)))
@@ -280,8 +281,8 @@ impl State {
     }
 }
 
-/// Permission to start a VM. If it is dropped before [`Admitted::started`], the VM's debt is
-/// removed.
+/// Permission to start a VM. If the permission is dropped before [`Admitted::started`], the VM's
+/// debt is removed.
 #[must_use]
 pub(crate) struct Admitted<'a> {
     debt: &'a DebtWatch,
@@ -289,8 +290,8 @@ pub(crate) struct Admitted<'a> {
 }
 
 impl Admitted<'_> {
-    /// Records that the VM runs: its snapshot image counts as debt until the page tables show the
-    /// image, or for [`STARTING`].
+    /// Records that the VM runs. Its snapshot image counts as debt until the page tables show the
+    /// image, but no longer than [`STARTING`].
     pub fn started(mut self) {
         if let Some(vm) = self.noted.take() {
             if let Some((_, since)) = self.debt.lock().starting.get_mut(&vm) {
@@ -323,7 +324,7 @@ fn words(report: &DebtReport) -> String {
     )
 }
 
-/// Returns the reason why sharing is stopped; `None` if sharing is allowed.
+/// Returns why the brake has stopped folding and KSM; `None` while folding and KSM may share pages.
 fn why(report: &DebtReport) -> Option<String> {
     report.sharing_held.then(|| report.why.clone())
 }

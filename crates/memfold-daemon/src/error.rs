@@ -27,7 +27,7 @@ pub enum DaemonError {
     /// A VM of this name is running or being started.
     #[error("a VM named '{0}' is running")]
     NameTaken(String),
-    /// The request is invalid, or cannot be carried out in the present state.
+    /// The request is invalid, or the daemon's present state does not allow it.
     #[error("{0}")]
     BadRequest(String),
     /// This host lacks something that the request needs.
@@ -38,7 +38,7 @@ pub enum DaemonError {
     State {
         /// Path of the state directory.
         path: PathBuf,
-        /// The error of the file system.
+        /// Error that the file system returned.
         #[source]
         source: io::Error,
     },
@@ -78,9 +78,9 @@ pub enum DaemonError {
     /// The brake is on: guests can claim more memory than is available.
     #[error("{what}, because the brake is on: {why}")]
     Braked {
-        /// The action that was refused.
+        /// What the brake refused, as text.
         what: String,
-        /// The figures of the debt.
+        /// Figures of the debt and the available memory, as text.
         why: String,
     },
     /// The lease registry refused the request, or cannot be used.
@@ -92,13 +92,13 @@ pub enum DaemonError {
     /// An LVM volume cannot be put on lent RAM, or taken off.
     #[error(transparent)]
     Lvm(#[from] LvmError),
-    /// The request cannot be carried out now: KSM cannot be steered; memory cannot be lent,
+    /// The daemon cannot carry out the request now: KSM cannot be steered; memory cannot be lent,
     /// borrowed or given back; another operation is in progress; or the VM is not running.
     #[error("{why}")]
     Refused {
-        /// The condition that failed.
+        /// Condition of the request that does not hold, as text.
         why: String,
-        /// The action that would change the condition.
+        /// What the operator can do to make the condition hold, as text.
         fix: String,
     },
     /// The daemon keeps no history.
@@ -116,7 +116,8 @@ pub enum DaemonError {
 }
 
 impl DaemonError {
-    /// Returns whether the cause is something that this host lacks, as shown by `memfold doctor`.
+    /// Returns whether this host lacks something that the request needs. `memfold doctor` then
+    /// shows what is missing.
     #[must_use]
     pub const fn impossible_here(&self) -> bool {
         matches!(
@@ -133,7 +134,8 @@ impl DaemonError {
         )
     }
 
-    /// Returns the action that would resolve the error; `None` if the message says so itself.
+    /// Returns what the operator can do about the error; `None` if the error's message already says
+    /// it.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {

@@ -1,4 +1,5 @@
-//! Events: differences between two samples of the daemon's state, as text.
+//! Finds events, such as the end of a VM: differences between two samples of the daemon's state.
+//! Each event is a line of text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +23,7 @@ struct SeenVm {
     problems: BTreeSet<String>,
 }
 
-/// Parts of a sample that the ledger's report does not contain.
+/// Parts of a sample of the daemon's state that the ledger's report does not contain.
 #[derive(Debug)]
 pub(crate) struct Beside {
     pub vms: Vec<VmInfo>,
@@ -33,7 +34,8 @@ pub(crate) struct Beside {
     pub snapshots: Option<Vec<String>>,
 }
 
-/// Values of a sample that are compared with the next sample; each difference is an event.
+/// Values of a sample that are compared with those of the next sample. Each difference becomes an
+/// event.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Seen {
     vms: BTreeMap<String, SeenVm>,

@@ -1,9 +1,9 @@
 //! Figures for metrics scrapes. They are cached, so that frequent scrapes cost little.
 //!
 //! Most figures come from a [`FullReport`], which reads the page maps of all VMs and sums of all
-//! processes. Therefore all figures are taken together, and kept for at least [`LEAST_AGE`] and for
-//! 100 times the CPU time that taking them cost. So taking figures costs at most a hundredth of a
-//! core. CPU time is measured, because elapsed time is longer on a busy host.
+//! processes. Therefore all figures are read together, and cached for at least [`LEAST_AGE`] and
+//! for 100 times the CPU time of reading them. So scrapes cost at most a hundredth of a core. CPU
+//! time is measured, because elapsed time is longer on a busy host.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use memfold_lend::{Lease, LenderStatus};
 use memfold_units::ByteSize;
 use parking_lot::Mutex;
 
-/// Shortest time for which figures for a scrape are cached.
+/// Shortest time for which the figures of a metrics scrape are cached.
 pub const LEAST_AGE: Duration = Duration::from_secs(10);
 
 /// Factor: figures are cached for this many times the CPU time of taking them.
@@ -22,32 +22,32 @@ const KEPT_FOR: u32 = 100;
 /// Longest time for which figures for a scrape are cached.
 const GREATEST_AGE: Duration = Duration::from_secs(300);
 
-/// All figures of one scrape, taken together.
+/// All figures of one metrics scrape, read together.
 #[derive(Clone, Debug)]
 pub struct Figures {
-    /// Time at which reading the figures began; the age of the figures counts from here.
+    /// Time at which reading the figures began. The age of the figures counts from this time.
     pub taken: Instant,
-    /// Elapsed time of reading the figures.
+    /// Elapsed time that reading the figures took.
     pub took: Duration,
-    /// CPU time of reading the figures.
+    /// CPU time that reading the figures took.
     pub cpu: Duration,
-    /// The ledger and the fold engine's figures.
+    /// The ledger's report, with the fold engine's figures.
     pub report: FullReport,
-    /// All VMs, as `memfold vm list` shows them.
+    /// All VMs of the daemon, as `memfold vm list` shows them.
     pub vms: Vec<VmInfo>,
     /// Whether this daemon steers KSM.
     pub steers_ksm: bool,
-    /// Count and size of snapshots; `None` if their directory cannot be read.
+    /// Number and size of this host's snapshots; `None` if the snapshot directory cannot be read.
     pub snapshots: Option<OnShelf>,
-    /// Count and size of segments; `None` if their directory cannot be read.
+    /// Number and size of this host's segments; `None` if the segment directory cannot be read.
     pub segments: Option<OnShelf>,
-    /// Name of this host among lenders and borrowers.
+    /// Name of this host, as lender and borrower of memory.
     pub host: String,
-    /// Memory that this host lends; `None` if it does not lend.
+    /// State of this host as a lender of memory; `None` if this host does not lend.
     pub lending: Option<LenderStatus>,
-    /// Swap disks and volumes of this host on lent RAM.
+    /// This host's swap disks and volumes that are on lent RAM.
     pub borrowed: Vec<Borrowed>,
-    /// All leases; `None` if the registry does not answer.
+    /// All leases in the registry; `None` if the registry does not answer.
     pub leases: Option<Vec<Lease>>,
     /// Number of lenders that served wrong bytes and are not used.
     pub distrusted: u64,
@@ -59,15 +59,15 @@ fn keep_for(cpu: Duration) -> Duration {
     cpu.saturating_mul(KEPT_FOR).clamp(LEAST_AGE, GREATEST_AGE)
 }
 
-/// Totals over all snapshots, or over all segments.
+/// Number and size of all snapshots, or of all segments, of this host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OnShelf {
     /// Number of snapshots or segments in the directory.
     pub count: u64,
     /// Number of snapshots or segments that cannot be used.
     pub broken: u64,
-    /// Bytes: for snapshots, the space that they take on disk; for segments, the part of them in
-    /// the host's page cache.
+    /// Size in bytes. For snapshots: the space that they take on disk. For segments: the part of
+    /// their images that the host's page cache holds.
     pub bytes: ByteSize,
 }
 
@@ -118,8 +118,9 @@ impl CachedFigures {
         self.last().filter(is_fresh)
     }
 
-    /// Returns the cached figures if they are fresh, else new ones from `take`. While another
-    /// thread takes new figures, the old ones are returned, so that concurrent callers do not wait.
+    /// Returns the cached figures if they are fresh, else new figures from `take`. While another
+    /// thread takes new figures, this function returns the old figures, so that callers do not
+    /// wait.
     pub fn get<E>(&self, take: impl FnOnce() -> Result<Figures, E>) -> Result<Arc<Figures>, E> {
         if let Some(figures) = self.fresh() {
             return Ok(figures);

@@ -1,5 +1,5 @@
 //! The daemon's access to the fold engine's thread: figures, settings, commands. The engine may
-//! wait for a QEMU that does not answer; requests for figures then get the last known ones.
+//! wait for a QEMU that does not answer; requests for figures then get the last known figures.
 
 use std::io;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// come too fast.
 const MAILBOX: usize = 1024;
 
-/// Handle of the fold engine's thread.
+/// The daemon's connection to the fold engine's thread.
 #[derive(Debug)]
 pub struct Folding {
     registry: Arc<VmRegistry>,
@@ -77,8 +77,8 @@ impl Folding {
         Ok(Duration::from_secs_f64(known.max(0.0)))
     }
 
-    /// Returns the figures of folding; the last known ones while the engine waits for a VM that
-    /// does not answer.
+    /// Returns the fold engine's figures. While the engine waits for a VM that does not answer,
+    /// these are the last known figures.
     pub fn stats(&self) -> Result<EngineStats, DaemonError> {
         Ok(self.look()?.0)
     }
@@ -157,11 +157,11 @@ impl Folding {
         stats
     }
 
-    /// Pauses or resumes folding, or changes its budget.
+    /// Pauses or resumes folding, or changes its limits of CPU time and of pages a second.
     ///
     /// # Errors
     ///
-    /// [`DaemonError::BadRequest`] if `cpu_percent` is not in 0 to 100.
+    /// [`DaemonError::BadRequest`] if `cpu_percent` is below 0 or above 100.
     pub fn set(&self, request: &FoldRequest) -> Result<EngineStats, DaemonError> {
         if let Some(percent) = request.cpu_percent {
             let is_fine = (0.0..=100.0).contains(&percent);

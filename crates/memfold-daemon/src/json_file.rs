@@ -1,4 +1,4 @@
-//! JSON files that are replaced atomically.
+//! Writes JSON files. A file is replaced atomically.
 
 use std::path::Path;
 

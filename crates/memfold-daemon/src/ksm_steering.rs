@@ -1,5 +1,6 @@
-//! Steers KSM for the VMs of one trust domain, within a CPU budget. The kernel's settings are
-//! restored afterwards.
+//! Steers KSM (the kernel's page merging) for the VMs of one trust domain: sets how fast ksmd scans
+//! their memory, within a CPU budget. When steering ends, the kernel's earlier settings are
+//! restored.
 //!
 //! ```text
 //!   start --- refused while memory outside the trust domain is mergeable --- settings recorded, ksmd runs
@@ -45,7 +46,8 @@ const MERGING_PATIENCE: Duration = Duration::from_secs(60);
 /// Time between two measurements of KSM.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// This daemon's steering of KSM; off until [`Self::start`].
+/// Service that steers KSM (the kernel's page merging) for one trust domain. Steering is off until
+/// [`Self::start`].
 #[derive(Debug)]
 pub struct KsmSteering {
     registry: Arc<VmRegistry>,
@@ -131,7 +133,7 @@ impl KsmSteering {
         })
     }
 
-    /// Returns the state of KSM on this host, and of its steering.
+    /// Returns the state of KSM on this host, and of this daemon's steering of KSM.
     pub fn overview(&self) -> Result<Overview, DaemonError> {
         let named = |m: &Arc<Machine>| {
             let vm = (m.name().to_owned(), m.domain().map(str::to_owned));
@@ -143,7 +145,8 @@ impl KsmSteering {
         Ok(overview)
     }
 
-    /// Starts steering, or changes its goal.
+    /// Starts to steer KSM with the CPU budget and scan time of `request`, or changes them if KSM
+    /// is steered already.
     ///
     /// # Errors
     ///
@@ -263,7 +266,7 @@ impl KsmSteering {
         Ok(wanted.to_owned())
     }
 
-    /// Ends steering, and unmerges all pages if the request says so.
+    /// Ends steering of KSM. Also unmerges all merged pages if the request says so.
     pub fn stop(&self, request: &KsmStopRequest) -> Result<Overview, DaemonError> {
         let _alone = self.alone()?;
         let Some(old) = self.steered.lock().take() else {

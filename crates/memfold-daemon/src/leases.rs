@@ -72,7 +72,7 @@ pub(crate) fn returned(vm: String, bytes: u64, changed: bool, began: Instant) ->
 }
 
 /// Returns the smallest number of lenders over which a disk of `bytes` can be striped in equal
-/// parts. `free`: free bytes of each lender.
+/// parts. `free`: bytes that each lender can still lend.
 fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
     free.sort_unstable_by(|a, b| b.cmp(a));
     let counts = (1..).zip(free).take_while(|(count, _)| *count <= MOST);
@@ -86,7 +86,7 @@ fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
     counts.into_iter().find(fits).map(|(count, _)| count)
 }
 
-/// This host's access to the lease registry.
+/// This host's access to the lease registry, as a borrower and as a lender.
 #[derive(Debug)]
 pub struct Leases {
     /// Name of this host among lenders and borrowers.
@@ -188,7 +188,8 @@ impl Leases {
         now.into_iter().map(|one| one.lender).collect()
     }
 
-    /// Recalls a lease that this host has granted as a lender. Returns the lease as it was before.
+    /// Recalls a lease by which this host lends memory. Returns the lease as it was before the
+    /// recall.
     pub fn recall(&self, id: LeaseId) -> Result<Lease, DaemonError> {
         let who = self.host.clone();
         let mut leases = self.registry.picture()?.leases.into_iter();
@@ -199,20 +200,20 @@ impl Leases {
         Ok(lease)
     }
 
-    /// Ends the distrust of a lender that has served wrong bytes. Returns whether the lender was
-    /// distrusted.
+    /// Makes a lender usable again that was distrusted because it had served wrong bytes. Returns
+    /// whether the lender was distrusted.
     pub fn trust(&self, lender: &str) -> bool {
         self.distrust().trust(lender)
     }
 
-    /// Returns the lenders that are distrusted now, and how often lenders served wrong bytes since
-    /// the daemon's start.
+    /// Returns the lenders that are distrusted now, and how many times lenders have served wrong
+    /// bytes since the daemon's start.
     pub fn lies(&self) -> (Vec<Distrusted>, u64) {
         let mut distrust = self.distrust();
         (distrust.now(), distrust.lies())
     }
 
-    /// Executes a call of another daemon at the registry that this daemon serves.
+    /// Carries out a request of another daemon to the lease registry, which this daemon serves.
     ///
     /// # Errors
     ///

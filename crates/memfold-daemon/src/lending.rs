@@ -1,4 +1,5 @@
-//! Lending of this host's free memory to other hosts.
+//! Lends this host's free memory to other hosts. The operator's last request is saved, so that the
+//! next daemon continues to lend.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,7 @@ const LEAST: u64 = 16 << 20;
 /// Time limit for an export program's answer to a question about its features.
 const LOOK_LIMIT: Duration = Duration::from_secs(10);
 
-/// The lender of this host, and its settings.
+/// Service that lends this host's free memory to other hosts.
 #[derive(Debug)]
 pub struct Lending {
     leases: Arc<Leases>,
@@ -120,8 +121,8 @@ impl Lending {
         drop(self.lender.lock().take());
     }
 
-    /// Begins to lend memory, or changes the amount. If the new amount is lower, leases above it
-    /// are recalled.
+    /// Begins to lend memory, or changes the amount. If the new amount is lower, the lender recalls
+    /// leases that exceed it.
     pub fn lend(&self, request: &LendRequest) -> Result<LenderStatus, DaemonError> {
         self.leases.check_host()?;
         check_bytes(request.max_bytes, LEAST)?;
@@ -228,8 +229,8 @@ impl Lending {
         }
     }
 
-    /// Recalls all leases and ends lending. Returns the last status; `None` if this host does not
-    /// lend.
+    /// Recalls all leases and ends lending, on an operator's request. Returns the lender's last
+    /// status; `None` if this host does not lend.
     pub fn stop(&self) -> Option<LenderStatus> {
         self.note_lending(None);
         let lender = self.lender.lock();
@@ -239,7 +240,7 @@ impl Lending {
     }
 
     /// Ends lending because the daemon ends; the next daemon resumes lending. Borrowers get time to
-    /// return the memory, until `hurry` returns `true`.
+    /// return the memory until `hurry` returns `true`.
     pub fn end(&self, hurry: &dyn Fn() -> bool) {
         let lender = self.lender.lock().take();
         if let Some(lender) = lender {
@@ -247,7 +248,8 @@ impl Lending {
         }
     }
 
-    /// Returns the status of lending; `None` if this host does not lend and will not.
+    /// Returns the lender's status; `None` if this host does not lend. If the lender ended because
+    /// of a problem, the status names the problem.
     pub fn status(&self) -> Option<LenderStatus> {
         let mut lender = self.lender.lock();
         // A lender that has ended stays only to report its problem: another daemon lends under this

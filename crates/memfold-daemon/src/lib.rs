@@ -23,7 +23,7 @@
 //!   Views            views of memory for user interfaces
 //! ```
 //! The daemon holds no state that a new daemon could not find: VMs are in the state directory,
-//! mappings and the page store in the kernel. It may be killed at any instant.
+//! mappings and the page store in the kernel. The daemon may be killed at any instant.
 
 mod arrivals;
 mod backoff;

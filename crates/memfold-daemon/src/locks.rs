@@ -1,4 +1,4 @@
-//! The order in which locks are taken.
+//! The order in which the daemon's threads take locks, so that threads cannot deadlock.
 //!
 //! A thread that holds a lock takes only locks that stand below it here:
 //!
@@ -10,7 +10,8 @@
 //!   the registry                  Arrivals, then VmRegistry (vms)
 //!   states of single objects      Guard, Keeper, Machine's fields, SnapshotLocks, Leases (heard, distrust), Folding (last), Samples
 //! ```
-//! Debug builds check the order of the rights. A thread never holds two rights of one rank.
+//! A *right* is a lock that a thread may hold for minutes. Debug builds check the order of the
+//! rights. A thread never holds two rights of one rank.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -92,7 +93,7 @@ pub(crate) type NoStarts<'a> = Right<{ Rank::Starts as u8 }, RwLockWriteGuard<'a
 pub(crate) type SegmentsRight<G> = Right<{ Rank::Segments as u8 }, G>;
 
 impl<const RANK: u8, G> Right<RANK, G> {
-    /// Takes the right with the lock that `lock` takes.
+    /// Takes the right. `lock` locks the mutex of the right, and returns the mutex's guard.
     pub fn take(lock: impl FnOnce() -> G) -> Self {
         Self {
             _rank: Ranked::begin(RANK),
@@ -100,7 +101,8 @@ impl<const RANK: u8, G> Right<RANK, G> {
         }
     }
 
-    /// Takes the right as [`Right::take`] does, unless `lock` returns `None`.
+    /// Takes the right if it is free. `lock` tries to lock the mutex of the right, and returns
+    /// `None` if the mutex is locked.
     pub fn try_take(lock: impl FnOnce() -> Option<G>) -> Option<Self> {
         Some(Self {
             _rank: Ranked::begin(RANK),

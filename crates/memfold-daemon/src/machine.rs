@@ -1,5 +1,5 @@
-//! One VM of the daemon: its connections (monitor, fold library, agent), its state, and its memory
-//! account.
+//! One VM of the daemon: its connections (QEMU's monitor, fold library, agent), its state, and its
+//! part of the ledger.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -54,10 +54,10 @@ struct Seen {
     conditions: VmConditions,
 }
 
-/// The daemon's own data about a VM that it adopts.
+/// The daemon's data about a VM: name, number, trust domain, and the program that started the VM.
 #[derive(Debug)]
 pub(crate) struct Role {
-    /// The fold engine's number for the VM.
+    /// Number by which the fold engine knows the VM.
     pub id: VmId,
     pub name: String,
     pub domain: Option<String>,
@@ -221,8 +221,8 @@ impl Machine {
         self.seen.lock().layout.clone()
     }
 
-    /// Reads the RAM layout and the conditions for folding again, and tells the fold engine about
-    /// changes.
+    /// Reads again the layout of the VM's RAM and whether the VM can be folded. Tells the fold
+    /// engine about changes.
     pub fn look_again(&self) {
         let looked = {
             let mut qmp = self.monitor.lock();
@@ -282,7 +282,7 @@ impl Machine {
         library.chain(conditions).collect()
     }
 
-    /// Removes the files of the VM after it has ended.
+    /// Removes the VM's files after the VM has ended.
     pub fn clean_up(&self) {
         // Dropping the link waits for its thread, so the lock is released before.
         let link = self.marks.agent.lock().take();
@@ -307,8 +307,8 @@ impl Machine {
         self.role.domain.as_deref()
     }
 
-    /// Returns whether the VM's fold library can stop the VM, and resumes the VM if this daemon
-    /// dies.
+    /// Returns whether the fold library in QEMU can stop the VM for the daemon. The library resumes
+    /// the VM if the daemon dies.
     pub const fn can_stop(&self) -> bool {
         self.can_stop
     }
@@ -325,12 +325,13 @@ impl Machine {
         self.vm.pid()
     }
 
-    /// Returns the number of QEMU's process.
+    /// Returns the PID of the VM's QEMU process.
     pub fn raw_pid(&self) -> i32 {
         self.pid().as_raw_nonzero().get()
     }
 
-    /// Returns whether QEMU's process has ended. The registry still lists the VM for a moment then.
+    /// Returns whether QEMU's process has ended. After that, the table of VMs still lists the VM
+    /// for a moment.
     pub fn has_exited(&self) -> bool {
         self.vm.process().has_exited().unwrap_or(false)
     }
@@ -389,8 +390,8 @@ impl Machine {
         segments.filter_map(identity).collect()
     }
 
-    /// Returns a handle of the agent's connection, if there is one. The handle is shared, so that a
-    /// long command does not block other callers.
+    /// Returns the connection to the guest's agent; `None` if there is no connection. The
+    /// connection is shared, so that a long command does not block other callers.
     pub fn agent(&self) -> Option<Arc<AgentLink>> {
         self.marks.agent.lock().clone()
     }
@@ -404,8 +405,8 @@ impl Machine {
         self.agent_or_error()?.run(script, timeout)
     }
 
-    /// Runs a shell command that prints a line or two. A command that prints over [`SHORT`] bytes
-    /// is killed.
+    /// Runs a shell command in the guest, for commands that print a line or two. A command that
+    /// prints more than 4096 bytes ([`SHORT`]) is killed.
     pub fn run_short(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         result.code = self
@@ -417,12 +418,13 @@ impl Machine {
         Ok(result)
     }
 
-    /// Takes the right to save the VM or to change its memory mappings. Waits without a time limit.
+    /// Locks the VM for a save or for a change of its memory mappings. Waits without a time limit.
     pub fn save_right(&self) -> SaveRight<'_> {
         SaveRight::take(|| self.marks.saving.lock())
     }
 
-    /// Takes the right to save the VM or to change its memory mappings, for a user's request.
+    /// Locks the VM for a save or for a change of its memory mappings, for a user's request. Waits
+    /// for 30 s at most.
     ///
     /// # Errors
     ///
@@ -440,14 +442,14 @@ impl Machine {
         right.ok_or_else(busy)
     }
 
-    /// Takes the right to change the VM's swap disk. This right is separate from the right to save:
-    /// a lender that needs its memory back does not wait for an hour-long copy of files from the
-    /// guest. (A VM with a swap disk is not saved, so the two do not conflict.)
+    /// Locks the VM's swap disk for changes. The right to save the VM is a separate lock: a lender
+    /// that needs its memory back does not wait for an hour-long copy of files from the guest. (A
+    /// VM with a swap disk is not saved, so the two do not conflict.)
     pub fn swap_right(&self) -> SwapRight<'_> {
         SwapRight::take(|| self.marks.swapping.lock())
     }
 
-    /// Takes the right to save the VM if it is free.
+    /// Locks the VM for a save if no other thread holds this lock.
     pub fn try_save(&self) -> Option<SaveRight<'_>> {
         SaveRight::try_take(|| self.marks.saving.try_lock())
     }
@@ -461,8 +463,8 @@ impl Machine {
         number
     }
 
-    /// Records whether the swap disk is about to return to the local disk because one of its copies
-    /// was lost.
+    /// Records that the swap disk is about to return to the local disk. `lost_a_copy`: whether it
+    /// returns because one of its copies was lost.
     pub fn comes_home(&self, lost_a_copy: bool) {
         self.marks.lost_a_copy.store(lost_a_copy, Ordering::Release);
     }
@@ -473,7 +475,7 @@ impl Machine {
         self.marks.lost_a_copy.load(Ordering::Acquire)
     }
 
-    /// Returns begin and end of each block of the VM's RAM in QEMU's address space.
+    /// Returns begin and end (exclusive) of each block of the VM's RAM, as addresses in QEMU.
     pub fn ram_ranges(&self) -> Vec<(u64, u64)> {
         let range = |block: &RamBlock| (block.hva.0, block.hva.add_pages(block.pages).0);
         self.seen.lock().layout.blocks.iter().map(range).collect()

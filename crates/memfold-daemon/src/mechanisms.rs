@@ -1,4 +1,5 @@
-//! The services that the VM services use, and the connections between them.
+//! Creates the services that the VM services use, such as folding, lending and segments, and
+//! connects them.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -21,7 +22,7 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
 use crate::vm_registry::VmRegistry;
 
-/// The services that the VM services use. VM services hold all of them.
+/// Services that all VM services use.
 #[derive(Debug)]
 pub(crate) struct Mechanisms {
     pub folding: Arc<Folding>,
@@ -35,7 +36,8 @@ pub(crate) struct Mechanisms {
     pub segments: Arc<Segments>,
     pub snapshots: Arc<SnapshotShelf>,
     pub snapshot_locks: Arc<SnapshotLocks>,
-    /// Dropped last, because another daemon can use the state directory afterwards.
+    /// Table of VMs, which locks the state directory. This field is dropped last: another daemon
+    /// can use the state directory afterwards.
     pub registry: Arc<VmRegistry>,
 }
 

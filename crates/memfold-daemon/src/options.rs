@@ -28,7 +28,7 @@ pub struct DaemonOptions {
     pub include: Vec<String>,
     /// Glob patterns of guest paths that agents do not report.
     pub exclude: Vec<String>,
-    /// Whether folding is paused at the start.
+    /// Whether folding is paused when the daemon starts.
     pub paused: bool,
     /// Limits of the copy-on-write debt at which the brake acts.
     pub brake: BrakePolicy,
@@ -36,15 +36,16 @@ pub struct DaemonOptions {
     pub shelf: PathBuf,
     /// Directory of the segments of this host.
     pub segments: PathBuf,
-    /// Name of this host among lenders and borrowers; `None`: the kernel's host name.
+    /// Name of this host as lender and borrower of memory; `None`: the kernel's host name.
     pub host: Option<String>,
-    /// Location of the lease registry; `None`: this daemon serves the registry.
+    /// Location of the lease registry; `None`: this daemon serves the registry itself.
     pub registry: Option<RegistryAt>,
     /// When the swap of VMs is moved to lent RAM.
     pub borrow: BorrowWhen,
-    /// Memory that this host lends after a boot; `None`: the host lends no memory.
+    /// Memory that this host lends unless an operator has requested otherwise since the host's
+    /// boot; `None`: no setting.
     pub lend: Option<LendRequest>,
-    /// File of the history; `None`: no history is kept.
+    /// Database file for the ledger's history; `None`: no history is kept.
     pub history: Option<PathBuf>,
     /// Directory where libvirt records its QEMU processes; `None`: libvirt is not used.
     pub libvirt: Option<PathBuf>,

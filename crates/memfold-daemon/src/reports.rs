@@ -18,7 +18,8 @@ use crate::single_flight::SingleFlight;
 use crate::threads::thread_cpu;
 use crate::vms::Vms;
 
-/// Makes reports, and caches the figures for scrapes.
+/// Service that makes the ledger's report, the report of leases, and the figures for metrics
+/// scrapes.
 #[derive(Debug)]
 pub struct Reports {
     below: Arc<Mechanisms>,
@@ -76,7 +77,7 @@ impl Reports {
         all
     }
 
-    /// Reports all leases and lenders, and this host's part in them.
+    /// Reports all leases and lenders, and what this host itself lends and borrows.
     pub fn leases(&self) -> Result<LeaseReport, DaemonError> {
         // While the registry does not answer, the part about this host is what users need most.
         let (picture, registry_away) = match self.below.leases.registry.picture() {
@@ -109,7 +110,8 @@ impl Reports {
         })
     }
 
-    /// Returns the figures for a metrics scrape, possibly cached; [`Figures::taken`] is their time.
+    /// Returns the figures for a metrics scrape, possibly cached; [`Figures::taken`] is the time at
+    /// which they were read.
     pub fn figures(&self) -> Result<Arc<Figures>, DaemonError> {
         self.kept.get(|| self.take_figures())
     }

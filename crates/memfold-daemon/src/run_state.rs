@@ -15,7 +15,8 @@ use crate::error::{DaemonError, refused};
 /// Run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RunState {
-    /// `running`, another run state of QEMU such as `io-error`, or [`SILENT`].
+    /// `running`, another run state of QEMU such as `io-error`, or `silent` ([`SILENT`]) if QEMU
+    /// does not answer.
     pub name: String,
     pub cause: Option<String>,
     pub fix: Option<String>,
@@ -34,7 +35,8 @@ const NOTHING: &str = "no action is needed";
 /// Command that resumes the VM.
 const AGAIN: &str = "memfold vm resume {vm}";
 
-/// Returns the cause of a run state of QEMU, and what the operator can do; `{vm}` is the VM's name.
+/// Returns the cause of one of QEMU's run states, and what the operator can do; `{vm}` stands for
+/// the VM's name.
 fn explain(state: &str) -> (&'static str, &'static str) {
     match state {
         "paused" => ("a QMP client has stopped the VM ('stop')", AGAIN),
@@ -87,7 +89,7 @@ impl RunState {
         self.name == "running"
     }
 
-    /// Returns run state and cause, in one line.
+    /// Returns the run state and its cause as text, in one line.
     pub fn words(&self) -> String {
         match &self.cause {
             Some(cause) => format!("{}: {cause}", self.name),

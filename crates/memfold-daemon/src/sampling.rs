@@ -42,15 +42,15 @@ const LIVE_SHARE: f64 = 0.008;
 /// limit also bounds the cost of watchers that come and go.
 const YOUNG: Duration = Duration::from_secs(10);
 
-/// One sample of the live view, as sent to watchers.
+/// One sample for the live view, as sent to watchers.
 #[derive(Serialize, ToSchema)]
 pub struct Live<'a> {
-    /// The ledger and what folding has done, as `memfold report --json` prints it.
+    /// The ledger's report with the fold engine's figures, as `memfold report --json` prints it.
     #[serde(flatten)]
     pub report: &'a FullReport,
     /// All VMs, as `memfold vm list` shows them.
     pub vms: &'a [VmInfo],
-    /// CPU time of taking this sample, in milliseconds.
+    /// CPU time that taking this sample cost, in milliseconds.
     pub sample_cpu_ms: f64,
     /// Time until the next sample, in milliseconds.
     pub interval_ms: u64,
@@ -138,7 +138,7 @@ fn now_unix_s() -> i64 {
     i64::try_from(unix_time().as_secs()).unwrap_or(i64::MAX)
 }
 
-/// Takes samples, and writes them to the history.
+/// Service that takes samples of the ledger and writes them to the history.
 #[derive(Debug)]
 pub struct Sampling {
     below: Arc<Mechanisms>,
@@ -173,7 +173,7 @@ impl Sampling {
         self.samples.wake(true);
     }
 
-    /// Returns a channel of live samples as JSON ([`Live`]), which begins with the last sample.
+    /// Returns a channel of live samples as JSON ([`Live`]). Its first value is the last sample.
     /// Slow receivers miss samples.
     pub fn samples(&self) -> watch::Receiver<Arc<str>> {
         let receiver = self.samples.latest.subscribe();
@@ -192,8 +192,8 @@ impl Sampling {
         Ok(read(&history, now_unix_s())?)
     }
 
-    /// Returns the figures of the host, or of the VM `vm`, over the last `seconds`, in at most
-    /// `points` points.
+    /// Returns memory figures from the history over the last `seconds`, in at most `points` points.
+    /// `vm`: name of a VM; `None`: the whole host.
     pub fn history_of(
         &self,
         vm: Option<&str>,
@@ -206,8 +206,8 @@ impl Sampling {
         })
     }
 
-    /// Returns the PSS of each VM over the last `seconds` (at most 24 h), in at most `points`
-    /// points.
+    /// Returns the PSS of each VM from the history, over the last `seconds` (at most 24 h), in at
+    /// most `points` points.
     pub fn trends(&self, seconds: i64, points: i64) -> Result<Trends, DaemonError> {
         self.history(|history, now| history.trends(now, now - seconds, points))
     }
@@ -223,7 +223,7 @@ impl Sampling {
         names.into_iter().filter_map(of).collect()
     }
 
-    /// Returns the last `count` events, newest first.
+    /// Returns the last `count` events of this host and its VMs, newest first.
     pub fn events(&self, count: i64) -> Result<Vec<Event>, DaemonError> {
         self.history(|history, _| history.events(count))
     }

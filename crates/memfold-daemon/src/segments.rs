@@ -28,7 +28,7 @@ pub(crate) mod in_guest;
 mod list;
 mod users;
 
-/// The segments of this host, and the operations on them.
+/// Service that builds, attaches, lists and removes the segments of this host.
 #[derive(Debug)]
 pub struct Segments {
     pub(crate) registry: Arc<VmRegistry>,
@@ -54,12 +54,12 @@ impl Segments {
     }
 
     /// Removes the write protection of segment images, so that they can be deleted like other
-    /// files. Used at the end of a laboratory run.
+    /// files. A test lab calls this function when it ends.
     pub fn unprotect(&self) {
         self.shelf.unprotect();
     }
 
-    /// Returns the progress of a segment's build; `None` if no build of this name is in progress.
+    /// Returns the progress of a segment's build; `None` if no segment of this name is being built.
     #[must_use]
     pub fn progress(&self, name: &str) -> Option<memfold_host::progress::Step> {
         self.locks.now(&format!("segment {name}"))

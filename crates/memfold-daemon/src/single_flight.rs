@@ -25,8 +25,8 @@ impl<T> Default for SingleFlight<T> {
 }
 
 impl<T: Clone> SingleFlight<T> {
-    /// Returns the result of a run of `make` that began after this call. Concurrent callers share
-    /// one run. If that run fails, the next waiting caller runs its own `make`.
+    /// Returns the result of a call of `make` that began after this call. Concurrent callers share
+    /// one such result. If a call of `make` fails, the next waiting caller calls its own `make`.
     pub fn get<E>(&self, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         self.begun_after(self.last_begun(), make)
     }

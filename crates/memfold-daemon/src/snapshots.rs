@@ -24,7 +24,7 @@ mod verify;
 
 pub(crate) use self::verify::clear_trials;
 
-/// The snapshots of this host, and the operations on them.
+/// Service that saves, restores, lists and removes the snapshots of this host.
 #[derive(Debug)]
 pub struct Snapshots {
     below: Arc<Mechanisms>,
@@ -52,7 +52,7 @@ impl Snapshots {
         self.below.snapshot_locks.now(name)
     }
 
-    /// Returns all snapshots, with the VMs that run from them.
+    /// Returns all snapshots of this host, each with the VMs that run from it.
     pub fn list(&self) -> Result<Vec<SnapshotInfo>, DaemonError> {
         let shelf = &self.below.snapshots;
         let names = shelf.names().map_err(|source| SnapshotError::Files {
@@ -86,7 +86,7 @@ impl Snapshots {
         }
     }
 
-    /// Returns the manifest of a snapshot.
+    /// Returns the manifest of a snapshot: the description of the saved VM and its files.
     pub fn manifest(&self, name: &str) -> Result<Manifest, DaemonError> {
         Ok(self.below.snapshots.manifest(name)?)
     }
@@ -123,8 +123,8 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Moves the disks of the VM that was saved out of the snapshot, if that VM still runs, before
-    /// the snapshot is removed.
+    /// If the saved VM still runs, moves its disk files out of the snapshot before the snapshot is
+    /// removed.
     fn disks_taken_back(&self, name: &str, vm: &str) -> Result<(), DaemonError> {
         let place = self.below.snapshots.path(name)?;
         let machine = match self.below.registry.machine(vm) {

@@ -1,4 +1,5 @@
-//! Moves swap disks of this host's VMs to lent RAM, watches them, and moves them back.
+//! Moves swap disks of this host's VMs to lent RAM, watches them, and moves them back. The drawing
+//! shows the modules in the order of a loan.
 //!
 //! ```text
 //!   again, automatic --> borrow --> watcher --> heal --> give_back --> reconcile --> guards, notes, relays
@@ -30,7 +31,7 @@ mod reconcile;
 mod relays;
 mod watcher;
 
-/// The swap disks of this host's VMs that are on lent RAM.
+/// Service that moves the swap disks of this host's VMs to lent RAM and back.
 #[derive(Debug)]
 pub struct SwapDisks {
     registry: Arc<VmRegistry>,
@@ -81,8 +82,8 @@ impl SwapDisks {
         relays.map(|relay| relay.process.pid).collect()
     }
 
-    /// Stops watching loans. The loans stay until their leases end, or until the next daemon
-    /// continues them.
+    /// Stops watching the loans of VMs. The loans last until their leases end, or until the next
+    /// daemon continues them.
     pub(crate) fn stop(&self) {
         for guard in self.guards.lock().values() {
             guard.stop();

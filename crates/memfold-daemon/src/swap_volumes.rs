@@ -40,7 +40,7 @@ const RETRY: Duration = Duration::from_secs(15);
 /// Time between two checks of a mirror's synchronization.
 const LOOK_AT_SYNC: Duration = Duration::from_millis(500);
 
-/// The LVM volumes of this host that are on lent RAM.
+/// Service that moves LVM volumes of this host to lent RAM and back.
 #[derive(Debug)]
 pub struct SwapVolumes {
     leases: Arc<Leases>,
@@ -74,7 +74,7 @@ impl SwapVolumes {
         keepers.iter().map(|keeper| keeper.borrowed()).collect()
     }
 
-    /// Stops watching loans; the next daemon continues.
+    /// Stops watching the loans of volumes; the next daemon continues.
     pub(crate) fn stop(&self) {
         self.keepers
             .lock()
@@ -148,7 +148,7 @@ impl SwapVolumes {
         })
     }
 
-    /// Takes a volume off lent RAM. Also succeeds if the volume is not on lent RAM.
+    /// Takes an LVM volume off lent RAM. This also succeeds if the volume is not on lent RAM.
     pub fn give_back(self: &Arc<Self>, volume: &Volume) -> Result<Borrowed, DaemonError> {
         let began = Instant::now();
         check_tools()?;

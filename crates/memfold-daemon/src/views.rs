@@ -1,5 +1,5 @@
-//! Makes views of memory for user interfaces: on request, one view at a time, cached for some
-//! seconds.
+//! Makes maps, tables and estimates of memory use for user interfaces. They are made only on
+//! request, one at a time, and cached for some seconds.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -50,7 +50,7 @@ const SWAP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for a guest to report its free memory.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// Body of `POST /v1/estimate`.
+/// Body of `POST /v1/estimate`: the VMs to read, and limits.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EstimateOrder {
@@ -66,25 +66,26 @@ pub struct EstimateOrder {
     pub one_domain: bool,
 }
 
-/// Body of `POST /v1/plan/place`.
+/// Body of `POST /v1/plan/place`: the hosts, and limits for proposals.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlaceOrder {
     /// Fingerprints of two or more hosts, as `memfold estimate --fingerprint` writes them.
     #[schema(value_type = Vec<Object>)]
     pub fingerprints: Vec<Fingerprint>,
-    /// Least savings that justify a move, in bytes.
+    /// Smallest saving for which moving a VM is proposed, in bytes.
     pub least_bytes: u64,
     /// Part of each host's memory that must stay free, in percent (0 to less than 100).
     pub leave_percent: f64,
 }
 
-/// Response of `GET /v1/vms/{name}/swap`.
+/// Response of `GET /v1/vms/{name}/swap`: the use of a VM's swap disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SwapUse {
-    /// Bytes of the swap disk that the guest reports as used; null if it does not report them.
+    /// Bytes of the swap disk that are in use, as the guest reports; null if the guest does not
+    /// report them.
     pub used_bytes: Option<u64>,
-    /// The reason why `used_bytes` is null, as text.
+    /// Why the guest does not report the use of its swap disk, as text; null if it does.
     pub why_not: Option<String>,
 }
 
@@ -105,10 +106,10 @@ impl SwapUse {
     }
 }
 
-/// Cached values by their keys, and the time at which each value was made.
+/// Values of a cache by their keys, and the time at which each value was made.
 type Cached<K, T> = Mutex<BTreeMap<K, (Instant, T)>>;
 
-/// Makes views of memory for user interfaces, and caches them.
+/// Service that makes maps and tables of memory for user interfaces, and caches them.
 #[derive(Debug)]
 pub struct Views {
     below: Arc<Mechanisms>,
@@ -165,7 +166,7 @@ impl Views {
         }
     }
 
-    /// Ends a running estimate because the daemon ends.
+    /// Ends an estimate that is being computed, because the daemon ends.
     pub fn end(&self) {
         self.ends.store(true, Ordering::Relaxed);
     }
@@ -175,7 +176,7 @@ impl Views {
         Ok(fold.domains.iter().map(DomainStats::store).collect())
     }
 
-    /// Returns a VM's RAM as a map of about `cells` cells.
+    /// Returns a map of a VM's RAM: a grid of about `cells` cells.
     pub fn memory_map(&self, name: &str, cells: u64) -> Result<MemoryMap, DaemonError> {
         let machine = self.below.registry.machine(name)?;
         let cells = cells.clamp(1, MOST_CELLS);
@@ -186,7 +187,7 @@ impl Views {
         })
     }
 
-    /// Returns how many pages VMs share, by pairs of VMs.
+    /// Returns, for each pair of VMs, how many pages the two VMs share.
     pub fn sharing(&self) -> Result<Sharing, DaemonError> {
         fresh(&self.sharing, (), MEMORY_LIFE, || {
             let stores = self.store_identities()?;
@@ -277,7 +278,7 @@ impl Views {
         Ok(said)
     }
 
-    /// Estimates possible savings.
+    /// Estimates how much memory could be saved on this host, by reading the memory of VMs.
     ///
     /// # Errors
     ///

@@ -19,7 +19,7 @@ use crate::error::{DaemonError, state_error};
 use crate::locks::{NoStarts, StartRight};
 use crate::machine::Machine;
 
-/// Longest time that a request waits until a VM is adopted.
+/// Longest time that a request waits for the adoption of a VM.
 pub(crate) const ADOPTION_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The table of the daemon's VMs.
@@ -42,7 +42,7 @@ pub(crate) struct VmRegistry {
 }
 
 impl VmRegistry {
-    /// Opens the table of a state directory.
+    /// Locks a state directory, and creates the empty table of its VMs.
     ///
     /// # Errors
     ///
@@ -64,7 +64,7 @@ impl VmRegistry {
         })
     }
 
-    /// Returns the state directory, which has the files and sockets of the VMs.
+    /// Returns the state directory, which contains the files and sockets of the VMs.
     pub fn state(&self) -> &Path {
         &self.state
     }
@@ -123,7 +123,7 @@ impl VmRegistry {
         find().ok_or_else(|| DaemonError::NoSuchVm(name.to_owned()))
     }
 
-    /// Returns a number that no VM of this daemon has had.
+    /// Returns a number that no VM of this daemon has had, for a new VM.
     pub fn new_id(&self) -> VmId {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
@@ -146,7 +146,7 @@ impl VmRegistry {
         self.arrivals.add(spec, way, |name| self.contains(name))
     }
 
-    /// Takes the right to start a VM.
+    /// Returns the right to start a VM. KSM steering does not begin as long as the right exists.
     ///
     /// # Errors
     ///
@@ -158,8 +158,8 @@ impl VmRegistry {
         Ok(StartRight::take(|| self.starts.read()))
     }
 
-    /// Prevents the start of VMs until the result is dropped; `None` if a VM is still being started
-    /// after a wait.
+    /// Waits until no VM is being started, and prevents the start of VMs until the result is
+    /// dropped. Returns `None` if the wait takes too long.
     pub fn none_starts(&self) -> Option<NoStarts<'_>> {
         for _ in 0..2 {
             let none = NoStarts::take(|| self.starts.write());

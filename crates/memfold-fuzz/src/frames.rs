@@ -1,4 +1,5 @@
-//! Fuzzes the two message protocols: with the guest's agent, and with the library in QEMU.
+//! Fuzzes the parsers of the daemon's two message protocols: with the guest's agent, and with
+//! memfold's library in QEMU.
 
 use std::fmt::Debug;
 
@@ -12,8 +13,9 @@ use memfold_wire::library::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The bytes as a stream, in pieces as a socket might give them, and (with the header left out) as
-/// a body.
+/// Parses the bytes as a stream of frames, in pieces as a socket might deliver them, and then,
+/// without the frame header, as the body of one message. Returns a number that identifies the kind
+/// of result.
 pub fn run<M>(data: &[u8]) -> u64
 where
     M: Serialize + DeserializeOwned + Validate + PartialEq + Debug + Limited,
@@ -47,7 +49,8 @@ where
     body << 8 | count.min(255)
 }
 
-/// What was accepted is within its limits, and survives another way over the wire.
+/// Checks that a message which the parser accepted is within its limits, and is the same after it
+/// is encoded and decoded.
 fn check<M>(message: &M)
 where
     M: Serialize + DeserializeOwned + Validate + PartialEq + Debug + Limited,
@@ -61,8 +64,8 @@ where
     assert_eq!(*message, again);
 }
 
-/// The limits that the receiver's code relies on, said a second time and independently of
-/// [`Validate`].
+/// A message whose limits can be asserted: those on which the receiver's code relies, checked
+/// independently of [`Validate`].
 pub trait Limited {
     fn assert_limits(&self);
 }
@@ -138,7 +141,7 @@ impl Limited for Reply {
     }
 }
 
-/// Each message as a frame, and all of them as one stream.
+/// Makes seeds: each message as a frame, and all messages as one stream of frames.
 fn frames<M: Serialize>(messages: &[M]) -> Vec<Vec<u8>> {
     let frames = messages.iter().map(|m| encode(m).expect("a valid message"));
     let mut seeds: Vec<Vec<u8>> = frames.collect();

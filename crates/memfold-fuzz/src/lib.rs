@@ -5,8 +5,8 @@
 //!   daemon --Order--> library in QEMU --Reply--> daemon       QEMU --info ramblock, info mtree, JSON--> daemon
 //! ```
 //! A [`Subject`] runs a parser on arbitrary bytes. The parser must not panic, and the values that
-//! it accepts must satisfy its documentation. Both are asserted here, once, for the two ways of
-//! fuzzing: `fuzz/` (cargo-fuzz, nightly) and `tests/mutate.rs` (stable, always there).
+//! it accepts must satisfy its documentation. There are two ways of fuzzing with these subjects:
+//! `fuzz/` (cargo-fuzz, needs nightly Rust) and `tests/mutate.rs` (stable Rust).
 
 mod frames;
 mod guest_kernel;
@@ -22,7 +22,7 @@ use memfold_wire::library::{Order, Reply};
 
 pub use subject::Subject;
 
-/// All fuzz targets: name, parser, valid inputs.
+/// All fuzz targets: the name, parser and valid inputs of each.
 pub const SUBJECTS: [Subject; 14] = [
     subject_of("from_agent", frames::run::<FromAgent>, frames::from_agent),
     subject_of("to_agent", frames::run::<ToAgent>, frames::to_agent),
@@ -52,10 +52,10 @@ const fn subject_of(
     Subject { name, run, seeds }
 }
 
-/// Returns the subject named `name`.
+/// Returns the fuzz target named `name`.
 ///
 /// # Panics
-/// If no subject has this name (a fuzz target without its subject).
+/// If no fuzz target has this name.
 #[must_use]
 pub fn subject(name: &str) -> Subject {
     let found = SUBJECTS.into_iter().find(|s| s.name == name);

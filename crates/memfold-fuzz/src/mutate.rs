@@ -1,25 +1,25 @@
-//! Fuzzes without compiler instrumentation: changes valid inputs at random, and keeps the inputs
-//! that led to a new kind of result for further changes.
+//! Fuzzes without compiler instrumentation: changes valid inputs at random. Inputs that lead to a
+//! new kind of result are kept and changed further.
 
 use std::time::{Duration, Instant};
 
 use crate::subject::Subject;
 
-/// Most inputs kept.
+/// Largest number of inputs that are kept.
 const POOL: usize = 2048;
-/// Longest input.
+/// Longest input, in bytes.
 const MAX_BYTES: usize = 16 << 10;
 
 /// Counters of a fuzzing run.
 #[derive(Clone, Copy, Debug)]
 pub struct Fuzzed {
-    /// Inputs tried.
+    /// Number of inputs on which the parser has run.
     pub inputs: u64,
-    /// Kinds of results seen.
+    /// Number of different kinds of results of the parser.
     pub results: usize,
 }
 
-/// xorshift64
+/// Random number generator (xorshift64).
 #[derive(Debug)]
 struct Random(u64);
 
@@ -40,8 +40,8 @@ impl Random {
     }
 }
 
-/// Runs `subject` on changed inputs for `time`. Calls `before` with each input first, so that the
-/// caller knows which input caused a panic.
+/// Runs a parser (`subject`) on randomly changed inputs for `time`. `before` is called with each
+/// input before the parser runs, so that the caller knows which input caused a panic.
 pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(&[u8])) -> Fuzzed {
     let mut random = Random(seed | 1);
     let mut pool = (subject.seeds)();
@@ -74,7 +74,7 @@ pub fn fuzz(subject: Subject, time: Duration, seed: u64, mut before: impl FnMut(
     }
 }
 
-/// One change: what wrong programs, wrong lengths and wrong copies do.
+/// Changes an input once, as faulty programs might: wrong bytes, wrong lengths, wrong copies.
 fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
     const NUMBERS: [u64; 7] = [0, 1, 0xFFFF_FFFF, 1 << 31, 1 << 52, u64::MAX, !0xFFF];
     const EDGES: [u8; 12] = [0, 1, 4, 31, 127, 128, 129, 254, 255, b'0', b' ', b'\n'];
@@ -119,8 +119,8 @@ fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
     }
 }
 
-/// Makes the header of a frame right again; without it most changed frames would end at their
-/// header.
+/// Writes the right length into the header of a frame. Otherwise most changed frames would be
+/// refused because of their header.
 fn repair_frame(input: &mut [u8]) {
     if let Some((header, body)) = input.split_first_chunk_mut::<4>() {
         if let (Ok(length), true) = (u32::try_from(body.len()), header[2] == 0 && header[3] == 0) {

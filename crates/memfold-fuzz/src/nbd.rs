@@ -1,4 +1,5 @@
-//! Fuzzes both ends of NBD: the relay as a client of lenders, and as a server of QEMU.
+//! Fuzzes both ends of the NBD protocol: the relay as a client of lenders, and as a server for
+//! QEMU.
 
 use std::io::{self, Read, Write};
 
@@ -46,7 +47,8 @@ impl Write for Peer<'_> {
     }
 }
 
-/// Selects the parser by the first byte.
+/// Runs the parser that the first byte selects on the other bytes. Returns a number that identifies
+/// the kind of result.
 pub fn both(data: &[u8]) -> u64 {
     let Some((kind, data)) = data.split_first() else {
         return 0;

@@ -1,4 +1,5 @@
-//! Fuzzes the parsers of a guest's list of free pages and of the places of its files on disk.
+//! Fuzzes the parsers of two lists that a guest reports: its free pages, and the places of its
+//! files on its disks.
 
 use memfold_snapshot::{free, guest_extents};
 

@@ -1,9 +1,9 @@
-//! Fuzzes the readers of objects from an object store.
+//! Fuzzes the parsers of objects that are read from an object store.
 
 use memfold_transfer::{Description, chunk};
 use serde_json::json;
 
-/// Bytes of the chunk from which [`chunks`] is made.
+/// Size in bytes of the chunk from which the seeds of [`chunks`] are made.
 const CHUNK: usize = 8192;
 
 fn plain() -> Vec<u8> {

@@ -1,5 +1,5 @@
-//! Runs every fuzz target on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (default 2) each. An
-//! input that makes one panic is printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to
+//! Runs every fuzz target on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (default 2) each. If
+//! a parser panics, its input is printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to
 //! write the valid inputs to, for cargo-fuzz.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

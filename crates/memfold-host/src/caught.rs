@@ -1,5 +1,5 @@
-//! Catches panics in work where panics are expected. All other panics end the daemon, because a
-//! daemon that lacks a thread is of no use.
+//! Catches panics where code may panic on data from outside, for example from a guest. All other
+//! panics end the daemon, because a daemon that lacks a thread is of no use.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,18 +8,18 @@ thread_local! {
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns whether this thread is inside [`caught`], so that a panic would be caught.
+/// Returns whether this thread runs inside [`caught`], which catches a panic.
 #[must_use]
 pub fn is_caught() -> bool {
     CAUGHT.get()
 }
 
-/// Runs work that may panic, for example on data from a guest. Data that the work changes must be
-/// unused afterwards, or consistent at any time.
+/// Calls `work`, which may panic, for example on data from a guest. Data that `work` changes must
+/// be consistent at any time, or unused after a panic.
 ///
 /// # Errors
 ///
-/// [`Panicked`] if the work panicked; the panic is in the log.
+/// [`Panicked`] if `work` panicked. The log has the panic's message.
 pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Panicked> {
     let before = CAUGHT.replace(true);
     let done = catch_unwind(AssertUnwindSafe(work));
@@ -27,7 +27,7 @@ pub fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Panicked> {
     done.map_err(|_| Panicked)
 }
 
-/// Error of work that panicked.
+/// Error of [`caught`]: the called function panicked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Panicked;
 

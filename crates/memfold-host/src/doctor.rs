@@ -1,4 +1,5 @@
-//! Judges the host's facts for `memfold doctor`: what works, and which command fixes the rest.
+//! Judges the host for `memfold doctor`: which features of memfold work here, and which commands
+//! make the others work.
 
 use memfold_units::ByteSize;
 use serde::Serialize;
@@ -11,7 +12,7 @@ const DEFAULT_MAP_COUNT: u64 = 65_530;
 /// Memory that `memfold demo` needs: three VMs of 512 MiB and their QEMUs.
 const DEMO_MEMORY: ByteSize = ByteSize::mib(2560);
 
-/// Result of one of doctor's checks.
+/// Result of one of the checks of `memfold doctor`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -23,31 +24,31 @@ pub enum Status {
     Fail,
 }
 
-/// One line of doctor's report.
+/// One line of the report of `memfold doctor`: the result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
     /// Name of the feature that was checked.
     pub name: &'static str,
-    /// Result of the check.
+    /// Whether the checked feature works.
     pub status: Status,
-    /// The finding and its consequence, as text.
+    /// What the check found and what follows from that, as text.
     pub meaning: String,
-    /// Command that fixes the problem; `None` if none is known or needed.
+    /// Command that fixes the problem; `None` if no command is known or needed.
     pub fix: Option<String>,
 }
 
-/// Doctor's report on this host.
+/// Report of `memfold doctor` on this host.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Whether the main job (booting and folding VMs) can run.
+    /// Whether VMs can be booted and folded on this host: no check has the result [`Status::Fail`].
     pub can_run: bool,
-    /// The checks, in order.
+    /// Results of the checks, in the order in which they are shown.
     pub checks: Vec<Check>,
-    /// Facts that the checks are based on.
+    /// Facts about the host that the checks are based on.
     pub host: HostFacts,
 }
 
-/// Makes doctor's report from the host's facts.
+/// Checks the facts about the host, and makes the report of `memfold doctor`.
 #[must_use]
 pub fn examine(host: HostFacts) -> Report {
     let mut checks = Vec::new();

@@ -1,4 +1,4 @@
-//! Facts about the host, found by trying each feature rather than by comparing version numbers.
+//! Facts about the host. Features are tried out instead of deriving them from version numbers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use super::files;
 use super::kvm::{self, KvmVerdict};
 use super::qemu::{QemuError, QemuFacts};
 
-/// Support of the kernel for userfaultfd.
+/// The kernel's support for userfaultfd (`userfaultfd(2)`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Userfault {
     /// Whether a userfaultfd that handles kernel-mode faults can be opened.
@@ -22,87 +22,88 @@ pub struct Userfault {
     pub can_move: bool,
     /// Whether the kernel supports `UFFDIO_WRITEPROTECT`.
     pub can_write_protect: bool,
-    /// Reason why no userfaultfd can be opened.
+    /// Why no userfaultfd can be opened, as text; `None` if it can.
     pub error: Option<String>,
 }
 
 /// Settings of KSM, the kernel's same-page merging (`/sys/kernel/mm/ksm`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Ksm {
-    /// Control `run`: 0 off, 1 on, 2 off and everything unmerged.
+    /// Value of KSM's control `run`: 0 off, 1 on, 2 off and all pages unmerged.
     pub run: u32,
-    /// Control `pages_to_scan`.
+    /// Value of KSM's control `pages_to_scan`: pages that ksmd scans before it sleeps.
     pub pages_to_scan: u64,
-    /// Control `sleep_millisecs`.
+    /// Value of KSM's control `sleep_millisecs`: time that ksmd sleeps between two scans.
     pub sleep_millisecs: u64,
-    /// Control `advisor_mode` (Linux >= 6.7).
+    /// Value of KSM's control `advisor_mode`; `None` before Linux 6.8.
     pub advisor_mode: Option<String>,
 }
 
-/// The QEMU program and those of its features that memfold uses.
+/// The QEMU program that memfold uses, and its features.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Qemu {
-    /// Facts about the QEMU program; `None`: no working program was found.
+    /// Version and capabilities of the QEMU program; `None`: no working program was found.
     pub facts: Option<QemuFacts>,
     /// Whether QEMU's balloon supports free page reporting.
     pub free_page_reporting: bool,
     /// Whether QEMU has the seccomp sandbox.
     pub sandbox: bool,
-    /// Reason why no QEMU program was found.
+    /// Why no working QEMU program was found, as text; `None` if one was found.
     pub error: Option<String>,
 }
 
-/// A program that memfold calls.
+/// A helper program that memfold calls, such as `qemu-img`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Tool {
-    /// Name of the program.
+    /// Name of the helper program.
     pub name: &'static str,
-    /// Feature of memfold that needs the program.
+    /// Feature of memfold that needs the helper program.
     pub used_for: &'static str,
-    /// Debian package that contains the program.
+    /// Debian package that contains the helper program.
     pub package: &'static str,
-    /// Path of the program; `None`: it is missing.
+    /// Path of the helper program; `None`: the program is missing.
     pub path: Option<PathBuf>,
 }
 
-/// All facts that `memfold doctor` checks.
+/// All facts about the host that `memfold doctor` checks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostFacts {
     /// Kernel release, as in `uname -r`.
     pub kernel: String,
-    /// Whether the effective user is root.
+    /// Whether this process runs as root (effective user).
     pub root: bool,
     /// Effective capabilities of this process (`CapEff` of `proc_pid_status(5)`).
     pub capabilities: u64,
-    /// Support for userfaultfd.
+    /// The kernel's support for userfaultfd.
     pub userfault: Userfault,
-    /// Kernel setting `vm.unprivileged_userfaultfd`.
+    /// Kernel setting `vm.unprivileged_userfaultfd`; `None` if it cannot be read.
     pub unprivileged_userfaultfd: Option<u64>,
-    /// Reason why `PAGEMAP_SCAN` fails; `None`: it works.
+    /// Why the ioctl `PAGEMAP_SCAN` fails, as text; `None` if it works.
     pub pagemap_scan_error: Option<String>,
     /// Settings of KSM; `None`: the kernel has no KSM.
     pub ksm: Option<Ksm>,
-    /// Kernel setting `vm.max_map_count`: most mappings of a process.
+    /// Kernel setting `vm.max_map_count`: largest number of mappings of a process.
     pub max_map_count: Option<u64>,
-    /// The selected word in `/sys/kernel/mm/transparent_hugepage/enabled`.
+    /// Selected mode of transparent huge pages: the word in brackets in
+    /// `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub transparent_hugepage: Option<String>,
-    /// `MemAvailable` of `/proc/meminfo`, in bytes.
+    /// Available memory of the host in bytes (`MemAvailable` of `/proc/meminfo`).
     pub available_bytes: u64,
     /// The QEMU program and its features.
     pub qemu: Qemu,
-    /// Verdict on KVM.
+    /// Whether KVM works, or why it does not.
     pub kvm: KvmVerdict,
     /// Path of memfold's library for QEMU, or the reason why it is missing.
     pub library: Result<PathBuf, String>,
-    /// Names of the available guest images, or the reason why there are none.
+    /// Names of the available guest images, or why there are none.
     pub guest_images: Result<Vec<String>, String>,
-    /// Programs that memfold calls.
+    /// Helper programs that memfold calls, found or missing.
     pub tools: Vec<Tool>,
 }
 
 impl HostFacts {
-    /// Collects all facts. This takes about a second, and up to ten when KVM is tried for the first
-    /// time. The verdict on KVM is cached in the directory `state`.
+    /// Collects all facts about the host. This takes about a second, and up to ten when KVM is
+    /// tried for the first time. The result for KVM is cached in the directory `state`.
     #[must_use]
     pub fn probe(state: &Path) -> Self {
         let qemu = qemu();

@@ -6,17 +6,17 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// File name of the library that is preloaded into QEMU.
+/// File name of memfold's library that is preloaded into QEMU.
 pub const LIBRARY: &str = "libmemfold_qemu.so";
 
-/// Environment variable with the path of the library for QEMU.
+/// Environment variable with the path of memfold's library for QEMU.
 pub const LIBRARY_VARIABLE: &str = "MEMFOLD_QEMU_LIBRARY";
 
-/// Environment variable with the directory of guest images.
+/// Environment variable with the directory that contains guest images.
 pub const CACHE_VARIABLE: &str = "MEMFOLD_CACHE";
 
-/// Finds the library for QEMU: at `MEMFOLD_QEMU_LIBRARY` if set, else beside the running program
-/// (or one directory up, for tests), else in `/usr/lib/memfold`.
+/// Finds memfold's library for QEMU: at the path `MEMFOLD_QEMU_LIBRARY` if that is set, else beside
+/// the running program (or one directory up, for tests), else in `/usr/lib/memfold`.
 ///
 /// # Errors
 /// `NotFound` if the library is at none of these paths; the error names them.
@@ -38,16 +38,16 @@ pub fn library() -> io::Result<PathBuf> {
     Err(io::Error::new(io::ErrorKind::NotFound, why))
 }
 
-/// A guest image. Its files must never be written; VMs use overlays.
+/// A bootable guest image. VMs write to overlays, and never to the image's files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestImage {
-    /// Path of a raw ext4 file system, which the guest sees as `/dev/vda`.
+    /// Path of the guest's root disk: a raw ext4 file system, which the guest sees as `/dev/vda`.
     pub disk: PathBuf,
-    /// Path of the kernel.
+    /// Path of the guest's kernel.
     pub kernel: PathBuf,
-    /// Path of the initramfs.
+    /// Path of the guest's initramfs.
     pub initrd: PathBuf,
-    /// Version of the kernel.
+    /// Version of the guest's kernel.
     pub kernel_version: String,
 }
 
@@ -110,7 +110,7 @@ pub fn guest_images() -> io::Result<BTreeMap<String, GuestImage>> {
         .collect())
 }
 
-/// Returns the data disks built by `make setup`, by name (`linux-source`).
+/// Returns the data disks built by `make setup`, by name, such as `linux-source`.
 pub fn data_disks() -> io::Result<BTreeMap<String, PathBuf>> {
     let found = entries()?.into_iter();
     Ok(found
@@ -120,8 +120,8 @@ pub fn data_disks() -> io::Result<BTreeMap<String, PathBuf>> {
 }
 
 /// Returns the program that builds guest images, as the package `memfold-bench` installs it:
-/// `share/memfold/guest/build` beside the directory of the running program. `None` if it is not
-/// there, as in a checkout, where `make setup` builds them.
+/// `share/memfold/guest/build` beside the directory of the running program. `None` if the program
+/// is not there; in a checkout, `make setup` builds guest images instead.
 #[must_use]
 pub fn image_builder() -> Option<PathBuf> {
     let own = std::env::current_exe().ok()?;
@@ -139,11 +139,11 @@ pub fn program(name: &str) -> Option<PathBuf> {
         .find(|p| p.is_file())
 }
 
-/// Returns the path for starting this program again: the program's own path, or in tests that of
-/// the `memfold` beside it.
+/// Returns the path of the program `memfold`, for starting it. That is the running program, or in
+/// tests the `memfold` beside the running program.
 ///
 /// # Errors
-/// An I/O error if the running program is another one, and there is no `memfold` beside it.
+/// An I/O error if the running program is not `memfold`, and there is no `memfold` beside it.
 pub fn own_program() -> io::Result<PathBuf> {
     const NAME: &str = "memfold";
     let own = std::env::current_exe()?;

@@ -30,34 +30,35 @@ const V2: Files = Files {
     cached: ["inactive_file", "active_file"],
 };
 
-/// A control group whose memory limit may apply to processes.
+/// A control group (cgroup) that contains processes and may limit their memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
     directory: PathBuf,
     files: &'static Files,
 }
 
-/// Memory limit of a group, and the memory that it leaves, in bytes.
+/// Memory limit of a control group, and the memory that is left below the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Memory limit of the group in bytes. For a group without a limit, version 1 shows a huge
-    /// number.
+    /// Memory limit of the control group in bytes. A group of cgroup version 1 without a limit has
+    /// a huge number here.
     pub limit: u64,
-    /// Bytes that are left up to the limit; page cache counts as free.
+    /// Bytes that the control group's processes can still use until the limit is reached. Page
+    /// cache counts as free.
     pub available: u64,
 }
 
 impl Group {
-    /// Returns the groups that contain all of these processes, so that their limits apply to all
-    /// processes together. Ended processes are ignored.
+    /// Returns the control groups that contain all of the processes `pids`, so that their limits
+    /// apply to all of these processes together. Ended processes are ignored.
     #[must_use]
     pub fn of_all(pids: &[i32]) -> Vec<Self> {
         Self::of_all_in(Path::new("/proc"), Path::new(ROOT), pids)
     }
 
-    /// Returns the groups whose limits apply to all VMs, including the VM that is started next. If
-    /// only one VM runs, it is unknown where the next will run. In this case, only groups count
-    /// that also contain this process: a limit set for the one VM must not stop others.
+    /// Returns the control groups whose limits apply to all VMs, including the VM that is started
+    /// next. `pids`: QEMU processes. If only one VM runs, only groups that also contain this
+    /// process are returned: a limit set for the one VM must not stop others.
     #[must_use]
     pub fn of_vms(pids: Vec<i32>) -> Vec<Self> {
         let own = rustix::process::getpid().as_raw_nonzero().get();
@@ -111,7 +112,8 @@ impl Group {
             .collect()
     }
 
-    /// Returns limit and free memory of the group; `None` if the group has no limit.
+    /// Returns the control group's memory limit and what is left of it, in bytes; `None` if the
+    /// group has no limit.
     #[must_use]
     pub fn room(&self) -> Option<Room> {
         let read = |name| std::fs::read_to_string(self.directory.join(name)).ok();
@@ -132,7 +134,7 @@ impl Group {
         })
     }
 
-    /// Returns the directory of the group.
+    /// Returns the control group's directory in the cgroup file system.
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory

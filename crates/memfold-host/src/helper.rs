@@ -11,15 +11,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 /// Runs a program and collects its output. At the time limit, the program and all processes in its
-/// group are killed, and the error is `TimedOut`. Standard input is as set in `command`; otherwise,
-/// it is the caller's.
+/// group are killed, and the error is `TimedOut`. Unless `command` sets standard input, the program
+/// uses the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
     output_of(piped.process_group(0).spawn()?, limit)
 }
 
-/// Collects the output of a running child like [`output`]. The child must lead its process group.
-/// Only output to pipes is collected.
+/// Collects the output of the running program `child`, like [`output`]. The program must lead its
+/// process group. Output is collected only if it goes to pipes.
 pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
     let collected = collect(&mut child, Instant::now() + limit);
     if let Ok(Some((stdout, stderr))) = collected {

@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(8);
 /// Beginning of the first output of a Linux kernel.
 const FIRST_WORDS: &[u8] = b"Linux version";
 
-/// Verdict on KVM.
+/// Whether KVM works on this host, and if not, why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "verdict", rename_all = "lowercase")]
 pub enum KvmVerdict {
@@ -27,18 +27,18 @@ pub enum KvmVerdict {
     Works,
     /// KVM cannot be used.
     Unusable {
-        /// Step of the probe that failed, with its error or QEMU's last message.
+        /// Step of the test that failed, with its error or QEMU's last message.
         why: String,
     },
-    /// The device can be opened, but no probe guest could be tried.
+    /// `/dev/kvm` can be opened, but no probe guest could be booted.
     Untried {
-        /// The missing part: QEMU, or a guest image to boot.
+        /// What is missing for a probe guest: QEMU, or a guest image.
         why: String,
     },
 }
 
 impl KvmVerdict {
-    /// Returns whether VMs with `accel = "auto"` use KVM.
+    /// Returns whether KVM works, so that VMs with `accel = "auto"` use it.
     #[must_use]
     pub const fn is_usable(&self) -> bool {
         matches!(self, Self::Works)
@@ -51,9 +51,9 @@ struct Cached {
     verdict: KvmVerdict,
 }
 
-/// Tests KVM, or returns the cached verdict for the same host kernel, QEMU and guest kernel. The
-/// cache is a file `kvm.json` in `state` and one beside the image, so that other daemons of this
-/// host need no test.
+/// Tests whether KVM works by booting the guest image. If the test was done before with the same
+/// host kernel, QEMU and guest kernel, the cached result is returned. The cache files `kvm.json`
+/// are in the directory `state` and beside the image, where other daemons of this host find them.
 pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmVerdict {
     if let Err(e) = std::fs::File::options()
         .read(true)
@@ -92,14 +92,14 @@ fn unusable(why: String) -> KvmVerdict {
     KvmVerdict::Unusable { why }
 }
 
-/// Returns the paths of the cache files.
+/// Returns the paths of the cache files for the result.
 fn places(image: &GuestImage, state: &Path) -> Vec<PathBuf> {
     let places = [Some(state), image.kernel.parent()];
     let places = places.into_iter().flatten();
     places.map(|place| place.join("kvm.json")).collect()
 }
 
-/// Returns the verdict in a cache file, if it has this key.
+/// Returns the result in a cache file, if the file has this key.
 fn kept(place: &Path, key: &str) -> Option<KvmVerdict> {
     let bytes = std::fs::read(place).ok()?;
     let cached: Cached = serde_json::from_slice(&bytes).ok()?;

@@ -19,8 +19,8 @@ pub use groups::{Group, Room};
 pub use kvm::KvmVerdict;
 pub use qemu::{QemuError, QemuFacts};
 
-/// Writes a line to standard error, which is a log. Unlike `eprintln!`, it does not panic if that
-/// log cannot be written.
+/// Prints a line to standard error, which is a log. Unlike `eprintln!`, this macro does not panic
+/// if the line cannot be written.
 #[macro_export]
 macro_rules! say {
     ($($words:tt)*) => {{
@@ -31,14 +31,14 @@ macro_rules! say {
 
 static COMMIT: std::sync::OnceLock<&str> = std::sync::OnceLock::new();
 
-/// Sets the commit that the program is built from. The program passes it in, because otherwise this
-/// library would be recompiled for each commit.
+/// Sets the commit that the program was built from. Each program calls this function at its start,
+/// because otherwise this library would be recompiled for each commit.
 pub fn set_commit(commit: &'static str) {
     // A second call has no effect.
     let _ = COMMIT.set(commit);
 }
 
-/// Returns the commit that the program is built from; `unknown` if it was not set.
+/// Returns the commit that the program was built from; `unknown` if [`set_commit`] was not called.
 #[must_use]
 pub fn commit() -> &'static str {
     COMMIT.get().copied().unwrap_or("unknown")

@@ -1,4 +1,4 @@
-//! Finds the QEMU program, and its version and capabilities.
+//! Finds the QEMU program, and reads its version and capabilities.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -14,49 +14,50 @@ use super::{files, helper};
 /// Time limit for QEMU to report its capabilities.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Environment variable with the path of the QEMU program to use instead of the one in `PATH`.
+/// Environment variable with the path of the QEMU program that memfold uses instead of the QEMU in
+/// `PATH`.
 pub const PROGRAM_VARIABLE: &str = "MEMFOLD_QEMU";
 
-/// File name of the QEMU program, looked up in `PATH`.
+/// File name of the QEMU program that memfold looks up in `PATH`.
 pub const PROGRAM: &str = "qemu-system-x86_64";
 
-/// Oldest supported version of QEMU.
+/// Oldest version of QEMU that memfold supports: major, minor, micro.
 pub const OLDEST: (u64, u64, u64) = (10, 0, 0);
 
-/// Reason why QEMU cannot be used.
+/// Why a QEMU program cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum QemuError {
-    /// The program cannot be started.
+    /// The QEMU program cannot be started.
     #[error("cannot run {program}")]
     Run {
-        /// Path of the program.
+        /// Path of the QEMU program.
         program: PathBuf,
-        /// The kernel's error.
+        /// Error that the kernel returned.
         #[source]
         source: io::Error,
     },
-    /// The output of QEMU cannot be parsed.
+    /// The output of the QEMU program cannot be parsed.
     #[error("cannot parse the output of '{program} {argument}': {text}")]
     Text {
-        /// Path of the program.
+        /// Path of the QEMU program.
         program: PathBuf,
-        /// The option with which QEMU was called.
+        /// Option with which QEMU was called to print its output.
         argument: &'static str,
-        /// Beginning of QEMU's output.
+        /// Beginning of the output that cannot be parsed.
         text: String,
     },
 }
 
-/// Facts about a QEMU program.
+/// Path, version and capabilities of a QEMU program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct QemuFacts {
-    /// Path of the program.
+    /// Path of the QEMU program.
     pub program: PathBuf,
     /// Version of QEMU: major, minor, micro.
     pub version: (u64, u64, u64),
-    /// The newest versioned q35 machine type, such as `pc-q35-10.0`.
+    /// Newest versioned q35 machine type that QEMU has, such as `pc-q35-10.0`.
     pub machine: String,
-    /// Names of the accelerators that QEMU has.
+    /// Names of the accelerators that QEMU has, such as `kvm` and `tcg`.
     pub accelerators: Vec<String>,
 }
 
@@ -71,8 +72,9 @@ fn stamp(program: &Path) -> Option<Stamp> {
 }
 
 impl QemuFacts {
-    /// Queries the QEMU at `MEMFOLD_QEMU`, or else the one in `PATH`, or returns the cached answer,
-    /// because the three starts of QEMU for a query take longer than the start of a clone.
+    /// Asks the QEMU program at the path `MEMFOLD_QEMU`, or else the one in `PATH`, for its version
+    /// and capabilities. The answer is cached until the program's file changes, because the three
+    /// starts of QEMU take longer than the start of a clone.
     pub fn probe() -> Result<Self, QemuError> {
         static KNOWN: Mutex<Option<(Stamp, QemuFacts)>> = Mutex::new(None);
         let named = std::env::var_os(PROGRAM_VARIABLE).map(PathBuf::from);
@@ -109,7 +111,7 @@ impl QemuFacts {
         })
     }
 
-    /// Returns whether the version is at least [`OLDEST`].
+    /// Returns whether QEMU's version is at least [`OLDEST`].
     #[must_use]
     pub fn is_supported(&self) -> bool {
         self.version >= OLDEST
@@ -121,7 +123,7 @@ impl QemuFacts {
         Ok(help.contains(" free-page-reporting="))
     }
 
-    /// Returns whether QEMU has the seccomp sandbox.
+    /// Returns whether QEMU was built with the seccomp sandbox (`-sandbox`).
     pub fn has_sandbox(&self) -> Result<bool, QemuError> {
         Ok(output(&self.program, "-help", &[])?.contains("-sandbox on"))
     }

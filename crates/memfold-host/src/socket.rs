@@ -13,7 +13,8 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// Connects to the socket within `limit`. Later writes have no time limit; the caller must set one.
+/// Connects to the Unix socket at `path` within the time `limit`. Later writes have no time limit
+/// unless the caller sets one.
 ///
 /// # Errors
 ///

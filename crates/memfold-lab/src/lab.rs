@@ -1,5 +1,5 @@
-//! A laboratory: real VMs in a daemon within this process. Dropping or interrupting it removes all
-//! of them and their files.
+//! A test lab: real VMs in a daemon that runs within this process. When the lab is dropped or
+//! interrupted (Ctrl-C, SIGTERM), all its VMs end and their files are removed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,15 +25,15 @@ use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
 use memfold_vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec};
 
-/// Daemon and directory that an interrupt must clean up.
+/// Daemon and directory of the lab, which an interrupt must clean up.
 static CURRENT: Mutex<Option<(Arc<Daemon>, PathBuf)>> = Mutex::new(None);
 
-/// Cleanup functions of resources outside the laboratory, in the order of their creation.
+/// Cleanup functions of resources outside the lab, in the order of their creation.
 static MADE: Mutex<Vec<Box<dyn FnOnce() + Send>>> = Mutex::new(Vec::new());
 
-/// Registers a cleanup function for resources outside the laboratory. An interrupt runs these
-/// functions after the VMs have ended, the last one first. A repeated cleanup must be harmless,
-/// because a run that ends normally also cleans up.
+/// Registers a cleanup function for resources outside the lab. After an interrupt (Ctrl-C, SIGTERM)
+/// and the end of the lab's VMs, these functions run, the last one first. A function must be
+/// harmless if its resource is already removed, because a run that ends normally also cleans up.
 pub fn undo_at_interrupt(undo: impl FnOnce() + Send + 'static) {
     lock(&MADE).push(Box::new(undo));
     clean_up_at_interrupt();
@@ -43,7 +43,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls `work` with each item, at the same time. Returns the results, in order.
+/// Calls `work` with each item, each call on its own thread, at the same time. Returns the results
+/// in the order of the items.
 pub fn at_once<I: Send, T: Send>(
     items: impl IntoIterator<Item = I>,
     work: impl Fn(I) -> anyhow::Result<T> + Sync,
@@ -58,29 +59,29 @@ pub fn at_once<I: Send, T: Send>(
     })
 }
 
-/// Kernel command line of laboratory guests: quiet and quick. Whether timer interrupts come is not
-/// checked: on a busy host an emulated guest gets too few of them in the time it gives them, and
-/// stands still for ever.
+/// Kernel command line of the lab's guests: quiet and quick. The kernel does not check whether
+/// timer interrupts arrive (`no_timer_check`): on a busy host, an emulated guest gets too few of
+/// them in the time of the check, and would stop forever.
 const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check";
 
-/// The oldest model that QEMU has. Guests boot with it in 10.2 s of CPU time where they take 12.4 s
-/// with `max`, whose AVX and five levels of page tables cost the emulator time (measured with QEMU
-/// 10.0.2, `-accel tcg`).
+/// CPU model of the lab's guests: the oldest one that QEMU has. Guests boot with it in 10.2 s of
+/// CPU time, and in 12.4 s with `max`, whose AVX and five-level page tables cost the emulator time
+/// (measured with QEMU 10.0.2, `-accel tcg`).
 const CPU: &str = "qemu64";
 
-/// Console text that shows that a guest has booted.
+/// Text on the console of a guest that has booted.
 const BOOTED: &str = "login:";
 
-/// A daemon with its VMs.
+/// A test lab: a daemon within this process, with its VMs. Dropping the lab ends its VMs.
 #[derive(Debug)]
 pub struct Lab {
     daemon: Arc<Daemon>,
     directory: TempDir,
-    /// Booting guests, and the start times of their boots.
+    /// Start times of guests that still boot, by VM name.
     booting: Mutex<BTreeMap<String, Instant>>,
 }
 
-/// How a laboratory VM reads its disk.
+/// How a VM of the lab accesses its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskMode {
     /// `cache=writeback`: through the host's page cache.
@@ -90,13 +91,13 @@ pub enum DiskMode {
 }
 
 impl Lab {
-    /// Creates a laboratory with folding paused.
+    /// Starts the lab's daemon, with folding paused and no VMs.
     pub fn new(settings: EngineSettings) -> anyhow::Result<Self> {
         Self::at(settings, None)
     }
 
-    /// Creates a laboratory that is host `lab` at the registry of leases served by the daemon at
-    /// socket `registry`.
+    /// Starts a lab whose daemon is host `lab` at a lease registry. `registry`: Unix socket of the
+    /// daemon that serves the registry.
     pub fn with_registry(settings: EngineSettings, registry: &Path) -> anyhow::Result<Self> {
         Self::at(settings, Some(RegistryAt::Socket(registry.to_owned())))
     }
@@ -136,19 +137,20 @@ impl Lab {
         })
     }
 
-    /// Returns the daemon.
+    /// Returns the lab's daemon, which runs within this process.
     #[must_use]
     pub const fn daemon(&self) -> &Arc<Daemon> {
         &self.daemon
     }
 
-    /// Returns the laboratory's directory.
+    /// Returns the lab's temporary directory, which is also the daemon's state directory.
     #[must_use]
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// Returns the description of a VM with a guest image, which the VM does not change.
+    /// Returns the description of a VM that boots the guest image `image`. The VM writes to a
+    /// temporary overlay, and never to the image. `name`: name of the VM; `memory`: its RAM.
     pub fn spec(
         name: &str,
         image: &str,
@@ -174,7 +176,7 @@ impl Lab {
         Ok(spec)
     }
 
-    /// Starts a VM, without waiting for its boot.
+    /// Starts a VM of the lab, without waiting for its boot.
     pub fn start(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
         self.run(spec)?;
@@ -182,7 +184,8 @@ impl Lab {
         Ok(())
     }
 
-    /// Boots VMs at the same time, and waits until all are ready ([`Lab::wait_ready`]).
+    /// Boots VMs at the same time, and waits for each of them until it is ready
+    /// ([`Lab::wait_ready`]), for `timeout` at most.
     pub fn boot(&self, specs: Vec<VmSpec>, timeout: Duration) -> anyhow::Result<()> {
         let names: Vec<String> = specs.iter().map(|spec| spec.name.clone()).collect();
         specs.into_iter().try_for_each(|spec| self.start(spec))?;
@@ -197,8 +200,8 @@ impl Lab {
         running.with_context(|| format!("'{name}' did not start"))
     }
 
-    /// Starts a VM from the saved state of an equal VM right after its boot; the first such VM
-    /// boots ([`Warm`]).
+    /// Starts a VM that need not boot: it is restored from the saved state of a guest with the same
+    /// description. If there is no saved state, such a guest boots first, and is saved ([`Warm`]).
     pub fn start_warm(&self, mut spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
         let Some(warm) = Warm::prepare(&mut spec)? else {
@@ -208,8 +211,9 @@ impl Lab {
         warm.load(&VmDirectory::of(self.directory(), &name))
     }
 
-    /// Waits until the agent of a VM answers and its first inventory is complete. If a guest hangs
-    /// during its boot, its last console output is printed, and it boots once more.
+    /// Waits until the agent of a VM answers and has reported its first inventory of the guest's
+    /// page cache. If a guest hangs during its boot, its last console output is printed, and the
+    /// guest boots once more.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
         let wait = || self.daemon.vms().wait_agent(name, timeout);
         if let Err(error) = wait() {
@@ -239,7 +243,7 @@ impl Lab {
         Ok(())
     }
 
-    /// Runs a command in a guest, and returns its output.
+    /// Runs a shell command in a guest, and returns its output.
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
         let result = self.daemon.vms().exec(name, script, timeout);
         let result = result.with_context(|| format!("in '{name}': {script}"))?;
@@ -253,7 +257,8 @@ impl Lab {
         Ok(said)
     }
 
-    /// Runs a command in several guests in parallel, and returns their outputs, in order.
+    /// Runs a shell command in several guests in parallel. Returns their outputs in the order of
+    /// `names`.
     pub fn exec_all(
         &self,
         names: &[&str],
@@ -263,7 +268,7 @@ impl Lab {
         at_once(names, |name| self.exec(name, script, timeout))
     }
 
-    /// Resumes or pauses folding.
+    /// Resumes folding (`on`), or pauses it.
     pub fn fold(&self, on: bool) -> anyhow::Result<()> {
         let request = FoldRequest {
             paused: Some(!on),
@@ -272,24 +277,24 @@ impl Lab {
         Ok(self.daemon.folding().set(&request).map(drop)?)
     }
 
-    /// Returns the counters of folding.
+    /// Returns the figures of the lab's fold engine.
     pub fn stats(&self) -> anyhow::Result<EngineStats> {
         Ok(self.daemon.folding().stats()?)
     }
 
-    /// Returns the daemon's memory report.
+    /// Returns the ledger's report on the lab's VMs.
     pub fn report(&self) -> anyhow::Result<FullReport> {
         Ok(self.daemon.reports().report()?)
     }
 
-    /// Returns the process number of a VM's QEMU.
+    /// Returns the PID of a VM's QEMU process.
     pub fn pid(&self, name: &str) -> anyhow::Result<i32> {
         let vms = self.daemon.vms().list();
         let vm = vms.iter().find(|vm| vm.name == name);
         Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
     }
 
-    /// Stops one VM.
+    /// Ends a VM of the lab.
     pub fn stop(&self, name: &str) -> anyhow::Result<()> {
         Ok(self.daemon.vms().stop(name, Duration::ZERO).map(drop)?)
     }
@@ -313,9 +318,9 @@ fn stop_all(daemon: &Daemon) {
     daemon.segments().unprotect();
 }
 
-/// From now on, an interrupt ends this process's laboratory, restores KSM's settings, and runs the
-/// functions of [`undo_at_interrupt`]. VMs live on when their starter dies, so an interrupted
-/// laboratory has to end them itself.
+/// Makes an interrupt (Ctrl-C, SIGTERM) end this process's lab, restore KSM's settings, and run the
+/// functions of [`undo_at_interrupt`]. QEMU processes survive the process that started them, so an
+/// interrupted lab has to end them itself.
 pub fn clean_up_at_interrupt() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
@@ -355,7 +360,7 @@ pub fn clean_up_at_interrupt() {
     });
 }
 
-/// Returns the guest image of this name.
+/// Returns the guest image with this name, built by `memfold demo` or `make setup`.
 pub fn guest_image(name: &str) -> anyhow::Result<GuestImage> {
     let mut images = guest_images()
         .context("no guest images found; 'memfold demo' builds them, in a checkout 'make setup'")?;

@@ -1,8 +1,9 @@
 //! Guests for tests and studies.
 //!
-//! [`Lab`] is a daemon within this process with its own VMs; dropping or interrupting it removes
-//! everything. [`Warm`] starts guests in a second: one guest of each shape boots, and later ones
-//! are restored from its state after the boot.
+//! [`Lab`] is a daemon within this process with its own VMs. When the lab is dropped or
+//! interrupted, its VMs end and their files are removed. [`Warm`] starts guests in a second: of
+//! guests with the same hardware, only the first one boots, and the others are restored from its
+//! state after the boot.
 
 mod lab;
 mod wait;

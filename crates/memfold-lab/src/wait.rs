@@ -1,4 +1,4 @@
-//! Waits for what a guest, a daemon or the kernel does, with a time limit.
+//! Waits, with a time limit, for something that a guest, a daemon or the kernel does.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,10 +10,11 @@ use serde_json::json;
 /// Bytes of console output shown if a guest does not boot.
 const LAST_WORDS: usize = 2000;
 
-/// Asks every `pause` until `look` returns a value.
+/// Calls `look` repeatedly, with a pause between two calls, until it returns a value.
 ///
 /// # Errors
-/// Those of `look`; after `limit`, that `what` did not happen, as in "the guest did not boot".
+/// An error of `look` is returned. After the time limit, the error is `what` with the limit, such
+/// as "the guest did not boot within 60 s".
 pub fn wait_for<T>(
     what: impl std::fmt::Display,
     (limit, pause): (Duration, Duration),
@@ -29,10 +30,11 @@ pub fn wait_for<T>(
     }
 }
 
-/// Migrates a VM's state to `file` (command `migrate`), or from it (`migrate-incoming`), and waits
-/// until this is done.
+/// Saves a VM's state to `file` (QMP command `migrate`), or loads it from `file`
+/// (`migrate-incoming`), and waits until that is done.
 ///
 /// # Errors
+///
 /// The migration fails, or does not end within `limit`.
 pub fn migrate(qmp: &mut Qmp, command: &str, file: &Path, limit: Duration) -> anyhow::Result<()> {
     let uri = format!("file:{}", file.display());

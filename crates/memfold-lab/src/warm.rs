@@ -1,5 +1,6 @@
-//! Starts guests in a second: one guest of each shape boots and is saved, and every later one is
-//! restored from its state after the boot.
+//! Starts guests in a second. The first guest of each *shape* (virtual hardware and root disk)
+//! boots and is saved. Later guests of the shape are restored from this guest's state after the
+//! boot.
 //!
 //! ```text
 //!   first guest of a shape     boots; shell on its console; disks flushed; stop; `migrate file:STATE`; quit
@@ -13,9 +14,10 @@
 //! these guests like booted ones. memfold's own clones would differ, because their RAM is mapped
 //! from an image (docs/decisions/0036).
 //!
-//! The guest must see the same hardware in both. So the shape is the VM's description without the
-//! settings that only the host sees (name, trust domain, user, cache mode, merging). In the first
-//! guest, disks other than the root disk are blank, and none of their pages stay in its page cache.
+//! A restored guest must see the same hardware as the saved guest. So the shape is the VM's
+//! description without the settings that only the host sees (name, trust domain, user, cache mode,
+//! merging). In the first guest, disks other than the root disk are blank, and none of their pages
+//! stay in its page cache.
 
 use std::fs::{File, Permissions};
 use std::io::{Read, Write};
@@ -33,12 +35,12 @@ use serde_json::{Value, json};
 
 use crate::wait::{last_words, migrate, wait_for};
 
-/// Directory of saved guests. Unset: `warm` in memfold's cache directory, where they stay for the
-/// next run.
+/// Environment variable with the directory of saved guests. If the variable is not set, the
+/// directory is `warm` in memfold's cache directory, where the next run finds the saved guests.
 pub const WARM_VARIABLE: &str = "MEMFOLD_LAB_WARM";
 
-/// File to which each start of a guest is appended: `booted` or `restored`, name, seconds.
-/// `scripts/test` counts them.
+/// Environment variable with a file to which each start of a guest is appended: `booted` or
+/// `restored`, name, seconds. `scripts/test` counts these lines.
 pub const GUESTS_VARIABLE: &str = "MEMFOLD_LAB_GUESTS";
 
 /// Version of the files' layout; files of older versions are not read.
@@ -61,7 +63,8 @@ const SETTLE: &str = "systemctl is-system-running --wait; for disk in /dev/vd?; 
 /// Output that shows that [`SETTLE`] has finished.
 const SETTLED: &[u8] = b"settled-42";
 
-/// A guest saved after its boot.
+/// The saved state of a guest, from which guests with the same hardware are restored without a
+/// boot.
 #[derive(Debug)]
 pub struct Warm {
     state: PathBuf,
@@ -154,9 +157,10 @@ fn directory() -> anyhow::Result<PathBuf> {
 }
 
 impl Warm {
-    /// Changes a description so that its guest starts from the state after its boot. After starting
-    /// QEMU, call [`Warm::load`]. Boots and saves the first guest of a shape. `None`: such guests
-    /// must boot; the reason is printed on standard error.
+    /// Changes a VM description so that QEMU waits for the saved state of a guest with the same
+    /// hardware. If no such state is saved, a guest boots first, and is saved. After starting QEMU,
+    /// the caller must call [`Warm::load`]. Returns `None` if the guest must boot itself; the
+    /// reason is printed on standard error.
     pub fn prepare(spec: &mut VmSpec) -> anyhow::Result<Option<Self>> {
         if let Some(why) = must_boot(spec) {
             eprintln!("guest '{}' boots: {why}", spec.name);
@@ -179,8 +183,8 @@ impl Warm {
         Ok(Some(Self { state }))
     }
 
-    /// Makes a QEMU started with the description from [`Warm::prepare`] load the saved state and
-    /// run.
+    /// Loads the saved state into QEMU, and lets the guest run. QEMU must have been started with
+    /// the description from [`Warm::prepare`].
     pub fn load(&self, vm: &VmDirectory) -> anyhow::Result<()> {
         let began = Instant::now();
         let mut qmp = Qmp::connect(&vm.qmp(), Duration::from_secs(60))?;

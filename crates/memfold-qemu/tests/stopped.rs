@@ -1,4 +1,4 @@
-//! Tests of orders that stop the VM. The VM must resume in every case.
+//! Tests of orders for which memfold's library stops the VM. The VM must resume in every case.
 
 mod support;
 

@@ -1,5 +1,6 @@
-//! Folds, refolds, releases and discards pages and drops zero pages, while other threads use the
-//! memory as guests do. The tests take 15 s and 10 s, or `MEMFOLD_STRESS_SECONDS`.
+//! Stress tests of memfold's library for QEMU: the library folds, refolds, releases and discards
+//! pages and drops zero pages, while other threads use the memory as guests do. The tests take 15 s
+//! and 10 s, or `MEMFOLD_STRESS_SECONDS`.
 
 #[path = "../src/preload.rs"]
 mod preload;

@@ -1,4 +1,4 @@
-//! Responses of the API: request bodies, results, and errors with their HTTP status.
+//! Parses the JSON bodies of API requests, and makes responses from results and errors.
 
 use std::io;
 use std::ops::Deref;
@@ -22,7 +22,7 @@ use memfold_vm::LaunchError;
 
 use super::limits::MAX_BODY;
 
-/// Error message of a refusal, attached to the response for the audit log.
+/// Error message of a refused request, attached to the response for the audit log.
 #[derive(Clone, Debug)]
 pub(crate) struct Told(pub String);
 

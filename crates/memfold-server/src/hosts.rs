@@ -1,4 +1,5 @@
-//! API paths of the hosts that may call this daemon's lease registry over TCP.
+//! API paths for hosts that may call this daemon's lease registry over TCP: add, list and remove
+//! hosts.
 
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ pub(super) async fn hosts(Extension(access): Extension<Arc<Access>>) -> Json<Vec
     Json(access.hosts().names())
 }
 
-/// Makes a token for a host; an earlier one becomes invalid.
+/// Makes a token for a host. An earlier token of the host becomes invalid.
 #[utoipa::path(post, path = "/v1/hosts", request_body = HostRequest, responses((status = 200, body = HostToken), (status = 409, body = ErrorBody)))]
 pub(super) async fn add(
     Extension(access): Extension<Arc<Access>>,
@@ -52,7 +53,7 @@ pub(super) async fn add(
     }
 }
 
-/// Removes a host's token, which is refused from now on. Returns whether the host had one.
+/// Removes a host's token, which is refused from now on. Returns whether the host had a token.
 #[utoipa::path(delete, path = "/v1/hosts/{name}", responses((status = 200, body = bool)))]
 pub(super) async fn remove(Extension(access): Extension<Arc<Access>>, name: Named) -> Response {
     match block_in_place(|| access.hosts().remove(&name)) {

@@ -1,4 +1,4 @@
-//! API paths of lending and borrowing, and the lease registry for other daemons.
+//! API paths of lending and borrowing, and of the lease registry that other daemons use.
 
 use axum::Json;
 use axum::extract::{Extension, Path as UrlPath};
@@ -80,7 +80,7 @@ fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
     parsed.map_err(DaemonError::BadRequest)
 }
 
-/// Returns all leases and lenders, and this host's loans.
+/// Returns all leases and lenders, and the loans of this host's VMs and volumes.
 #[utoipa::path(get, path = "/v1/leases", responses((status = 200, body = LeaseReport)))]
 pub(super) async fn leases(daemon: Served) -> Answered<LeaseReport> {
     blocking(daemon, |d| d.reports().leases()).await
@@ -94,8 +94,8 @@ pub(super) async fn recall_lease(daemon: Served, UrlPath(id): UrlPath<u64>) -> A
     blocking(daemon, move |d| d.leases().recall(LeaseId(id))).await
 }
 
-/// Ends the distrust of a lender that has served wrong bytes. Returns whether the lender was
-/// distrusted.
+/// Makes a lender usable again that was distrusted because it had served wrong bytes. Returns
+/// whether the lender was distrusted.
 #[utoipa::path(delete, path = "/v1/lenders/{name}/distrust", responses((status = 200, body = bool)))]
 pub(super) async fn trust(daemon: Served, name: Named) -> Answered<bool> {
     blocking(daemon, move |d| Ok(d.leases().trust(&name))).await

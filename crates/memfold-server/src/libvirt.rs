@@ -1,4 +1,4 @@
-//! API paths of libvirt domains.
+//! API paths for libvirt domains: list, enable, disable and adopt domains.
 
 use memfold_api::{ErrorBody, LibvirtEnableRequest, LibvirtRequest, VmInfo};
 use memfold_libvirt::{Change, DomainStatus};

@@ -1,4 +1,5 @@
-//! API paths of the dashboard: live samples, the history, views of memory, doctor, estimates.
+//! API paths for the dashboard: live samples, the history, maps of memory, the checks of
+//! `memfold doctor`, and estimates.
 
 use std::convert::Infallible;
 use std::sync::Arc;

@@ -1,11 +1,11 @@
-//! API paths that the guard treats specially.
+//! API paths that the access check treats specially.
 
 pub(crate) const SESSION_PATH: &str = "/v1/session";
 
-/// Path of codes that are valid for one login.
+/// Path at which operators get codes that are valid for one login.
 pub(crate) const CODES_PATH: &str = "/v1/session/codes";
 
-/// Path that takes fingerprints of hosts, to place VMs.
+/// Path that takes fingerprints of several hosts, to propose where to place VMs.
 pub(crate) const PLACE_PATH: &str = "/v1/plan/place";
 
 /// Path of the audit log.

@@ -1,7 +1,8 @@
 //! API paths of planning: the number of VMs that fit, and the placement of VMs on hosts.
 //!
-//! A plan is computed from a report that readers may see anyway, and changes nothing. A placement
-//! uses CPU and fingerprints of other hosts, so it needs the role to operate, like an estimate.
+//! A plan is computed from a report that readers may see anyway, and changes nothing. A proposal
+//! for a placement uses CPU time and fingerprints of other hosts, so only operators may ask for it,
+//! as for an estimate.
 
 use axum::body::Bytes;
 use axum::extract::Query;

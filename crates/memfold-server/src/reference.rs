@@ -34,7 +34,7 @@ A request that fails is answered with a status of 400 or above and an [`ErrorBod
 | 503 | try again later: too many requests are under way, or a VM or the registry does not answer |
 ";
 
-/// Makes the text of docs/api.md from the API's description.
+/// Makes the text of docs/api.md from the API's description (`OpenAPI`, as JSON).
 #[must_use]
 pub fn reference(description: &Value) -> String {
     let none = Map::new();

@@ -1,4 +1,4 @@
-//! API paths of the ledger, folding, debt and KSM.
+//! API paths for the ledger's report, the limits of folding, the copy-on-write debt, and KSM.
 
 use std::sync::Arc;
 
@@ -51,13 +51,13 @@ pub(super) async fn set_debt(daemon: Served, request: Asked<DebtRequest>) -> Ans
     blocking(daemon, move |d| d.brake().set_debt(&request)).await
 }
 
-/// Returns the state of KSM on this host, and of its steering.
+/// Returns the state of KSM on this host, and of the daemon's steering of KSM.
 #[utoipa::path(get, path = "/v1/ksm", responses((status = 200, body = Overview)))]
 pub(super) async fn ksm(daemon: Served) -> Answered<Overview> {
     blocking(daemon, |d| d.ksm().overview()).await
 }
 
-/// Starts steering KSM, or changes its goal.
+/// Starts to steer KSM with a CPU budget and a scan time, or changes them.
 #[utoipa::path(post, path = "/v1/ksm/start", request_body = KsmStartRequest, responses((status = 200, body = Overview), (status = 409, body = ErrorBody)))]
 pub(super) async fn start_ksm(
     daemon: Served,

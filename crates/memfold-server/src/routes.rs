@@ -1,4 +1,5 @@
-//! All paths of the API, and its description.
+//! The table of all API paths, from which the router and the API's description (`OpenAPI`) are
+//! made.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! API paths of segments.
+//! API paths for segments: build, rank, list, verify, remove, attach and detach segments.
 
 use axum::extract::Path as UrlPath;
 use memfold_api::{
@@ -15,7 +15,7 @@ pub(super) async fn segments(daemon: Served) -> Answered<Vec<SegmentInfo>> {
     blocking(daemon, |d| d.segments().list()).await
 }
 
-/// Builds a segment, or the next generation of one.
+/// Builds a segment, or the next generation (build) of a segment.
 #[utoipa::path(post, path = "/v1/segments", request_body = BuildRequest, responses((status = 200, body = BuildResult), (status = 400, body = ErrorBody)))]
 pub(super) async fn build_segment(
     daemon: Served,
@@ -24,7 +24,7 @@ pub(super) async fn build_segment(
     blocking(daemon, move |d| d.segments().build(&request)).await
 }
 
-/// Ranks files by the memory that they would save in a segment, best first.
+/// Ranks files by the memory that a segment with these files would save, best first.
 #[utoipa::path(post, path = "/v1/segments/rank", request_body = RankRequest, responses((status = 200, body = Vec<Ranked>)))]
 pub(super) async fn rank_segments(
     daemon: Served,
@@ -33,7 +33,7 @@ pub(super) async fn rank_segments(
     blocking(daemon, move |d| d.segments().rank(&request)).await
 }
 
-/// Removes a segment or one generation. Returns the removed generations.
+/// Removes a segment, or one generation (build) of a segment. Returns the removed generations.
 #[utoipa::path(delete, path = "/v1/segments/{name}", responses((status = 200, body = Vec<String>), (status = 409, body = ErrorBody)))]
 pub(super) async fn remove_segment(daemon: Served, name: Named) -> Answered<Vec<String>> {
     blocking(daemon, move |d| d.segments().remove(&name)).await

@@ -1,4 +1,5 @@
-//! The server: binds the endpoints, and serves the API until the daemon ends.
+//! The API's server: listens on the Unix socket and on TCP, and serves requests until the daemon
+//! ends.
 
 use std::fs::Permissions;
 use std::io;
@@ -23,52 +24,53 @@ use super::routes::router;
 /// Time for which the daemon waits at its end for responses in progress.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
-/// Error of starting or running the server.
+/// Why the API's server could not start, or has ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// Another daemon answers on the socket.
+    /// Another daemon answers on this Unix socket.
     #[error("another memfold daemon serves {0}; stop it, or choose another --socket")]
     Taken(PathBuf),
-    /// The socket's path is longer than the kernel allows.
+    /// The path of the Unix socket is longer than the kernel allows.
     #[error(
         "cannot listen on {}: the path has {} bytes, at most {MAX_SOCKET_PATH} are allowed; choose a shorter --socket",
         .0.display(), .0.as_os_str().len()
     )]
     TooLong(PathBuf),
-    /// The socket could not be created.
+    /// The Unix socket could not be created.
     #[error("cannot listen on {path}")]
     Listen {
-        /// Path of the socket.
+        /// Path of the Unix socket.
         path: PathBuf,
-        /// The error of the system call.
+        /// Error that the system call returned.
         #[source]
         source: io::Error,
     },
     /// The TCP address cannot be used.
     #[error("cannot listen on {address}")]
     ListenTcp {
-        /// The TCP address.
+        /// TCP address at which the server was to listen.
         address: SocketAddr,
-        /// The error of the system call.
+        /// Error that the system call returned.
         #[source]
         source: io::Error,
     },
-    /// A thread that accepts connections has ended.
+    /// A task that accepts connections has ended.
     #[error(
         "the HTTP server stopped accepting connections; the daemon exits, and systemd restarts it"
     )]
     Ended,
-    /// The token files cannot be read or created.
+    /// The files of the access tokens cannot be read or created.
     #[error("cannot read or create the files of the access tokens")]
     Tokens(#[source] io::Error),
 }
 
-/// Serves the API until `end` is ready. Only root can use the Unix socket, unless groups have
-/// access. The socket is removed at the end.
+/// Serves the API until the future `end` is ready, and then removes the Unix socket. Only root can
+/// use the Unix socket, unless `doors` gives groups of users access.
 ///
 /// # Errors
 ///
-/// [`ServeError`] if an endpoint cannot be opened, or accepting ends unexpectedly.
+/// [`ServeError`] if an address cannot be opened, or if the server unexpectedly stops accepting
+/// connections.
 pub async fn serve(
     daemon: Arc<Daemon>,
     doors: &Doors,

@@ -1,4 +1,4 @@
-//! API paths of login, sessions and the audit log.
+//! API paths for logging in and out, and for reading the audit log.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -115,7 +115,7 @@ pub(super) async fn new_code(
     }
 }
 
-/// Number of requested entries of the audit log.
+/// Query of a request for the audit log: the number of entries.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct AuditQuery {
     count: Option<usize>,

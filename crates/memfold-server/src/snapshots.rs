@@ -1,4 +1,5 @@
-//! API paths of snapshots.
+//! API paths for snapshots: save, restore, list, verify and remove snapshots, and copy them to and
+//! from object stores.
 
 use memfold_api::{
     ErrorBody, PullBody, PushBody, RemoteStore, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
@@ -35,13 +36,13 @@ pub(super) async fn remove_snapshot(daemon: Served, name: Named) -> Answered<()>
     blocking(daemon, move |d| d.snapshots().remove(&name)).await
 }
 
-/// Reads a snapshot completely, compares its checksums, and tries to start a VM from it.
+/// Reads a snapshot completely, compares its checksums, and tries to start a VM from the snapshot.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/verify", responses((status = 200, body = VerifyReport)))]
 pub(super) async fn verify_snapshot(daemon: Served, name: Named) -> Answered<VerifyReport> {
     blocking(daemon, move |d| d.snapshots().verify(&name)).await
 }
 
-/// Returns the progress of the operation on a snapshot; null: none is in progress.
+/// Returns the progress of the operation on a snapshot; null: no operation is in progress.
 #[utoipa::path(get, path = "/v1/snapshots/{name}/progress", responses((status = 200, body = Option<Step>)))]
 pub(super) async fn snapshot_progress(daemon: Served, name: Named) -> Answered<Option<Step>> {
     blocking(daemon, move |d| Ok(d.snapshots().progress(&name))).await
@@ -67,7 +68,7 @@ pub(super) async fn push(
     blocking(daemon, move |d| d.snapshots().push(&name, body)).await
 }
 
-/// Copies a snapshot from an object store. An interrupted pull continues.
+/// Copies a snapshot from an object store. A repeated request continues an interrupted copy.
 #[utoipa::path(post, path = "/v1/snapshots/{name}/pull", request_body = PullBody, responses((status = 200, body = PullReport), (status = 409, body = ErrorBody)))]
 pub(super) async fn pull(
     daemon: Served,
@@ -77,7 +78,7 @@ pub(super) async fn pull(
     blocking(daemon, move |d| d.snapshots().pull(&name, body)).await
 }
 
-/// Returns the snapshots in an object store. A request with a body, since the address may be
+/// Returns the snapshots in an object store. The store's address is in the body, because it may be
 /// secret.
 #[utoipa::path(post, path = "/v1/remote-snapshots/list", request_body = RemoteStore, responses((status = 200, body = Vec<RemoteSnapshot>)))]
 pub(super) async fn remote_snapshots(
@@ -87,7 +88,7 @@ pub(super) async fn remote_snapshots(
     blocking(daemon, move |d| d.snapshots().list_remote(&store.url)).await
 }
 
-/// Removes a snapshot from an object store, and chunks that no snapshot there has any more.
+/// Removes a snapshot from an object store, and the chunks that no other snapshot there needs.
 #[utoipa::path(post, path = "/v1/remote-snapshots/{name}/remove", request_body = RemoteStore, responses((status = 200, body = RemoveReport), (status = 404, body = ErrorBody)))]
 pub(super) async fn remove_remote_snapshot(
     daemon: Served,

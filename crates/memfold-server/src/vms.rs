@@ -1,4 +1,4 @@
-//! API paths of VMs.
+//! API paths for VMs: list, start, attach, stop, resume and reboot VMs, and run commands in guests.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub(super) async fn list(daemon: Served) -> Answered<Vec<VmInfo>> {
     blocking(daemon, |d| Ok(d.vms().list())).await
 }
 
-/// Starts a VM; the body is the description of `vm run --file`, as JSON.
+/// Starts a VM. The body is a VM description as for `vm run --file`, but in JSON.
 #[utoipa::path(post, path = "/v1/vms", params(RunOptions), request_body = Object, responses((status = 200, body = VmInfo), (status = 409, body = ErrorBody)))]
 pub(super) async fn run(
     daemon: Served,
@@ -35,7 +35,7 @@ pub(super) async fn run(
     .await
 }
 
-/// Attaches to a running QEMU.
+/// Attaches to a running QEMU that memfold did not start.
 #[utoipa::path(post, path = "/v1/attach", request_body = AttachRequest, responses((status = 200, body = VmInfo)))]
 pub(super) async fn attach(daemon: Served, request: Asked<AttachRequest>) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.vms().attach(&request)).await

@@ -1,5 +1,5 @@
-//! Helpers for memfold's tests: skips that are counted, waits whose deadlines adapt to the
-//! machine's speed, and an S3 server.
+//! Helpers for memfold's tests: skipping tests and counting the skips, waiting with deadlines that
+//! adapt to the machine's speed, and an S3 server.
 //!
 //! ```no_run
 //! use std::time::Duration;

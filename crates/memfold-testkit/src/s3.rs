@@ -1,4 +1,5 @@
-//! A real S3 server (s3rver, which `make setup` installs with the packages of `web`).
+//! Starts a real S3 server for tests: s3rver, which `make setup` installs with the packages of
+//! `web`.
 
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
@@ -7,22 +8,22 @@ use std::time::Duration;
 
 use crate::wait_until;
 
-/// An S3 server on 127.0.0.1 with an empty bucket `memfold`. Access key and secret are `S3RVER`. It
-/// ends when the value is dropped.
+/// An S3 server on 127.0.0.1 with an empty bucket `memfold`. Access key and secret are `S3RVER`.
+/// Dropping the value ends the server.
 #[derive(Debug)]
 pub struct S3Server {
     child: Child,
-    /// Port of the server.
+    /// TCP port of the S3 server.
     pub port: u16,
 }
 
 impl S3Server {
-    /// Starts a server that keeps its objects in `directory`. Returns the reason if it is not
-    /// installed.
+    /// Starts an S3 server that keeps its objects in `directory`. If the server is not installed,
+    /// the error says so.
     ///
     /// # Panics
     ///
-    /// If the server does not answer.
+    /// If the server does not answer within 30 s.
     pub fn start(directory: &Path) -> Result<Self, &'static str> {
         let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../web/node_modules/s3rver");
         if !package.exists() {

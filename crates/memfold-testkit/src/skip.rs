@@ -15,8 +15,8 @@ fn test_name() -> String {
     })
 }
 
-/// Reports that the test, or a part of it, does not run here. Prefer [`skip!`](crate::skip), which
-/// also returns.
+/// Reports that the running test, or a part of it, does not run on this machine. Prefer the macro
+/// [`skip!`](crate::skip), which also ends the test.
 ///
 /// # Panics
 ///
@@ -34,7 +34,7 @@ pub fn report_skip(reason: &str) {
     }
 }
 
-/// [`report_skip`] with the value that says so:
+/// Calls [`report_skip`] and returns `None`. For functions that find something or skip:
 /// `let Some(x) = find() else { return reports_skip("no x") }`.
 #[must_use]
 pub fn reports_skip<T>(reason: &str) -> Option<T> {
@@ -42,10 +42,9 @@ pub fn reports_skip<T>(reason: &str) -> Option<T> {
     None
 }
 
-/// Ends a test that cannot run here, with the reason, which is formatted as by `format!`.
+/// Ends a test that cannot run on this machine. The arguments are the reason, as for `format!`.
 ///
-/// Under `scripts/test` the test is counted as skipped, and the run fails unless
-/// `scripts/skips.txt` lists it.
+/// `scripts/test` counts the test as skipped, and fails unless `scripts/skips.txt` lists the test.
 #[macro_export]
 macro_rules! skip {
     ($($reason:tt)*) => {{

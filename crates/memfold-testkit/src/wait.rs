@@ -4,20 +4,20 @@
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Factor for deadlines, set by hand.
+/// Environment variable with the factor for deadlines.
 const SLOW: &str = "MEMFOLD_TEST_SLOW";
 
-/// Steps of the calibration's work: about 20 ms of one core that has nothing else to do.
+/// Number of steps of the work whose time is measured: about 20 ms of one idle core.
 const STEPS: u64 = 12_000_000;
 
-/// What those steps took on the machines that the deadlines were chosen on.
+/// Time of these steps on the machines for which the deadlines were chosen.
 const USUAL: Duration = Duration::from_millis(20);
 
-/// Largest factor. On a slower machine, tests of timing are meaningless.
+/// Largest factor for deadlines. On a slower machine, tests of timing are meaningless.
 const MOST: f64 = 10.0;
 
-/// Returns the factor by which deadlines are lengthened: the value of `MEMFOLD_TEST_SLOW`, or else
-/// a measurement, made once.
+/// Returns the factor by which tests lengthen their deadlines, 1 or more: the value of
+/// `MEMFOLD_TEST_SLOW`, or else how slow this machine is, measured once.
 ///
 /// # Panics
 ///
@@ -33,7 +33,8 @@ pub fn slowness() -> f64 {
     })
 }
 
-/// Lengthens a deadline, chosen on an idle machine, to this machine's speed.
+/// Returns the deadline for this machine from `usual`, the deadline that suits an idle machine:
+/// `usual` times [`slowness`].
 pub fn patience(usual: Duration) -> Duration {
     usual.mul_f64(slowness())
 }
@@ -62,21 +63,22 @@ fn work(seed: u64) -> Duration {
 /// Interval between two checks of a condition.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Waits until `condition` holds.
+/// Waits until `condition` returns `true`.
 ///
 /// # Panics
 ///
-/// After `limit`, lengthened by [`patience`], with the words of `what`.
+/// After the time `limit`, lengthened by [`patience`]. The message contains `what`.
 #[track_caller]
 pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
     wait_for(what, limit, || condition().then_some(()).ok_or(""));
 }
 
-/// Waits until `look` returns a value, and returns it. If it never does, its last error is shown.
+/// Calls `look` repeatedly until it returns a value, and returns the value.
 ///
 /// # Panics
 ///
-/// After `limit`, lengthened by [`patience`], with `what` and the last error of `look`.
+/// After the time `limit`, lengthened by [`patience`]. The message contains `what` and the last
+/// error of `look`.
 #[track_caller]
 pub fn wait_for<T, E: std::fmt::Debug>(
     what: &str,

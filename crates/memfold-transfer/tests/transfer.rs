@@ -1,4 +1,5 @@
-//! Snapshots go to an object store and come back: as they were, or not at all.
+//! Tests of snapshots that are copied to an object store and back. The copy equals the original, or
+//! there is no copy.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};

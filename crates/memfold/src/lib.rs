@@ -1,3 +1,3 @@
-//! The memfold program: its command line.
+//! Library of the program `memfold`: its command line.
 
 pub mod cli;

@@ -1,4 +1,4 @@
-//! The `memfold` program.
+//! The program `memfold`: daemon and command line in one.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,4 @@
-//! A guest with an agent, and the state that the agent reports.
+//! Test harness: boots a guest with memfold's agent, and collects the state that the agent reports.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};

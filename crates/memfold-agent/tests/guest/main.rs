@@ -1,7 +1,7 @@
 //! Tests of the agent in a real guest, compared with the guest's memory and disk.
 //!
 //! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the
-//! static agent at `MEMFOLD_AGENT`; without them, the test prints that and does nothing.
+//! static agent at `MEMFOLD_AGENT`; if one of them is missing, the test says so and does nothing.
 //! `MEMFOLD_IMAGE` chooses the image, by default `trixie-a`.
 
 mod harness;

@@ -1,4 +1,5 @@
-//! Runs one arm of study C: boots fresh VMs, starts one mechanism, and measures one compilation.
+//! Runs one arm of the study `hints`: boots fresh VMs, starts one mechanism that shares memory, and
+//! measures one compilation.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -17,15 +18,15 @@ use crate::host::{Stat, check_ksm_is_off, ksmd, numbers, start_ksm};
 /// Number of pages in a MiB.
 pub(super) const PAGES_PER_MIB: f64 = 256.0;
 
-/// The software that the guests compile.
+/// The software that the study's guests compile.
 #[derive(Clone, Debug)]
 pub(super) struct Work {
     pub what: &'static str,
-    /// Shell script that compiles the software in a fresh `/var/tmp/work`.
+    /// Shell script that compiles the software in a fresh directory `/var/tmp/work`.
     pub build: &'static str,
-    /// Shell script that prints the hash of the compiled program.
+    /// Shell script that prints the hash of the compiled software.
     pub output: &'static str,
-    /// Disk that the build needs, read-only; `None`: it needs none.
+    /// Disk that the compilation reads besides the root disk; `None`: no such disk.
     pub disk: Option<PathBuf>,
     pub timeout: Duration,
 }
@@ -48,19 +49,20 @@ const SILENCE: &str = "echo 0 > /sys/kernel/tracing/instances/memfold/events/ena
 /// cannot be read.
 const CHECK: &str = "md5sum --check --quiet /var/tmp/before.md5 2>/dev/null | wc -l";
 
-/// Pages a second that folding may examine. The first one is KSM's default rate, with which KSM is
-/// compared.
+/// Rates of folding that are measured: most pages that folding may examine in a second. The first
+/// one is KSM's default rate.
 pub(super) const BUDGETS: [u64; 3] = [5000, 1000, 500];
 
-/// The mechanism that shares memory in an arm. Numbers are the pages a second of folding.
+/// The mechanism that shares memory in an arm of the study. The number is the rate of folding: the
+/// most pages that folding may examine in a second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mechanism {
     None,
     Fold(u64),
-    /// Folding, while the same number of VMs beside run without memfold.
+    /// Folding in half of the VMs, while as many VMs do the same work without memfold.
     FoldBesideNone(u64),
     KsmDefault,
-    /// KSM, whose CPU time follows that of the folding arm with this number.
+    /// KSM, with a rate that makes its CPU time follow that of folding at this rate.
     KsmEqualCpu(u64),
 }
 
@@ -75,7 +77,8 @@ impl Mechanism {
         }
     }
 
-    /// Returns the pages a second that folding may examine, if this is folding.
+    /// Returns the most pages that folding may examine in a second; `None` if the mechanism is not
+    /// folding.
     pub const fn fold_rate(self) -> Option<u64> {
         match self {
             Self::Fold(rate) | Self::FoldBesideNone(rate) => Some(rate),
@@ -84,49 +87,52 @@ impl Mechanism {
     }
 }
 
-/// CPU seconds of a mechanism, each with the seconds since time 0.
+/// CPU time of a mechanism over time, both in seconds: (time since time 0, CPU time until then).
 pub(super) type CpuCurve = Vec<(f64, f64)>;
 
-/// Measurements at one moment.
+/// Measurements of an arm at one moment.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct Sample {
-    /// Seconds since time 0.
+    /// Time of the sample, in seconds since time 0 (the beginning of the compilation).
     pub t_s: f64,
-    /// Memory saved, in pages.
+    /// Memory that the mechanism has saved, in pages.
     pub shared_pages: u64,
-    /// CPU time of engine and library, or of ksmd, in seconds.
+    /// CPU time of the mechanism, in seconds: of the fold engine and the fold libraries, or of
+    /// ksmd.
     pub scanner_cpu_s: f64,
-    /// CPU time of both guests' agents since boot, as they last reported, in seconds.
+    /// CPU time of the agents in both guests since the boot, in seconds, as the agents last
+    /// reported it.
     pub agent_cpu_s: f64,
     pub matched_pages: u64,
     pub matched_folded_pages: u64,
     pub zero_pages: u64,
     pub hints_waiting: u64,
-    /// Pages that ksmd has scanned since time 0. ksmd may get less of the cores than its rate
-    /// needs.
+    /// Pages that ksmd has scanned since time 0. The number may be below ksmd's rate, if ksmd gets
+    /// too little CPU time.
     pub ksm_scanned_pages: Option<u64>,
 }
 
-/// Measurements of one VM's work.
+/// Measurements of one VM during its compilation.
 #[derive(Clone, Debug)]
 pub(super) struct VmWork {
-    /// Elapsed time of the work, in seconds.
+    /// Elapsed time of the compilation in the VM, in seconds.
     pub wall_s: f64,
-    /// Part of `wall_s` in which the vCPU was ready to run but had no core.
+    /// Part of `wall_s` in which the VM's vCPU was ready to run but waited for a core.
     pub delay_s: f64,
-    /// CPU time of the VM's vCPU, in seconds.
+    /// CPU time of the VM's vCPU thread during the compilation, in seconds.
     pub vcpu_s: f64,
-    /// Part of `vcpu_s` in the host's kernel: page faults, and requests of other cores.
+    /// Part of `vcpu_s` that the host's kernel used, for page faults and for requests of other
+    /// cores.
     pub system_s: f64,
-    /// Number of page faults of the VM's vCPU.
+    /// Number of page faults of the VM's vCPU thread during the compilation.
     pub faults: f64,
-    /// CPU time of the agent in the guest, in seconds.
+    /// CPU time of the agent in the VM's guest during the compilation, in seconds.
     pub agent_s: f64,
-    /// Hash of the compiled program.
+    /// Hash of the software that the guest has compiled.
     pub output: String,
 }
 
-/// Results of one arm.
+/// Results of one arm of the study.
 #[derive(Clone, Debug)]
 pub(super) struct ArmRun {
     pub mechanism: Mechanism,
@@ -135,14 +141,14 @@ pub(super) struct ArmRun {
     pub work: Vec<VmWork>,
     pub checked_files: u64,
     pub differing_files: u64,
-    /// CPU time of the host that neither VMs, memfold nor ksmd used, in percent of all cores.
+    /// CPU time of the host that neither VMs nor memfold nor ksmd used, in percent of all cores.
     pub other_load_percent: f64,
     /// Counters of folding at the end of the arm.
     pub fold: EngineStats,
 }
 
-/// Runs an arm: boots the VMs, lets them work, and checks their files. `allowed`: the CPU time that
-/// KSM's follows.
+/// Runs one arm of the study: boots the VMs, lets them compile, and checks their files. `allowed`:
+/// CPU time over time that ksmd may use; `None`: no limit.
 pub(super) fn run(
     specs: Vec<VmSpec>,
     work: &Work,
@@ -286,7 +292,7 @@ fn vcpu_times(lab: &Lab, name: &str) -> anyhow::Result<VcpuTimes> {
     Ok(sum)
 }
 
-/// The mechanism that is running: ksmd, or else folding or nothing.
+/// The mechanism that runs in an arm: `Some` for KSM, `None` for folding or no mechanism.
 struct Scanner(Option<KsmRun>);
 
 struct KsmRun {
@@ -297,10 +303,10 @@ struct KsmRun {
     budget: Option<Budget>,
 }
 
-/// CPU time to which ksmd is limited.
+/// Limit of ksmd's CPU time in an arm.
 struct Budget {
     hold: ksm::EqualCpu,
-    /// Allowed CPU seconds, each with the seconds since time 0.
+    /// CPU time that ksmd may use, over the time since time 0, both in seconds.
     allowed: CpuCurve,
     next: Instant,
 }
@@ -427,18 +433,18 @@ impl Load {
 }
 
 impl ArmRun {
-    /// Returns the CPU seconds of the mechanism over the seconds since time 0.
+    /// Returns the CPU time of the mechanism over the time since time 0, both in seconds.
     pub fn scanner_cpu(&self) -> CpuCurve {
         let samples = self.samples.iter();
         samples.map(|s| (s.t_s, s.scanner_cpu_s)).collect()
     }
 
-    /// Returns the last sample.
+    /// Returns the last sample of the arm, or zeroes if there is none.
     pub fn end(&self) -> Sample {
         self.samples.last().cloned().unwrap_or_default()
     }
 
-    /// Returns the number of pages shared, on average over time.
+    /// Returns the number of pages that the mechanism saved, averaged over the time of the arm.
     pub fn mean_shared(&self) -> f64 {
         let (mut area, mut time) = (0.0, 0.0);
         for pair in self.samples.windows(2) {
@@ -465,12 +471,12 @@ impl ArmRun {
         self.samples.iter().map(json).collect()
     }
 
-    /// Returns the mean of a value over the VMs.
+    /// Returns the mean of a value over the VMs of the arm.
     pub fn mean(&self, of: impl Fn(&VmWork) -> f64) -> f64 {
         self.work.iter().map(of).sum::<f64>() / self.work.len() as f64
     }
 
-    /// Summarizes the arm in one line, for the user who waits.
+    /// Returns the results of the arm in one line, for the user who waits.
     pub fn in_short(&self) -> String {
         let vms = self.work.len() as f64;
         let sum = |of: fn(&VmWork) -> f64| self.mean(of) * vms;

@@ -1,4 +1,4 @@
-//! Computes study C's results and figures from its arms.
+//! Computes the results and figures of the study `hints` from its arms.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -176,7 +176,8 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
     sum / count
 }
 
-/// Draws the study's figures: memory shared and CPU used over time, of the first repeat.
+/// Draws the figures of the study `hints` from its record: memory shared and CPU time over time, of
+/// the first repeat.
 pub fn figures(study: &Value) -> Vec<Figure> {
     let samples = figure::samples(study);
     let mut names: Vec<&str> = Vec::new();

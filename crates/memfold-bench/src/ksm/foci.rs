@@ -1,5 +1,5 @@
-//! Measures the memory that KSM saves by number of VMs and by workload, and the effect on programs
-//! whose memory is merged.
+//! Measures how much memory KSM saves, by number of VMs and by workload, and how merging affects
+//! programs whose memory is merged.
 
 use std::time::Instant;
 
@@ -40,7 +40,7 @@ struct Focus {
     after: Option<Access>,
 }
 
-/// Measures 1, 2, ... VMs.
+/// Measures the memory of 1, 2, ... VMs with each workload, before and after KSM has merged it.
 pub(super) fn measure(scale: &Scale) -> anyhow::Result<Found> {
     let lab = Lab::new(EngineSettings::default())?;
     let names: Vec<String> = (1..=scale.vms).map(|n| format!("vm{n}")).collect();
@@ -141,7 +141,7 @@ fn results(found: &[Focus], most: usize) -> Value {
     results
 }
 
-/// Draws memory by number of VMs, merged and unmerged.
+/// Draws the memory of all VMs over the number of VMs, merged and unmerged.
 pub(super) fn figures(samples: &[Value]) -> Vec<Figure> {
     let drawn = |held: Held| {
         let mine = samples.iter();

@@ -1,4 +1,4 @@
-//! Controls the program that the guests of study B run (`guest.py`).
+//! Controls the program `guest.py`, which the guests of the study `ksm` run.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,16 +21,16 @@ const LIMIT: Duration = Duration::from_secs(600);
 /// Time for which memory must not change before it is measured.
 const REST: Duration = Duration::from_secs(3);
 
-/// Content of a guest's memory.
+/// What a guest of the study keeps in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Held {
-    /// No data: the guest's program does not run.
+    /// No data: the program `guest.py` does not run.
     Nothing,
-    /// No data: the guest's program searches primes.
+    /// No data: the program `guest.py` searches for prime numbers.
     Busy,
-    /// Random bytes.
+    /// Random bytes, different in each VM.
     Random,
-    /// The same data as in all other VMs; within a VM, no page occurs twice.
+    /// The same data as in all other VMs; within a VM, no page is like another.
     Identical,
 }
 
@@ -46,31 +46,33 @@ impl Held {
         }
     }
 
-    /// Returns whether the guest holds data that it can read and write.
+    /// Returns whether the guest keeps data that it can read and write.
     pub(super) const fn is_data(self) -> bool {
         matches!(self, Self::Random | Self::Identical)
     }
 }
 
-/// Time and page faults of an operation in a guest.
+/// Time and page faults of one operation of the program in a guest.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(super) struct Took {
     pub(super) seconds: f64,
-    /// Page faults of the program, counted in its guest.
+    /// Minor page faults of the program, as the guest's kernel counts them. The next field: major
+    /// page faults.
     pub(super) minor_faults: u64,
     pub(super) major_faults: u64,
-    /// Page faults of the program's QEMU, counted on the host.
+    /// Minor page faults of the VM's QEMU, as the host's kernel counts them. The next field: major
+    /// page faults.
     pub(super) host_minor_faults: u64,
     pub(super) host_major_faults: u64,
 }
 
-/// Boots a VM and waits until it is idle.
+/// Boots a VM and waits until its guest is idle.
 pub(super) fn boot(lab: &Lab, name: &str, memory: ByteSize) -> anyhow::Result<()> {
     lab.start(Lab::spec(name, "trixie-a", memory, DiskMode::Buffered)?)?;
     booted(lab, name)
 }
 
-/// Makes all guests hold `mib` MiB of data.
+/// Makes the guests of all VMs in `names` keep data in memory, `mib` MiB in each.
 pub(super) fn hold(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::Result<()> {
     if held == Held::Nothing {
         return Ok(());
@@ -86,7 +88,7 @@ pub(super) fn hold(lab: &Lab, names: &[&str], held: Held, mib: u64) -> anyhow::R
     Ok(())
 }
 
-/// Makes all guests give the memory of their data back.
+/// Makes the guests of all VMs in `names` free the memory of their data.
 pub(super) fn let_go(lab: &Lab, names: &[&str], held: Held) -> anyhow::Result<()> {
     if held != Held::Nothing {
         let script = "systemctl stop work; rm -f /run/held /run/ask /run/answer";
@@ -95,7 +97,8 @@ pub(super) fn let_go(lab: &Lab, names: &[&str], held: Held) -> anyhow::Result<()
     Ok(())
 }
 
-/// Makes all guests do an operation `times` times, at the same time.
+/// Makes all guests carry out the operation `what` at the same time, `times` times each. Returns
+/// the time and the page faults of each guest.
 pub(super) fn ask(lab: &Lab, names: &[&str], what: &str, times: u32) -> anyhow::Result<Vec<Took>> {
     let script = format!("echo {what} {times} > /run/ask; cat /run/answer");
     let faults = || -> anyhow::Result<Vec<(u64, u64)>> {
@@ -126,7 +129,7 @@ fn host_faults(lab: &Lab, name: &str) -> anyhow::Result<(u64, u64)> {
     Ok((stat.field(10), stat.field(12)))
 }
 
-/// Returns the number of merged pages of these VMs, zero pages included.
+/// Returns the number of pages of these VMs that KSM has merged, zero pages included.
 pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
     let mut sum = 0;
     for name in names {
@@ -140,8 +143,8 @@ pub(super) fn merged_pages(lab: &Lab, names: &[&str]) -> anyhow::Result<u64> {
     Ok(sum)
 }
 
-/// Returns the memory that the RAM of all VMs takes on the host, in bytes, when it no longer
-/// changes.
+/// Waits until the RAM of all VMs takes a steady amount of the host's memory, and returns this
+/// amount in bytes.
 pub(super) fn ram_bytes(lab: &Lab) -> anyhow::Result<f64> {
     let now = || {
         let vms = lab.report()?.ledger.vms;
@@ -151,7 +154,8 @@ pub(super) fn ram_bytes(lab: &Lab) -> anyhow::Result<f64> {
     Ok(found)
 }
 
-/// Returns a counter of KSM that every kernel has.
+/// Returns the value of a KSM counter that every kernel has. An error names the counter if its
+/// value is missing.
 pub(super) fn counter(value: Option<u64>, name: &str) -> anyhow::Result<u64> {
     value.with_context(|| format!("/sys/kernel/mm/ksm/{name} is missing"))
 }

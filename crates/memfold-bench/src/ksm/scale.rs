@@ -1,24 +1,25 @@
-//! The scale of study B: number and size of VMs, data, and repetitions.
+//! The scale of the study `ksm`: number and size of VMs, amount of data, and repetitions.
 
 use memfold_units::ByteSize;
 
 use crate::study::Options;
 
-/// Speeds of ksmd: pages each 20 ms; `None`: KSM off. 100 is the kernel's default.
+/// Speeds of ksmd that are measured: pages that it scans every 20 ms; `None`: KSM off. 100 is the
+/// kernel's default.
 pub(super) const SPEEDS: [Option<u64>; 5] = [None, Some(100), Some(1000), Some(5000), Some(25_000)];
 
-/// The measurements to make.
+/// Numbers and sizes of the study's measurements.
 #[derive(Clone, Debug)]
 pub(super) struct Scale {
-    /// Most VMs at the same time.
+    /// Largest number of VMs that run at the same time.
     pub vms: usize,
     /// RAM of each VM.
     pub memory: ByteSize,
-    /// Amount of data in a VM that holds data, in MiB.
+    /// Amount of data that a VM keeps in its memory, in MiB, unless it keeps none.
     pub data_mib: u64,
-    /// Number of measurements of everything whose time is measured.
+    /// Number of times that every timed measurement is repeated.
     pub rounds: usize,
-    /// Number of speeds among [`SPEEDS`] to measure.
+    /// Number of ksmd's speeds that are measured: the first ones of [`SPEEDS`].
     pub speeds: usize,
 }
 

@@ -1,6 +1,6 @@
-//! Measures how much slower guests run at different scan rates of ksmd (study C's figure 1). Two
-//! guests, each on its own core, first run a program that computes, and then a program that writes
-//! to its memory.
+//! Measures how much slower guests run while ksmd scans, at different scan rates (figure 1 of study
+//! C). Two guests, each on its own core, first run a program that computes, and then a program that
+//! writes to its memory.
 
 use std::time::Duration;
 
@@ -90,7 +90,7 @@ fn slowdowns(work: &str, rounds: &Rounds, speeds: &[Option<u64>]) -> Vec<(String
     speeds.iter().enumerate().filter_map(of).collect()
 }
 
-/// Draws the slowdown by ksmd's speed.
+/// Draws how much slower guests run over the scan rate of ksmd.
 pub(super) fn figure(samples: &[Value]) -> Option<Figure> {
     let series = WORK.iter().filter_map(|(work, ..)| {
         let mine = samples.iter();

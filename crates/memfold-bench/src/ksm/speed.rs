@@ -1,5 +1,5 @@
-//! Measures how long KSM takes to merge all equal pages, and its CPU time: at the kernel's
-//! defaults, with memfold's rate control, and with the kernel's advisor.
+//! Measures how long KSM takes to merge all equal pages, and how much CPU time. KSM's scan rate is
+//! set by the kernel's defaults, by memfold, or by the kernel's advisor.
 
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 const CPU_PERCENT: f64 = 20.0;
 const TARGET_S: f64 = 120.0;
 
-/// Returns settings with which ksmd scans as fast as it can.
+/// Returns the settings of KSM with which ksmd scans as fast as it can.
 pub(super) fn full_speed() -> Settings {
     Settings {
         pages_to_scan: Some(20_000),
@@ -40,8 +40,8 @@ pub(super) fn full_speed() -> Settings {
     }
 }
 
-/// Merges all mergeable pages: waits until two full scans have merged no further page. Returns the
-/// number of merged pages.
+/// Makes KSM merge all mergeable pages, until two full scans in a row have merged no further page.
+/// Returns the number of merged pages.
 pub(super) fn merge_all(lab: &Lab, names: &[&str], controls: &Controls) -> anyhow::Result<u64> {
     let scans = || guest::counter(Status::read(controls)?.full_scans, "full_scans");
     let (mut most, mut since) = (0, scans()?);
@@ -150,7 +150,8 @@ fn reach(lab: &Lab, arm: Arm, wanted: u64, controls: &Controls) -> anyhow::Resul
     Ok(reached)
 }
 
-/// Measures two guests with the same data, whose memory each arm merges in turn.
+/// Boots two guests with the same data, and measures how long KSM takes to merge them, with each
+/// arm in turn.
 pub(super) fn measure(scale: &Scale) -> anyhow::Result<Found> {
     let controls = Controls::default();
     let lab = Lab::new(EngineSettings::default())?;
@@ -210,7 +211,7 @@ fn results(rounds: &[Vec<Reached>], arms: &[Arm]) -> Value {
     results
 }
 
-/// Draws the merged memory over time, of the first round.
+/// Draws the memory that KSM has merged over time, in the first round.
 pub(super) fn figure(samples: &[Value]) -> Option<Figure> {
     let first = samples.iter();
     let first = first.filter(|s| s["part"] == "speed" && s["round"] == 0);

@@ -1,4 +1,4 @@
-//! The VM that swaps in study D, and the programs that it runs.
+//! The swapping VM of the study `remote`, and the programs that run in its guest.
 
 use std::time::{Duration, Instant};
 
@@ -46,30 +46,33 @@ systemctl stop "$unit"
 [ "$rows" = ROWS ]
 echo "$took $peak""#;
 
-/// Location of the swap disk, and its throttle.
+/// An arm of the study: where the VM's swap disk is, and how QEMU limits its speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arm {
-    /// The swap disk is a file on this host's disk, through the page cache.
+    /// The swap disk is a file on this host's disk, accessed through the page cache.
     Disk,
-    /// As `Disk`, limited by QEMU's throttle to [`IOPS`] and [`BANDWIDTH`].
+    /// The swap disk is a file on this host's disk; QEMU limits it to [`IOPS`] and [`BANDWIDTH`],
+    /// like a hard disk.
     HardDisk,
-    /// As `Disk`, limited to [`BANDWIDTH`] only, like a hard disk without seeks.
+    /// The swap disk is a file on this host's disk; QEMU limits it to [`BANDWIDTH`] only, like a
+    /// hard disk without seeks.
     HardDiskStream,
-    /// Lent RAM, with a copy on disk.
+    /// The swap disk is lent RAM, with a copy on this host's disk.
     Lent,
-    /// Lent RAM without a copy (`--durability none`), as in the study.
+    /// The swap disk is lent RAM without a copy (`--durability none`), as in the original study.
     LentAlone,
-    /// Lent RAM without a copy, by the study's transport, iSCSI, unencrypted.
+    /// The swap disk is lent RAM without a copy, reached by iSCSI without encryption, as in the
+    /// original study.
     Iscsi,
 }
 
-/// Requests a second that a hard disk handles.
+/// Requests a second to which QEMU limits the swap disk, like those of a hard disk.
 pub const IOPS: u64 = 150;
-/// Bytes a second that a hard disk transfers.
+/// Bytes a second to which QEMU limits the swap disk, like those of a hard disk.
 pub const BANDWIDTH: u64 = 120_000_000;
 
 impl Arm {
-    /// Returns the arm's name in the results.
+    /// Returns the name of the arm in the study's results.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Disk => "disk",
@@ -81,7 +84,8 @@ impl Arm {
         }
     }
 
-    /// Returns the transport of lent RAM; `None` if the swap disk is not on lent RAM.
+    /// Returns the transport by which the arm reaches lent RAM; `None` if the swap disk is not on
+    /// lent RAM.
     pub const fn transport(self) -> Option<Transport> {
         match self {
             Self::Disk | Self::HardDisk | Self::HardDiskStream => None,
@@ -91,7 +95,8 @@ impl Arm {
     }
 }
 
-/// Result of a phase of accesses.
+/// What the program in the guest has measured: number, bytes and times of its accesses to the
+/// array.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub struct Done {
     pub accesses: u64,
@@ -112,7 +117,7 @@ impl Done {
         })
     }
 
-    /// Returns the throughput in MB/s (bytes a microsecond are megabytes a second).
+    /// Returns the throughput of the accesses in MB/s (1 MB/s is 1 byte a microsecond).
     pub fn mb_per_s(&self) -> f64 {
         self.bytes as f64 / self.us.max(1) as f64
     }
@@ -125,17 +130,17 @@ impl Done {
     }
 }
 
-/// Result of returning lent memory.
+/// Measurements of moving the swap disk back from lent RAM.
 #[derive(Clone, Copy, Debug)]
 pub struct GivenBack {
-    /// Part of the lent memory that was in use.
+    /// Bytes of the lent memory that were in use before the move.
     pub used: ByteSize,
     pub took_ms: u64,
-    /// Accesses of the program during the return.
+    /// Accesses of the program in the guest during the move.
     pub mixed: Done,
 }
 
-/// A VM with a swap disk, and the host from which it can borrow.
+/// A VM with a swap disk, and the host that lends memory to it.
 #[derive(Debug)]
 pub struct Guest<'a> {
     pub lab: &'a Lab,
@@ -144,7 +149,7 @@ pub struct Guest<'a> {
 }
 
 impl Guest<'_> {
-    /// Boots the VM, and builds the program in it.
+    /// Boots the VM with `ram` bytes of RAM, and compiles the study's program in its guest.
     pub fn boot(&self, ram: ByteSize) -> anyhow::Result<()> {
         let mut spec = Lab::spec(VM, IMAGE, ram, DiskMode::Buffered)?;
         spec.swap = Some(self.swap);
@@ -163,7 +168,8 @@ impl Guest<'_> {
         self.lab.exec(VM, script, LIMIT)
     }
 
-    /// Starts the program with an array, and waits until the array is filled.
+    /// Starts the program in the guest with an array of this size, and waits until the program has
+    /// filled the array.
     pub fn fill(&self, array: ByteSize) -> anyhow::Result<()> {
         let mib = array.0 >> 20;
         self.exec(&format!(
@@ -172,13 +178,13 @@ impl Guest<'_> {
         self.order("seqread 4096 0.1").map(drop)
     }
 
-    /// Gives the program an order, and waits for the answer.
+    /// Sends an order to the program in the guest, and waits for its answer.
     pub fn order(&self, order: &str) -> anyhow::Result<Done> {
         self.begin(order)?;
         self.answer()
     }
 
-    /// Gives the program an order, and does not wait for the answer.
+    /// Sends an order to the program in the guest, without waiting for its answer.
     pub fn begin(&self, order: &str) -> anyhow::Result<()> {
         self.exec(&format!(
             "rm -f /run/array.out; systemctl is-active -q array; echo '{order}' > /run/array"
@@ -186,7 +192,7 @@ impl Guest<'_> {
         .map(drop)
     }
 
-    /// Waits for the answer of the program.
+    /// Waits for the answer of the program in the guest to its last order.
     pub fn answer(&self) -> anyhow::Result<Done> {
         let said = self.exec(
             "while [ ! -e /run/array.out ]; do systemctl is-active -q array; sleep 0.05; done; cat /run/array.out",
@@ -194,14 +200,15 @@ impl Guest<'_> {
         Done::read(said.trim())
     }
 
-    /// Ends the program, which frees its memory.
+    /// Ends the program in the guest, which frees the program's memory.
     pub fn end(&self) -> anyhow::Result<()> {
         let script =
             "echo end > /run/array; while systemctl is-active -q array; do sleep 0.1; done";
         self.exec(script).map(drop)
     }
 
-    /// Returns the milliseconds of a sort, and the most bytes that were swapped out during it.
+    /// Sorts `rows` rows with `PostgreSQL` in the guest, in `memory` bytes. Returns the
+    /// milliseconds of the sort, and the most bytes that were swapped out during the sort.
     pub fn sort(&self, rows: u64, memory: ByteSize) -> anyhow::Result<(f64, f64)> {
         let script = SORT
             .replace("ROWS", &rows.to_string())
@@ -211,7 +218,8 @@ impl Guest<'_> {
         Ok((took_ms, peak))
     }
 
-    /// Moves the swap disk to its place in an arm. Returns the milliseconds that the move took.
+    /// Moves the VM's swap disk to its place in an arm of the study. Returns the milliseconds that
+    /// the move took.
     pub fn switch(&self, arm: Arm) -> anyhow::Result<u64> {
         let (iops, bandwidth) = match arm {
             Arm::HardDisk => (IOPS, BANDWIDTH),
@@ -238,7 +246,8 @@ impl Guest<'_> {
         Ok(done.took_ms)
     }
 
-    /// Moves the swap disk back to this host's disk. Returns the milliseconds that the move took.
+    /// Moves the VM's swap disk back to this host's disk. Returns the milliseconds that the move
+    /// took.
     pub fn back(&self) -> anyhow::Result<u64> {
         self.throttle(0, 0)?;
         if self.place()? == SwapPlace::OnDisk {
@@ -253,7 +262,7 @@ impl Guest<'_> {
         Ok(found.map_or(SwapPlace::OnDisk, |b| b.place))
     }
 
-    /// Sets QEMU's throttle on the swap disk; zeroes: no limit.
+    /// Sets QEMU's limits for the swap disk: requests a second and bytes a second; 0: no limit.
     fn throttle(&self, iops: u64, bytes_per_second: u64) -> anyhow::Result<()> {
         let socket = VmDirectory::of(self.lab.directory(), VM).qmp();
         let limits = json!({
@@ -263,8 +272,8 @@ impl Guest<'_> {
         Ok(())
     }
 
-    /// Moves the swap disk back from lent RAM while the program continues. Returns how much lent
-    /// memory was in use, how long the move took, and the longest wait of the program.
+    /// Moves the swap disk back from lent RAM while the program in the guest reads and writes its
+    /// array. Returns the measurements of the move.
     pub fn give_back(&self, arm: Arm) -> anyhow::Result<GivenBack> {
         self.switch(arm)?;
         self.begin_mixed()?;
@@ -291,7 +300,8 @@ impl Guest<'_> {
         self.answer()
     }
 
-    /// Kills lenders at random instants while the array is read and written.
+    /// Kills lenders at random instants, `kills` times, while the program in the guest reads and
+    /// writes its array.
     pub fn kills(&self, kills: usize) -> anyhow::Result<Value> {
         self.begin_mixed()?;
         let (mut alone_ms, mut switched_ms) = (Vec::new(), Vec::new());

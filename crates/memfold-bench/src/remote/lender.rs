@@ -1,4 +1,5 @@
-//! The lender of study D: a daemon at the other end of the link, which also serves the registry.
+//! The lending host of the study `remote`: a daemon at the other end of the link, which also serves
+//! the lease registry.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -20,19 +21,19 @@ use super::link::{Link, THERE};
 /// Time limit for the lender's daemon to answer, and to have enough free memory.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The lending host: a daemon of its own.
+/// The lending host of the study: a daemon in the network namespace at the other end of the link.
 #[derive(Debug)]
 pub struct Lender {
     child: Arc<Mutex<Child>>,
     directory: tempfile::TempDir,
     client: Client,
     most: ByteSize,
-    /// Transport by which the lender lends now.
+    /// Transport by which the lending host lends now.
     by: Cell<Option<Transport>>,
 }
 
 impl Lender {
-    /// Starts the lender's daemon, and makes it lend `most` by NBD.
+    /// Starts the daemon of the lending host, which then lends `most` bytes by NBD.
     pub fn start(link: &Link, most: ByteSize) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new()
             .prefix("memfold-lender.")
@@ -70,7 +71,8 @@ impl Lender {
         Ok(lender)
     }
 
-    /// Makes the lender lend by the transport `by`, and waits until its earlier leases have ended.
+    /// Makes the lending host use the transport `by`, and waits until its earlier leases have
+    /// ended.
     pub fn lend(&self, by: Transport) -> anyhow::Result<()> {
         if self.by.get() == Some(by) {
             return Ok(());
@@ -96,13 +98,13 @@ impl Lender {
         self.wait_free(self.most)
     }
 
-    /// Returns the socket of the lender's daemon, through which the registry is called; these calls
-    /// are not measured.
+    /// Returns the Unix socket of the lending host's daemon, by which the lease registry is called.
+    /// Calls by this socket do not use the link.
     pub fn socket(&self) -> PathBuf {
         self.directory.path().join("s")
     }
 
-    /// Waits until the lender offers `bytes`.
+    /// Waits until the lending host offers `bytes` of memory.
     pub fn wait_free(&self, bytes: ByteSize) -> anyhow::Result<()> {
         let mut last = String::new();
         wait("the lender has so much to spare", || {
@@ -117,7 +119,7 @@ impl Lender {
         .with_context(|| last)
     }
 
-    /// Kills the process that exports the lender's only lease.
+    /// Kills the process that exports the memory of the only lease.
     pub fn kill_export(&self) -> anyhow::Result<()> {
         let place = self.directory.path().join("state/lend");
         let is_log = |path: &Path| path.starts_with(&place);
@@ -145,7 +147,7 @@ fn end(child: &Mutex<Child>) {
     let _ = child.wait();
 }
 
-/// Waits for a condition that holds soon.
+/// Waits until `ready` returns `true`. `what`: the condition, for the error message.
 pub fn wait(what: &str, mut ready: impl FnMut() -> bool) -> anyhow::Result<()> {
     let late = format!("timed out waiting until {what}; not");
     let limits = (PATIENCE, Duration::from_millis(20));

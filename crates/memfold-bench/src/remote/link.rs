@@ -28,14 +28,14 @@ const PAYLOADS: [usize; 2] = [1, 4096];
 
 const TRIPS: usize = 2000;
 
-/// Both ends of the link, which are removed when this is dropped.
+/// A simulated network link to a second host. Dropping the value removes both ends.
 #[derive(Debug)]
 pub struct Link {
     space: String,
 }
 
 impl Link {
-    /// Creates the link. Needs root, `ip` and `tc`.
+    /// Creates the network link. This needs root, and the programs `ip` and `tc`.
     pub fn new() -> anyhow::Result<Self> {
         let space = format!("memfold-bench-{}", std::process::id());
         let device = format!("mfb{}", std::process::id());
@@ -77,7 +77,7 @@ impl Link {
         Ok(link)
     }
 
-    /// Returns a command that runs at the other end.
+    /// Returns a command that runs a program at the other end of the link.
     pub fn there(&self, program: &std::path::Path) -> Command {
         let mut command = Command::new("nsenter");
         let space = format!("--net=/run/netns/{}", self.space);
@@ -85,7 +85,8 @@ impl Link {
         command
     }
 
-    /// Measures round trips over TCP, in microseconds. No block can be fetched faster than that.
+    /// Measures round trips over TCP on the link, in microseconds. No block can be fetched faster
+    /// than a round trip.
     pub fn round_trips(&self) -> anyhow::Result<Value> {
         let space = File::open(format!("/run/netns/{}", self.space))?;
         let (tell, told) = std::sync::mpsc::channel();

@@ -1,5 +1,6 @@
-//! Measures the latency of QEMU's path to lent memory without a guest: accesses of 4 KiB to a
-//! lender at the other end of the link.
+//! Measures how long an access of 4 KiB to lent memory takes through QEMU's block layer, without a
+//! guest. The lender is at the other end of the link. The drawing shows the three ways that are
+//! compared.
 //!
 //! ```text
 //!   bare     a client of NBD with TLS -----------------------------> nbdkit
@@ -52,7 +53,8 @@ const HERE: &str = "block-path";
 /// Duration of a lease.
 const TTL: Duration = Duration::from_secs(300);
 
-/// Measures the latencies in microseconds, and returns them with their ratios.
+/// Measures the latency of each way to lent memory, in microseconds. Returns the latencies and
+/// their ratios.
 pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     let registry = registry_at(&RegistryAt::Socket(lender.socket()));
     let directory = tempfile::Builder::new()
@@ -82,7 +84,7 @@ pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     Ok(results)
 }
 
-/// The ways to make the same access.
+/// Connections to lent memory, one for each way that is compared.
 struct Ways<'a> {
     bare: &'a mut Bare,
     blocks: &'a mut Blocks,

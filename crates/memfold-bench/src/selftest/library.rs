@@ -1,5 +1,5 @@
-//! Stress test of the fold protocol on this process's memory, while threads write to it. It finds
-//! kernels that move pages incorrectly and libraries that lose a write.
+//! Stress test of the fold library on memory of this process, while threads write to this memory.
+//! The test finds kernels that move pages incorrectly, and fold libraries that lose a write.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -24,27 +24,29 @@ const WRITERS: u64 = 2;
 /// of it is mapped any more.
 const STORE_PAGES: u64 = 1 << 15;
 
-/// Results of the stress test.
+/// Results of the stress test of the fold library.
 #[derive(Clone, Debug, Serialize)]
 pub struct LibraryProof {
     /// Duration of the stress test, in seconds.
     pub seconds: f64,
-    /// Number of pages folded from anonymous memory.
+    /// Number of pages folded from anonymous memory during the stress test.
     pub folded_pages: u64,
-    /// Number of pages folded again over a folded range.
+    /// Number of pages folded again after a write, over a range that was folded before.
     pub refolded_pages: u64,
-    /// Number of runs that a write changed between copy and comparison, and that were therefore not
-    /// folded.
+    /// Number of runs that a thread changed between the copy to the page store and the comparison,
+    /// so that they were not folded.
     pub changed_runs: u64,
-    /// Number of writes by the threads.
+    /// Number of writes by the threads of the stress test.
     pub writes: u64,
-    /// Number of pages that do not hold the bytes written last; any number but 0 is a failure.
+    /// Number of pages that do not hold the bytes that were written last; any number but 0 is a
+    /// failure.
     pub wrong_pages: u64,
-    /// Longest time that a page was frozen, in microseconds.
+    /// Longest time that a page was protected against writes during folding, in microseconds.
     pub freeze_max_us: f64,
 }
 
-/// Folds random runs for `time` while threads count in every page, and then looks for lost counts.
+/// Runs the stress test for `time`: folds random runs while threads count in every page, and then
+/// looks for lost counts.
 pub fn stress(time: Duration) -> anyhow::Result<LibraryProof> {
     // As in QEMU, the library and its userfaultfd live as long as the process.
     let library: &'static Library = Box::leak(Box::new(Library::new()?));

@@ -1,10 +1,10 @@
-//! The figures of `bench snapshots`: times and sizes, by memory size and by used memory.
+//! Draws the figures of the study `snapshots`: times and sizes, by memory size and by used memory.
 
 use serde_json::Value;
 
 use crate::figure::{self, Axis, Figure, Series, number};
 
-/// Lines of the figures of times: way, key of the sample, and what it is.
+/// Lines in the figures of times: way to save, key of the sample, and label of the line.
 const TIMES: &[(&str, &str, &str)] = &[
     ("qemu", "save_s", "save"),
     ("qemu", "restore_s", "restore"),
@@ -16,7 +16,7 @@ const TIMES: &[(&str, &str, &str)] = &[
 
 const SIZES: &[(&str, &str, &str)] = &[("qemu", "bytes", "size"), ("auto", "bytes", "size")];
 
-/// The study's figures, by name.
+/// Draws the figures of the study `snapshots` from its record `study`.
 pub fn figures(study: &Value) -> Vec<Figure> {
     let samples = figure::samples(study);
     let drawn = |name: &str, title: &str, (x, x_axis), is_size| {

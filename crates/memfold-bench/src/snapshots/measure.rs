@@ -1,4 +1,4 @@
-//! Measures the ways to save and restore one VM, in turn.
+//! Saves and restores one VM in each of several ways, and measures the times and sizes.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,12 +22,13 @@ use crate::warmth::image_bytes;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Time for one thing that a guest does.
+/// Time limit of one operation in a guest.
 const LIMIT: Duration = Duration::from_secs(900);
 
 const VM: &str = "saved";
 
-/// Holds `USED` MiB and writes their checksum to `/run/held`, again at SIGUSR1.
+/// Shell script that starts a program in the guest. The program keeps `USED` MiB of bytes in
+/// memory, and writes their checksum to `/run/held`, again at each SIGUSR1.
 const HOLD: &str = r#"cat > /run/hold.py <<'END'
 import hashlib, os, signal
 held = bytearray(os.urandom(1 << 20) * USED)
@@ -46,47 +47,48 @@ while [ ! -s /run/held ]; do sleep 0.2; done; cat /run/held"#;
 
 const CHECK: &str = "rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done; cat /run/held";
 
-/// Reads all files of the second disk; prints the KiB of page cache that the guest has then.
+/// Shell script that reads all files of the second disk, and prints the size of the guest's page
+/// cache in KiB.
 const FILL: &str = "mkdir -p /run/data && mount -o ro /dev/vdb /run/data && cat /run/data/* > /dev/null; sync; awk '/^(Buffers|Cached):/ { sum += $2 } END { print sum }' /proc/meminfo";
 
-/// The same again.
+/// Shell script that reads all files of the second disk again.
 const FILL_AGAIN: &str = "cat /run/data/* > /dev/null; sync";
 
-/// Writes to memory without end.
+/// Shell script that starts a program which writes to memory without end.
 const WRITE: &str = "systemd-run -q --unit=write sh -c 'while :; do dd if=/dev/urandom of=/dev/shm/written bs=1M count=32 2> /dev/null; done'; while [ ! -s /dev/shm/written ]; do sleep 0.1; done";
 
-/// The snapshot that is saved live, and how often.
+/// Name of the snapshot that is saved live. The next constant: number of live saves.
 const LIVE: &str = "live";
 const LIVE_SAVES: u32 = 5;
 
-/// The disk with files that fill the guest's page cache.
+/// File name of the disk image whose files fill the guest's page cache.
 const DATA: &str = "data.img";
 
-/// Bytes of each file that fills the guest's page cache.
+/// Size of each file that fills the guest's page cache.
 const FILE: ByteSize = ByteSize::mib(128);
 
-/// Throughput of the disk of the study that memfold's snapshots come from: 70 MB/s.
+/// Throughput of the slow disk, as in the original study: 70 MB/s.
 const STUDY_DISK_BYTES_PER_S: u64 = 70_000_000;
 
-/// A way to save and restore.
+/// A way to save and restore a VM that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Arm {
-    /// `migrate file:` with mapped-ram and multifd.
+    /// QEMU's `migrate file:` with mapped-ram and multifd.
     Qemu,
-    /// `migrate file:`, as a stream.
+    /// QEMU's `migrate file:` as a stream.
     QemuStream,
-    /// `savevm`.
+    /// QEMU's `savevm`.
     QemuSavevm,
-    /// memfold's default.
+    /// memfold's default, `snapshot save --keep auto`.
     Auto,
-    /// `--keep hot`.
+    /// memfold's `snapshot save --keep hot`.
     Hot,
-    /// `--keep none`.
+    /// memfold's `snapshot save --keep none`.
     None,
 }
 
 impl Arm {
-    /// Its name in the results.
+    /// Returns the name of the way to save in the study's results.
     pub const fn key(self) -> &'static str {
         match self {
             Self::Qemu => "qemu",
@@ -98,7 +100,7 @@ impl Arm {
         }
     }
 
-    /// The form of QEMU's migration.
+    /// Returns the layout of the file if the way is QEMU's `migrate`.
     const fn form(self) -> Option<Form> {
         match self {
             Self::Qemu => Some(Form::MappedRam),
@@ -108,20 +110,20 @@ impl Arm {
     }
 }
 
-/// One VM to save.
+/// One VM that the study saves, and how it is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Case {
     pub memory: ByteSize,
-    /// MiB that a program holds.
+    /// Memory that a program in the guest uses, in MiB.
     pub used_mib: u64,
-    /// How often each way is measured.
+    /// Number of times that each way to save is measured.
     pub rounds: usize,
-    /// Whether this host's disk has the throughput of the study's.
+    /// Whether the VM's files are on a disk as slow as that of the original study (70 MB/s).
     pub is_study_disk: bool,
 }
 
 impl Case {
-    /// The ways that take turns.
+    /// Returns the ways to save that are measured in turn in each round.
     fn arms(&self) -> &'static [Arm] {
         if self.is_study_disk {
             return &[Arm::Qemu, Arm::QemuStream, Arm::Auto];
@@ -130,28 +132,30 @@ impl Case {
     }
 }
 
-/// What was measured of one VM.
+/// Measurements of one VM.
 pub struct Measured {
     pub case: Case,
     pub cached_kib: u64,
-    /// What it takes this host itself to drop a page of its cache, in microseconds.
+    /// Time that this host's kernel takes to drop one page of its own page cache, in microseconds.
     pub host_drop_us: f64,
-    /// Each way, a round after the other.
+    /// Measurements of each way to save, in the order of the rounds.
     pub ways: BTreeMap<Arm, Vec<Way>>,
-    /// The last save by each of memfold's ways.
+    /// Manifest of the last snapshot that each of memfold's ways has saved.
     pub saved: BTreeMap<Arm, Manifest>,
-    /// Seconds in which a daemon that has not saved the snapshot reads and compares all of it,
-    /// before its first restore.
+    /// Seconds in which another daemon reads and verifies a snapshot before its first restore, by
+    /// the way that saved the snapshot.
     pub check_s: BTreeMap<Arm, f64>,
-    /// Live saves of the same VM, while a program of it writes to memory.
+    /// Manifests of the live saves of the VM, while a program in its guest writes to memory.
     pub live: Vec<Manifest>,
-    /// How often the memory of the program was checked, and how often it was not what it had been.
+    /// Number of times that the memory of the program in the guest was checked. The next field:
+    /// number of checks that found other bytes than before.
     pub checks: u64,
     pub wrong: u64,
 }
 
 impl Measured {
-    /// How long this host would take to drop what the guest had cached, in seconds.
+    /// Returns how long this host's kernel would take to drop as much page cache as the guest had,
+    /// in seconds.
     pub fn host_drop_s(&self) -> f64 {
         self.host_drop_us * (self.cached_kib * 1024 / PAGE_SIZE) as f64 / 1e6
     }
@@ -162,16 +166,17 @@ impl Measured {
     }
 }
 
-/// One VM, and the files of it.
+/// A running VM that the study saves, with its files.
 struct Bench {
     lab: Lab,
     spec: VmSpec,
-    /// The checksum of the program's memory.
+    /// Checksum of the memory of the program in the guest.
     held: String,
 }
 
 impl Bench {
-    /// Boots the VM, and fills its page cache. Returns also the KiB of that.
+    /// Boots the VM, and fills its guest's page cache. Also returns the size of this page cache in
+    /// KiB.
     fn start(case: &Case) -> anyhow::Result<(Self, u64)> {
         let lab = Lab::new(EngineSettings::default())?;
         // It goes with the laboratory, also when that is interrupted.
@@ -189,9 +194,9 @@ impl Bench {
         Ok((Self { lab, spec, held }, cached_kib))
     }
 
-    /// Reads the disk whose files the guest has cached into the host's page cache, where it was
-    /// when the guest had read it: QEMU drops it there after a migration (option `drop-cache` of
-    /// its driver `file`).
+    /// Reads the data disk, so that the host's page cache contains it, as after the guest has read
+    /// its files. QEMU drops the disk from the host's page cache after a migration (option
+    /// `drop-cache` of its driver `file`).
     fn cache_on_host(&self) -> anyhow::Result<()> {
         let mut data = File::open(self.lab.directory().join(DATA))?;
         std::io::copy(&mut data, &mut std::io::sink())?;
@@ -231,8 +236,8 @@ impl Bench {
         Ok((way, Some(manifest)))
     }
 
-    /// Restores what was saved, checks the program's memory, and ends the VM. Returns the seconds
-    /// until it ran, and whether its memory was right.
+    /// Restores the VM as one of the ways has saved it, checks the program's memory, and ends the
+    /// VM. Returns the seconds until the VM ran, and whether the memory was right.
     fn restore(&self, arm: Arm, round: usize, like: &Manifest) -> anyhow::Result<(f64, bool)> {
         let mut spec = self.spec.clone();
         spec.name = "restored".into();
@@ -258,7 +263,8 @@ impl Bench {
         Ok(is_right)
     }
 
-    /// Saves the VM while it runs and writes; the last snapshot stays, as [`LIVE`].
+    /// Saves the VM several times while it runs and writes to memory. The last snapshot remains, as
+    /// [`LIVE`].
     fn save_live(&self) -> anyhow::Result<Vec<Manifest>> {
         self.exec(VM, WRITE)?;
         let mut saved = Vec::new();
@@ -282,7 +288,7 @@ impl Bench {
     }
 }
 
-/// Measures all ways of a VM.
+/// Saves and restores the VM of `case` in all ways, and returns the measurements.
 pub fn measure(case: Case) -> anyhow::Result<Measured> {
     let (bench, cached_kib) = Bench::start(&case)?;
     let lab = &bench.lab;
@@ -347,7 +353,7 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
     Ok(measured)
 }
 
-/// Restores from each way, as often as it was measured.
+/// Restores the VM from each save, and records the times.
 fn restore_all(bench: &Bench, measured: &mut Measured) -> anyhow::Result<()> {
     let like = measured.saved.get(&Arm::Auto).cloned();
     let like = like.context("no snapshot was saved that could be restored")?;
@@ -364,8 +370,8 @@ fn restore_all(bench: &Bench, measured: &mut Measured) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes an ext4 file system with files of random bytes, as large as a VM's memory. No page repeats
-/// and nothing compresses.
+/// Makes an ext4 image with files of random bytes, as large as a VM's memory. No two pages of the
+/// files are equal, and they cannot be compressed.
 fn make_data(image: &Path, memory: ByteSize) -> anyhow::Result<()> {
     // Room for the file system itself.
     let size = ByteSize(memory.0 + memory.0 / 8 + (64 << 20));
@@ -379,9 +385,9 @@ fn make_data(image: &Path, memory: ByteSize) -> anyhow::Result<()> {
     Ok(File::open(image)?.sync_all()?)
 }
 
-/// How long this host takes to drop a page of its cache, in microseconds: what a guest's kernel
-/// does too, when nothing is emulated. Of a file that nobody maps; single pages, as a guest's Linux
-/// 6.12 caches ext4 and disks.
+/// Measures how long this host's kernel takes to drop one page of its page cache, in microseconds.
+/// A guest's kernel takes as long if the guest is not emulated. The pages belong to a file that no
+/// process maps, and are cached as single pages, as Linux 6.12 in a guest caches ext4 and disks.
 fn drop_on_host(place: &Path) -> anyhow::Result<f64> {
     const BYTES: u64 = 512 << 20;
     let file = tempfile::tempfile_in(place)?;

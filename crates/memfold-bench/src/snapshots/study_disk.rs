@@ -1,5 +1,6 @@
-//! The part of `bench snapshots` on a disk as slow as the study's (70 MB/s): a process of its own,
-//! whose files are all on that disk.
+//! Part `study-disk` of the study `snapshots`: measures saves to a disk as slow as that of the
+//! original study (70 MB/s). A child process makes the measurements, with all its files on that
+//! disk.
 
 use std::process::{Command, Stdio};
 
@@ -11,18 +12,18 @@ use crate::loop_disk::LoopDisk;
 use crate::record::Found;
 use crate::study::Options;
 
-/// Name of this part of the study.
+/// Name of this part of the study `snapshots`, for the option `--arm`.
 pub const ARM: &str = "study-disk";
 
-/// The variable that tells the process that its disk is the slow one.
+/// Environment variable by which the child process knows that its files are on the slow disk.
 const INSIDE: &str = "MEMFOLD_BENCH_STUDY_DISK";
 
-/// Returns whether this process is the one on the slow disk.
+/// Returns whether this process is the child process whose files are on the slow disk.
 pub fn is_inside() -> bool {
     std::env::var_os(INSIDE).is_some()
 }
 
-/// Measures a VM on a slow disk. Returns `results` and `samples`.
+/// Measures saves of a VM to a slow disk, in a child process. Returns `results` and `samples`.
 pub fn measure(case: &Case, options: &Options) -> anyhow::Result<Found> {
     let place = tempfile::Builder::new()
         .prefix("memfold-study-disk.")

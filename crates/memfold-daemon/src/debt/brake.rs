@@ -8,7 +8,7 @@
 //!     braked:   no VM is started, and until the level is ok again folding and KSM share no more pages (shared pages stay shared)
 //!     braked, and less than the reserve is left: guests are asked in turn to drop clean page cache, until the reserve is available
 //! ```
-//! The measurement of each second does not walk page maps.
+//! Most measurements only read counters, and do not walk page maps.
 
 use std::io;
 use std::path::Path;
@@ -51,7 +51,8 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 const REPORTED: Duration = Duration::from_secs(4);
 const ASK_AGAIN: Duration = Duration::from_secs(60);
 
-/// Measures the copy-on-write debt and applies the brake.
+/// Service that measures the copy-on-write debt. While the debt is too large, the brake refuses new
+/// VMs and stops folding and KSM.
 #[derive(Debug)]
 pub struct DebtBrake {
     pub(crate) registry: Arc<VmRegistry>,
@@ -80,8 +81,8 @@ impl DebtBrake {
         })
     }
 
-    /// Measures the debt and the memory available for it now, and returns them with the brake's
-    /// level.
+    /// Measures the copy-on-write debt and the memory that is available for it. Returns both, with
+    /// the brake's level.
     pub fn debt(self: &Arc<Self>) -> Result<DebtReport, DaemonError> {
         let vms = self.registry.names();
         self.ask_owed(false, false, (0, vms))?;
@@ -97,8 +98,8 @@ impl DebtBrake {
         self.judge(self.debt.memory()?)
     }
 
-    /// Changes the reserve and the percentage of debt that free memory must cover, until this
-    /// daemon ends.
+    /// Changes the memory reserve, and the percentage of the debt that available memory must cover.
+    /// The change lasts until this daemon ends.
     pub fn set_debt(self: &Arc<Self>, request: &DebtRequest) -> Result<DebtReport, DaemonError> {
         let reserve = request.reserve.as_deref().map(str::parse).transpose();
         let reserve = reserve.map_err(|why| DaemonError::BadRequest(format!("reserve: {why}")))?;

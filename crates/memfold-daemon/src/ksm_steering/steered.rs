@@ -1,5 +1,5 @@
-//! KSM while the daemon steers it: measures each second, and sets the kernel's settings
-//! accordingly.
+//! Measures KSM once a second while the daemon steers it, and sets KSM's controls in
+//! `/sys/kernel/mm/ksm` accordingly.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -36,7 +36,7 @@ enum HoldReason {
     Blind(String),
 }
 
-/// KSM while the daemon steers it.
+/// State of KSM while the daemon steers it.
 #[derive(Debug)]
 pub(crate) struct SteeredKsm {
     pub domain: String,
@@ -56,9 +56,9 @@ pub(crate) struct SteeredKsm {
     members: BTreeSet<i32>,
     arrivals: u64,
     held: Option<HoldReason>,
-    /// Reason of the brake on copy-on-write debt; `None` while it is off.
+    /// Why the brake on copy-on-write debt is on; `None` while the brake is off.
     pub braked: Option<String>,
-    /// Whether a VM is being saved live.
+    /// Whether a VM is being saved while it runs. KSM is stopped during such a save.
     pub saving: bool,
     /// Whether `run` is 0 because this daemon wrote it.
     stopped: bool,
@@ -123,7 +123,8 @@ impl SteeredKsm {
         Ok(steered)
     }
 
-    /// Measures KSM once, and stops, resumes or adjusts it. A failure is logged.
+    /// Measures KSM once, and then stops KSM, resumes it, or changes its scan speed. A failure is
+    /// logged.
     pub fn look(&mut self, ours: &Ours) {
         if let Err(error) = self.try_look(ours) {
             warn!(%error, "cannot steer KSM; retrying");
@@ -189,7 +190,7 @@ impl SteeredKsm {
         Ok(())
     }
 
-    /// Returns why KSM is stopped, as text; `None` if KSM is not stopped.
+    /// Returns why the daemon keeps KSM stopped, as text; `None` if KSM is not stopped.
     pub fn still(&self) -> Option<String> {
         if self.saving {
             return Some("a VM is being saved live".to_owned());

@@ -1,4 +1,4 @@
-//! The entry of a VM in the list of VMs.
+//! Makes the entry of a VM in the list of VMs that users see.
 
 use memfold_api::{SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap};
 use memfold_units::PAGE_SIZE;

@@ -11,17 +11,18 @@ use serde_json::Value;
 /// shorter pause.
 pub(crate) const LONG: Duration = Duration::from_millis(100);
 
-/// Pauses of a VM so far. Times count from 1970, as in QEMU's events.
+/// Pauses of a VM that QEMU has reported so far. Times count from 1970, as in QEMU's events.
 #[derive(Debug, Default)]
 pub(crate) struct Pauses {
     stopped: Option<Duration>,
-    /// Begin and end of the last save of the VM, as times since 1970.
+    /// Begin and end of the VM's last save, as times since 1970; `None`: no save since the daemon's
+    /// start.
     pub saved: Option<(Duration, Duration)>,
 }
 
 impl Pauses {
-    /// Returns the length of the longest pause that ended in these events, pauses of a save
-    /// excepted. `stood`: the VM was already stopped when it was last observed; a RESUME without a
+    /// Returns the length of the longest pause that ended in these events, except pauses of a save.
+    /// `stood`: whether the VM was already stopped when it was last observed; a RESUME without a
     /// STOP then counts as a pause of unknown length ([`Duration::MAX`]).
     pub fn hear(&mut self, events: &[Value], stood: bool) -> Option<Duration> {
         let mut longest = None;

@@ -42,7 +42,7 @@ impl Machine {
         state
     }
 
-    /// Returns the VM's state when it was last read.
+    /// Returns the VM's run state, as QEMU last reported it.
     pub fn state(&self) -> RunState {
         self.marks.state.lock().clone()
     }

@@ -24,7 +24,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 const ORDER: Duration = Duration::from_millis(1500);
 
 impl Machine {
-    /// Checks the VM periodically until its process ends.
+    /// Checks the VM periodically until QEMU's process ends.
     pub fn watch(self: &Arc<Self>) {
         let (mut looked, mut seen) = (Instant::now(), self.state());
         let mut room = RoomWatch::default();

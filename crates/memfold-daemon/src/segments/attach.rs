@@ -1,4 +1,4 @@
-//! Attaching segments to running VMs, and detaching them.
+//! Attaches segments to running VMs, and detaches them.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -15,8 +15,8 @@ use crate::segments::in_guest::{lay, take_off};
 use crate::segments::{Segments, directory, note, noted};
 
 impl Segments {
-    /// Attaches a segment to a running VM, and has the guest mount the segment over its files.
-    /// Another generation of the segment is unmounted first.
+    /// Attaches a segment to a running VM: the guest mounts the segment over its own files. If
+    /// another generation (build) of the segment is mounted, the guest unmounts it first.
     pub fn attach(
         &self,
         vm: &str,

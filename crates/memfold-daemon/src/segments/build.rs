@@ -1,4 +1,5 @@
-//! Building of new segment generations, and ranking of files for them.
+//! Builds new generations of segments (a generation is one build of a segment), and ranks files by
+//! what a segment would save.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +13,8 @@ use crate::segments::Segments;
 use crate::segments::copy_out::IMAGE;
 
 impl Segments {
-    /// Builds a new generation of a segment. Nothing is built if the newest generation has the same
-    /// content.
+    /// Builds a new generation of a segment. Builds nothing if the content would equal that of the
+    /// newest generation.
     pub fn build(&self, request: &BuildRequest) -> Result<BuildResult, DaemonError> {
         // The name is checked before it becomes part of a path.
         Reference::parse(&request.name)?;
@@ -68,7 +69,7 @@ impl Segments {
         Ok(BuildResult { segment, is_new })
     }
 
-    /// Ranks files of VMs by the memory that they would save in a segment.
+    /// Ranks files of running VMs by the memory that a segment with these files would save.
     ///
     /// # Errors
     ///

@@ -76,7 +76,7 @@ done
 sync -f $place
 "#;
 
-/// Name of the image in the draft.
+/// Name of the image file in the draft (the directory in which a segment is built).
 pub(crate) const IMAGE: &str = "image.ext4";
 
 impl Segments {

@@ -1,4 +1,5 @@
-//! Lists, verifies and removes segments; finds them by name, and checks whether a VM may map them.
+//! Lists, verifies and removes segments, finds them by name, and checks whether a VM may map a
+//! segment.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -38,8 +39,8 @@ impl Segments {
             .collect())
     }
 
-    /// Compares a segment's image with its digest. Returns the problem, or `None` if the image is
-    /// intact.
+    /// Compares a segment's image with the digest that its manifest records. Returns the problem;
+    /// `None` if the image is intact.
     pub fn verify(&self, name: &str) -> Result<Option<String>, DaemonError> {
         let _kept = self.shared();
         match self.shelf.verify(&Reference::parse(name)?) {
@@ -49,8 +50,8 @@ impl Segments {
         }
     }
 
-    /// Removes one generation of a segment, or all of them. Returns the names of the removed
-    /// generations.
+    /// Removes one generation (build) of a segment, or all its generations. Returns the names of
+    /// the removed generations.
     ///
     /// # Errors
     ///

@@ -1,5 +1,5 @@
-//! Determines the users of segments: VMs, snapshots, and the VM that writes the next generation.
-//! Removes old generations that have no user.
+//! Finds the users of segments: VMs, snapshots, and the VM that writes a segment's next generation
+//! (build). Removes old generations that have no user.
 
 use std::collections::BTreeSet;
 

@@ -1,6 +1,5 @@
-//! Candidates for disk references of a hot save: pages of the VM's memory that its disks may also
-//! hold, as the guest reports. A hot save refers to the disk for such pages instead of storing
-//! them.
+//! Finds pages of a VM's memory that its disks may also hold, as the guest reports. A hot save
+//! (`--keep hot`) stores a reference to the disk instead of such a page.
 //!
 //! ```text
 //!   engine   runs of pages that cache consecutive pages of a file, by the agent's hints       CachedPages

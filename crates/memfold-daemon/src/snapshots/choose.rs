@@ -1,12 +1,14 @@
-//! Chooses which of a guest's caches a save keeps (`--keep auto`): what is saved soonest.
+//! Chooses how much of the guest's page cache a snapshot keeps (`--keep auto`): the choice with the
+//! shortest save.
 //!
 //! ```text
 //!   none   dropped by the guest                          cached pages * time to drop one
 //!   hot    compared with the disks, the rest is saved    pages on disks / comparing + rest / writing
 //!   all    saved                                         cached pages / writing
 //! ```
-//! Everything else takes the same time in each way. Of two ways that take about as long, the first
-//! of hot, none and all is chosen: hot is small and warm, none is small.
+//! All other work of a save takes the same time with each choice. If choices take about the same
+//! time, hot is preferred to none, and none to all: with hot, the snapshot is small and a restored
+//! guest has a warm cache; with none, the snapshot is only small.
 
 use std::fs::File;
 use std::io;
@@ -19,50 +21,55 @@ use memfold_units::{ByteSize, PAGE_BYTES, PAGE_SIZE};
 use rustix::fs::OFlags;
 use tracing::debug;
 
-/// Seconds for a guest to drop a page of its page cache (docs/results/snapshots.md): emulated, and
-/// as this host itself.
+/// Seconds that a guest needs to drop a page of its page cache (docs/results/snapshots.md). The
+/// first value is for an emulated guest, the second for a guest that runs as fast as the host.
 const DROP_EMULATED_S: f64 = 2.4e-6;
 const DROP_S: f64 = 0.5e-6;
 
-/// Bytes a second that a save compares with files in the host's page cache, and that it writes to
-/// its own page cache, on two cores (docs/results/snapshots.md).
+/// Bytes a second that a save compares with files in the host's page cache. The next constant:
+/// bytes a second that a save writes to the host's page cache. Both with two cores
+/// (docs/results/snapshots.md).
 const COMPARED_PER_S: f64 = 2.0e9;
 const WRITTEN_PER_S: f64 = 1.2e9;
 
-/// Ways within this factor of the soonest, or so many seconds, take about as long.
+/// Two choices take about the same time if their times differ by at most this factor, or by at most
+/// `ABOUT_S` seconds.
 const ABOUT: f64 = 1.1;
 const ABOUT_S: f64 = 0.05;
 
-/// Least and most time for a guest to drop its page cache.
+/// Shortest time limit for a guest to drop its page cache. The next constant: the longest.
 const SHORTEST_DROP: Duration = Duration::from_secs(5);
 const LONGEST_DROP: Duration = Duration::from_secs(120);
 
-/// Longest time and most bytes of a measurement of a disk.
+/// Longest time for which a disk is measured. The next constant: most bytes that a measurement
+/// writes.
 const PROBE_TIME: Duration = Duration::from_millis(100);
 const PROBE_BYTES: u64 = 128 << 20;
-/// Bytes of one write, and of the file.
+/// Size of one write of a measurement, in bytes. The next constant: size of the file that is
+/// written.
 const PROBE_WRITE: usize = 1 << 20;
 const PROBE_FILE: u64 = 16 << 20;
-/// Least room of a disk that is measured.
+/// Free bytes that a disk needs to be measured.
 const PROBE_ROOM: u64 = 256 << 20;
 
-/// Properties of a guest, its disks and the host that decide.
+/// Properties of a guest, its disks and the host, from which the choice is made.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
-    /// Pages of the guest's page cache.
+    /// Number of pages in the guest's page cache.
     pub(super) cached: u64,
-    /// Those of them that its disks may also hold.
+    /// Number of pages in the guest's page cache that the guest's disks may also hold.
     pub(super) on_disks: u64,
-    /// The part of these that the host's page cache holds, from 0 to 1.
+    /// Fraction of these pages on the guest's disks that the host's page cache also holds, from 0
+    /// to 1.
     pub(super) on_host: f64,
-    /// Throughput of the disk of snapshots, in bytes a second.
+    /// Throughput of the disk with the snapshot directory, in bytes a second.
     pub(super) disk_per_s: f64,
-    /// Whether the guest is emulated.
+    /// Whether the guest's CPU is emulated (TCG).
     pub(super) is_emulated: bool,
 }
 
 impl Facts {
-    /// Estimated seconds of each way.
+    /// Estimated seconds that a save needs with each choice.
     fn estimates(&self) -> [(Keep, f64); 3] {
         let bytes = |pages: u64| (pages * PAGE_SIZE) as f64;
         let written_per_s = self.disk_per_s.min(WRITTEN_PER_S);
@@ -82,7 +89,7 @@ impl Facts {
         ]
     }
 
-    /// Returns the chosen way, and the reason as text.
+    /// Returns what to keep, and the reason for the choice as text.
     pub(super) fn choose(&self) -> (Keep, String) {
         let estimates = self.estimates();
         let soonest = estimates.iter().map(|way| way.1).fold(f64::MAX, f64::min);
@@ -98,16 +105,17 @@ impl Facts {
     }
 }
 
-/// Returns for how long a guest may drop its page cache: as long as the disk of snapshots takes to
-/// write these pages. A little time is always given.
+/// Returns the time limit for a guest to drop its page cache: the time in which the disk with the
+/// snapshot directory could store these pages, but 5 s to 120 s.
 pub(super) fn drop_limit(cached: u64, disk_per_s: f64) -> Duration {
     let seconds = (cached * PAGE_SIZE) as f64 / disk_per_s.min(WRITTEN_PER_S);
     let limit = Duration::try_from_secs_f64(seconds).unwrap_or(LONGEST_DROP);
     limit.clamp(SHORTEST_DROP, LONGEST_DROP)
 }
 
-/// Returns the throughput of the disk that holds a directory, in bytes a second. If it cannot be
-/// measured (the disk is almost full), it is assumed to take all that a save writes.
+/// Returns the throughput of the disk that holds a directory, in bytes a second. If the throughput
+/// cannot be measured (the disk is almost full), the disk is assumed to take all that a save
+/// writes.
 pub(super) fn disk_speed(directory: &Path) -> f64 {
     // The first save makes the directory of snapshots.
     let existing = directory.ancestors().find(|place| place.is_dir());
@@ -118,7 +126,8 @@ pub(super) fn disk_speed(directory: &Path) -> f64 {
     })
 }
 
-/// Writes a part of a file without a name again and again, past the page cache.
+/// Measures the throughput of a disk: writes parts of a temporary file repeatedly, past the page
+/// cache.
 fn measure_disk(directory: &Path) -> io::Result<f64> {
     let room = rustix::fs::statvfs(directory)?;
     if room.f_bavail * room.f_frsize < PROBE_ROOM {
@@ -145,7 +154,8 @@ fn measure_disk(directory: &Path) -> io::Result<f64> {
     Ok(written as f64 / began.elapsed().as_secs_f64())
 }
 
-/// The same file, past the page cache; `None`: its file system has no such way.
+/// Opens the file again, past the page cache (`O_DIRECT`); `None`: the file system does not support
+/// that.
 fn direct(file: &File) -> Option<File> {
     use std::os::fd::AsRawFd as _;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());

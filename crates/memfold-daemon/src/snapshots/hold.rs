@@ -37,14 +37,14 @@ pub(super) struct HeldVm<'a> {
     stopped: Cell<Option<Instant>>,
     /// Total time for which the save has stopped the VM.
     stood: Cell<Duration>,
-    /// The answer about the guest's free pages that is on its way, or why there will be none.
+    /// The guest's answer about its free pages, when it arrives; or why the guest gives no answer.
     listing: RefCell<Result<Receiver<FreePages>, String>>,
     /// The note about this save; only for a VM that memfold did not start.
     noted: Option<NotedSave<'a>>,
 }
 
 impl<'a> HeldVm<'a> {
-    /// Takes control of a VM that is still running.
+    /// Takes control of a VM for its save. The VM still runs, and its writes are not tracked yet.
     pub fn new(
         folding: &'a Folding,
         machine: &'a Arc<Machine>,

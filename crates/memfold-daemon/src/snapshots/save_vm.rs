@@ -1,5 +1,5 @@
-//! Saving of VMs as snapshots. Before a save, the guest writes dirty pages back, and may drop
-//! caches that can be read again.
+//! Saves VMs as snapshots. Before a save, the guest writes dirty pages back, and may drop caches
+//! that it can read again from its disks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -31,14 +31,14 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which a measured throughput of the disk is valid.
 const SPEED_LASTS: Duration = Duration::from_secs(600);
 
-/// Result of the guest's preparation for a save.
+/// Result of preparing the guest for a save.
 struct Prepared {
     keep: Keep,
-    /// The reason why the guest still has caches that it was to drop.
+    /// Why the guest still has caches that it was told to drop; `None` if it has dropped them.
     cache_kept: Option<String>,
-    /// Pages that the guest's disks may also hold.
+    /// Pages of the VM's memory that the guest's disks may also hold.
     candidates: Vec<Candidate>,
-    /// Why memfold chose what is kept; `None`: that was asked for.
+    /// Why memfold chose `keep`; `None` if the request named it.
     keep_reason: Option<String>,
     /// Whether the guest's kernel knows its VM generation ID.
     generation_id: bool,
@@ -133,7 +133,8 @@ impl Snapshots {
         saved
     }
 
-    /// Prepares a guest for what is to be kept, except that its caches are not dropped yet.
+    /// Prepares a guest for a save that keeps `choice` of its page cache. Caches are not dropped
+    /// here.
     fn prepare(
         &self,
         machine: &Machine,
@@ -186,7 +187,8 @@ impl Snapshots {
         Ok(prepared(keep, candidates, Some(reason)))
     }
 
-    /// Throughput of the disk of snapshots, in bytes a second, measured now and then.
+    /// Returns the throughput of the disk with the snapshot directory, in bytes a second. A
+    /// measurement is valid for [`SPEED_LASTS`].
     fn disk_speed(&self) -> f64 {
         let mut known = self.disk_speed.lock();
         if let Some((_, speed)) = known.filter(|(since, _)| since.elapsed() < SPEED_LASTS) {
@@ -292,7 +294,8 @@ fn has_generation_id(machine: &Machine) -> bool {
 /// Time limit for a guest to write back dirty pages.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Time for the agent's answer after that.
+/// Additional time for the answer of the guest's agent to a command that has a time limit in the
+/// guest.
 const ANSWER: Duration = Duration::from_secs(2);
 
 /// Exit code of [`drop_script`], and of the agent's `--drop-caches`, if the time was too short.
@@ -310,8 +313,10 @@ if cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
 fi
 ";
 
-/// Script that drops the guest's caches: first files, in this order, for at most `limit`; if all
-/// were dropped, then the rest, which nothing ends. An older agent drops all as the rest.
+/// Returns a script that drops the guest's caches. First it drops the page cache of `files`, in
+/// this order, for at most `limit`. If all were dropped in time, it drops the other caches, without
+/// a time limit. If the guest's agent is too old to drop the cache of single files, the script
+/// drops all caches, without a time limit.
 fn drop_script(files: &[Vec<u8>], limit: Duration) -> String {
     let seconds = limit.as_secs_f64();
     let begin =
@@ -334,8 +339,8 @@ fn write_back(machine: &Machine) -> Result<(), DaemonError> {
     check_done(&wrote, "write back dirty pages")
 }
 
-/// Has the guest drop its caches, `files` first. Returns a reason if the guest takes longer than
-/// `limit`: it is then saved with the remaining caches.
+/// Makes the guest drop its caches, those of `files` first. If that takes longer than `limit`,
+/// returns the reason, and the VM is saved with the remaining caches.
 fn drop_caches(
     machine: &Machine,
     files: &[Vec<u8>],

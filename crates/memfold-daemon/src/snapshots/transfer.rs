@@ -1,4 +1,4 @@
-//! Copies snapshots to object stores and from there.
+//! Copies snapshots to object stores and back, and lists and removes snapshots in object stores.
 
 use memfold_api::{PullBody, PushBody};
 use memfold_transfer::{
@@ -10,7 +10,7 @@ use crate::error::DaemonError;
 use crate::snapshots::Snapshots;
 
 impl Snapshots {
-    /// Copies a snapshot to an object store.
+    /// Copies a snapshot of this host to an object store.
     pub fn push(&self, name: &str, body: PushBody) -> Result<PushReport, DaemonError> {
         let progress = self.below.snapshot_locks.begin(name)?;
         let remote = Remote::open(&body.url)?;
@@ -29,7 +29,7 @@ impl Snapshots {
         Ok(report)
     }
 
-    /// Copies a snapshot from an object store. `name` is its name on this host.
+    /// Copies a snapshot from an object store to this host. `name`: the copy's name on this host.
     pub fn pull(&self, name: &str, body: PullBody) -> Result<PullReport, DaemonError> {
         let progress = self.below.snapshot_locks.begin(name)?;
         if let Some(domain) = &body.domain {

@@ -13,8 +13,8 @@ use tracing::warn;
 use crate::error::DaemonError;
 use crate::snapshots::Snapshots;
 
-/// Returns the directory for VMs of trial starts. No list shows these VMs, and no daemon adopts
-/// them.
+/// Returns the directory for VMs of trial starts. No list shows VMs in this directory, and no
+/// daemon adopts them.
 fn place(state: &Path) -> PathBuf {
     state.join("trial")
 }

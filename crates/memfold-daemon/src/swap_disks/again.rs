@@ -1,5 +1,5 @@
-//! Borrows again after an operator's loan (`memfold borrow`) was interrupted. An operator's request
-//! stays in force until the operator returns the loan, or the VM ends.
+//! Borrows memory again after a loan that an operator requested (`memfold borrow`) was interrupted.
+//! An operator's request stays in force until the operator returns the loan, or the VM ends.
 //!
 //! If a lender dies, is upgraded or needs its memory, the VM's swap moves to this host's disk,
 //! which is safe and slow. When a lender has free memory again, the swap is moved again: one minute

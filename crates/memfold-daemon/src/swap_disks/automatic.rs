@@ -4,8 +4,8 @@
 //! The measure is the traffic of the VM's swap device, as QEMU counts it. Short bursts are ignored,
 //! because each move copies the whole disk. A loan begins after ten seconds of at least [`BUSY`],
 //! and ends after ten minutes below [`IDLE`], which is far lower. Loans of an operator are not
-//! ended automatically. After another party has ended a VM's loan, the VM is left alone for ten
-//! minutes.
+//! ended automatically. After an operator or a lender has ended a VM's loan, no automatic loan
+//! begins for that VM for ten minutes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -37,8 +37,8 @@ const BUSY_LOOKS: u32 = 5;
 /// Traffic of a swap device below which the VM counts as not swapping, in bytes a second.
 const IDLE: u64 = 64 << 10;
 
-/// Idle time after which an automatic loan ends. Also the time for which a VM is left alone after
-/// an operator or a lender has ended its loan.
+/// Idle time after which an automatic loan ends. Also the time without an automatic loan after an
+/// operator or a lender has ended the VM's loan.
 const REST: Duration = LONGEST_WAIT;
 
 /// A move of a VM's swap disk to or from lent RAM.

@@ -27,7 +27,7 @@ use crate::swap_disks::note::{
 };
 use crate::swap_disks::relays::{connect, hear_end_of};
 
-/// Initiator of a loan of memory.
+/// Who asks for a loan of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Asker {
     /// An operator's request.
@@ -42,7 +42,7 @@ pub(crate) enum Asker {
 #[derive(Default)]
 pub(crate) struct BorrowAttempt {
     pub leases: Vec<Lease>,
-    /// Parts of the loan whose relay was started.
+    /// Parts of the loan whose relay process was started.
     pub parts: Vec<Part>,
     pub wires: Vec<Option<Wire>>,
     /// Number of the monitor connection that has received all events about the new block nodes

@@ -1,5 +1,5 @@
-//! Failed requests of a swap disk, as QEMU's events report them. Verifies the disk's copy on this
-//! host, after a time in which no daemon received QEMU's events about failed writes.
+//! Processes QEMU's events about failed requests of a swap disk. After a time in which no daemon
+//! received such events, verifies the disk's copy on this host.
 //!
 //! The relay knows which blocks were written ([`compare`](memfold_lend::relay::compare)). Until the
 //! relay has verified the copy, the loss of the lender may leave old data.
@@ -34,7 +34,8 @@ pub(crate) struct Comparison {
 }
 
 impl Comparison {
-    /// Requests the verification from the relay if it is needed, and processes the relay's answer.
+    /// Requests the verification of the disk's copy from the relay if it is needed, and processes
+    /// the relay's answer.
     pub fn step(&mut self, machine: &Machine, guard: &Guard) {
         let borrowing = guard.borrowing();
         let relay = guard.relays().into_iter().next();

@@ -1,4 +1,4 @@
-//! The watched loan of one VM, shared by the thread that watches it and by requests.
+//! A loan of memory to one VM, shared by the thread that watches the loan and by requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::leases::lease_ttl;
 
-/// A loan that is being watched.
+/// A loan of memory to one VM, which a thread watches.
 #[derive(Debug)]
 pub(crate) struct Guard {
     pub vm: String,
@@ -26,11 +26,12 @@ pub(crate) struct Guard {
 #[derive(Debug)]
 pub(crate) struct Watched {
     pub borrowing: Borrowing,
-    /// Connections of QEMU to relays, by the index of the loan's part.
+    /// QEMU's connections to the relays of the loan, indexed by part.
     pub wires: Vec<Option<Wire>>,
     /// Number of the monitor connection on which QEMU's events were last received.
     pub heard_on: Option<u64>,
-    /// Time until which all leases hold without renewal, according to the registry's last answers.
+    /// Time until which all leases of the loan hold without renewal, according to the registry's
+    /// last answers.
     pub holds: Option<Instant>,
     /// Time for which the guest has waited for requests to the swap disk.
     pub waits: Option<Waits>,
@@ -64,7 +65,7 @@ impl Guard {
         self.state.lock().borrowing.clone()
     }
 
-    /// Returns the relays of the parts that are still used.
+    /// Returns the relays of those parts of the loan that QEMU still uses.
     pub fn relays(&self) -> Vec<Running> {
         let borrowing = self.borrowing();
         let parts = borrowing.reached();
@@ -78,7 +79,7 @@ impl Guard {
         }
     }
 
-    /// Returns the indexes of parts whose connection has ended.
+    /// Returns the indexes of the loan's parts whose connection to QEMU has ended.
     pub fn ended(&self) -> Vec<usize> {
         let state = self.state.lock();
         let parts = state.borrowing.reached();

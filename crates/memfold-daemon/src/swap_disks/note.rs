@@ -1,5 +1,6 @@
-//! Files of a loan in the VM's directory, for the next daemon: the note (`borrowed.json`), which
-//! names the leases and is written before the first lease is used, and the operator's request.
+//! Files of a loan in the VM's directory, by which the next daemon finds the loan. The note
+//! (`borrowed.json`) names the leases, and is written before the first lease is used. Another file
+//! has the operator's request.
 
 use std::path::Path;
 

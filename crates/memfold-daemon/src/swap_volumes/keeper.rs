@@ -1,4 +1,4 @@
-//! The watched loan of one LVM volume, shared by the thread that watches it and by requests.
+//! A loan of memory to one LVM volume, shared by the thread that watches the loan and by requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,25 +12,27 @@ use tracing::{error, warn};
 
 use crate::leases::lease_ttl;
 
-/// A watched loan of a volume: its thread renews the lease and checks the lender.
+/// A loan of memory to one LVM volume. A thread renews the loan's lease and checks the lender.
 #[derive(Debug)]
 pub(crate) struct Keeper {
     pub volume: Volume,
     pub loan: Mutex<Loan>,
     pub stop: AtomicBool,
-    /// The reason why the lender can no longer be used; `None` while it can.
+    /// Why the loan's lender can no longer be used; `None` while it can.
     pub lost: Mutex<Option<String>>,
-    /// Whether the lender recalls its memory.
+    /// Whether the loan's lender has recalled its memory.
     pub is_wanted: AtomicBool,
-    /// Whether a request to the image on this host's disk has failed; only lent RAM then has all
-    /// data.
+    /// Whether a request to the volume's mirror image on this host's disk has failed. Only lent RAM
+    /// then has all data.
     pub is_alone: AtomicBool,
-    /// Time until which the lease holds without renewal, according to the registry's last answer.
+    /// Time until which the loan's lease holds without renewal, according to the registry's last
+    /// answer.
     pub holds: Mutex<Instant>,
 }
 
 impl Keeper {
-    /// Creates a keeper. `holds`: the end of the lease if it is not renewed.
+    /// Creates the shared state of a loan. `holds`: time at which the lease ends if it is not
+    /// renewed.
     pub fn new(loan: Loan, holds: Instant) -> Arc<Self> {
         Arc::new(Self {
             holds: Mutex::new(holds),
@@ -65,7 +67,7 @@ impl Keeper {
         self.lost.lock().clone()
     }
 
-    /// Returns how well the data is protected if the lender dies now.
+    /// Returns how well the volume's data is protected if the lender dies now.
     pub fn durability_now(&self) -> Durability {
         if self.is_alone.load(Ordering::Acquire) {
             Durability::None
@@ -74,7 +76,7 @@ impl Keeper {
         }
     }
 
-    /// Records whether the mirror image on this host's disk has failed.
+    /// Records whether the volume's mirror image on this host's disk has failed.
     pub fn own_image_failed(&self, failed: bool) {
         if failed && !self.is_alone.swap(true, Ordering::AcqRel) {
             let loan = self.loan();
@@ -105,7 +107,7 @@ impl Keeper {
         durability == Durability::None && left < lease_ttl(durability, self.loan().bytes) / 2
     }
 
-    /// Records, unless it was recorded before, why the lender can no longer be used.
+    /// Records why the loan's lender can no longer be used, unless a reason is already recorded.
     pub fn lose(&self, why: String) {
         let mut lost = self.lost.lock();
         if lost.is_some() {

@@ -1,4 +1,5 @@
-//! Asks LVM about swap volumes, and takes volumes off lent disks.
+//! Asks LVM about swap volumes, and takes volumes off lent disks. A lent disk is an iSCSI disk in a
+//! lender's RAM.
 
 use memfold_api::BorrowRequest;
 use memfold_host::chain;
@@ -12,12 +13,12 @@ use crate::error::{DaemonError, refused};
 /// Letter with which the kernel reports a failed mirror image ([`tools::images`]).
 pub(super) const FAILED: char = 'D';
 
-/// Facts about a volume that is to be put on lent RAM, before any change.
+/// Facts about a volume, read before the volume is moved to lent RAM.
 pub(super) struct Fit {
     pub logical: Logical,
-    /// Devices that hold the volume.
+    /// Devices on which the volume's data is.
     pub disks: Vec<String>,
-    /// Number of bytes of memory to borrow.
+    /// Number of bytes to borrow for the volume.
     pub wanted: u64,
 }
 

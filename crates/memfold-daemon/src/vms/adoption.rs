@@ -1,4 +1,4 @@
-//! Adopts the earlier daemon's VMs, as their QEMU processes answer.
+//! Adopts VMs of an earlier daemon: takes over each running QEMU process, as soon as QEMU answers.
 
 use std::io;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Starts VMs.
+//! Starts a VM's QEMU process and adds the VM to the daemon's table.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use crate::machine::Origin;
 use crate::vms::Vms;
 
 impl Vms {
-    /// Starts a VM by calling `how`, and adopts it. A VM that cannot be adopted is killed.
+    /// Starts a VM's QEMU by calling `how`, and adds the VM to the daemon's table. A VM that cannot
+    /// be added is killed.
     pub fn launch(
         self: &Arc<Self>,
         mut spec: VmSpec,

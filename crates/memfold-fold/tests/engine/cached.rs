@@ -1,4 +1,5 @@
-//! Tests of requests for the cached pages of one VM.
+//! Tests of the fold engine's answer to the question which files one VM has in its page cache, and
+//! in which pages.
 
 use std::sync::mpsc::{SyncSender, sync_channel};
 

@@ -1,4 +1,5 @@
-//! Tests of the debt's figures, and of an engine that must not share any more.
+//! Tests of the figures of the copy-on-write debt, and of a fold engine that the brake keeps from
+//! sharing more pages.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

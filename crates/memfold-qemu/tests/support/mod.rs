@@ -1,4 +1,4 @@
-//! Memory and page store of a test, and a fake of QEMU's monitor.
+//! Helpers of the tests: memory, a page store, and a simulated monitor of QEMU.
 #![allow(dead_code)]
 
 use std::fs::File;

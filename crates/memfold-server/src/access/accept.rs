@@ -1,4 +1,4 @@
-//! Accepts connections on the Unix socket, and on TCP with or without TLS.
+//! Accepts connections to the API on the Unix socket and on TCP, and limits their numbers.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -43,8 +43,8 @@ const OPERATORS: usize = 1024;
 /// own, so that they cannot use up the operators' connections.
 const READERS: usize = 128;
 
-/// Largest number of Unix connections of users without access. Such connections are accepted only
-/// to refuse each request with a reason.
+/// Largest number of Unix connections of users without access. The server accepts such connections
+/// only to refuse each request with a reason.
 const STRANGERS: usize = 16;
 
 /// Time limit for receiving a request's head, and for the TLS handshake.
@@ -53,7 +53,7 @@ const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Largest size of a request's head, and of the read buffer, in bytes.
 const HEAD_BYTES: usize = 32 << 10;
 
-/// Accepts connections on the Unix socket until the future is dropped.
+/// Accepts connections on the Unix socket until this future is dropped.
 pub(crate) async fn accept_unix(
     listener: UnixListener,
     groups: Groups,
@@ -93,7 +93,7 @@ pub(crate) async fn accept_unix(
 /// Time for which a peer may leave sent data unread.
 const UNREAD_TIME: Duration = Duration::from_secs(60);
 
-/// Accepts TCP connections until the future is dropped.
+/// Accepts TCP connections until this future is dropped.
 pub(crate) async fn accept_tcp(
     listener: TcpListener,
     door: TcpDoor,

@@ -1,4 +1,5 @@
-//! The audit log records changes and refusals, with user, time and result.
+//! The audit log records requests that may change something, and refused requests, each with its
+//! user, time and result.
 //!
 //! The log consists of JSON lines in `audit.jsonl`, readable by root only. At [`FILE_LIMIT`] bytes
 //! the file is renamed to `audit.old.jsonl`, which replaces the previous file of this name.
@@ -27,7 +28,7 @@ use crate::answer::Told;
 const FILE_LIMIT: u64 = 2 << 20;
 /// Longest path of a request that is logged, in characters.
 const PATH_LIMIT: usize = 200;
-/// Longest text of a logged detail, in bytes.
+/// Longest text value of a detail that is logged, in bytes.
 const TEXT_LIMIT: usize = 100;
 /// Largest number of refusals that are logged in a minute; further refusals are only counted.
 const REFUSALS_A_MINUTE: u32 = 60;
@@ -41,11 +42,12 @@ const DETAILS: &str = "\
     pages_per_second paused pinned prefetch qmp renew reserve role root seconds segment stripes \
     target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm writer";
 
-/// Label and role of the session that a login has begun, attached to the response.
+/// Name and role of the session that a login has begun. They are attached to the response for the
+/// audit log.
 #[derive(Clone, Debug)]
 pub(crate) struct NewSession(pub String, pub Role);
 
-/// A request for the audit log.
+/// The parts of a request that the audit log may record.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AuditedRequest<'a> {
     pub method: &'a Method,
@@ -56,7 +58,8 @@ pub(super) struct AuditedRequest<'a> {
 }
 
 impl<'a> AuditedRequest<'a> {
-    /// Returns a request that is refused unread: no details of it are logged.
+    /// Makes the record of a request that is refused before its body is read. The record has no
+    /// details.
     pub(super) const fn refused(method: &'a Method, path: &'a str) -> Self {
         Self {
             method,
@@ -70,27 +73,29 @@ impl<'a> AuditedRequest<'a> {
 /// An entry of the audit log: a request that may change something, or a refused request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
-    /// End of the request, in seconds since 1970.
+    /// Time at which the request ended, in seconds since 1970.
     pub at_unix_s: f64,
-    /// The client: user and process on the Unix socket; session or token, and address, on TCP.
+    /// The sender of the request. On the Unix socket: user and process. On TCP: session or token,
+    /// and address.
     pub who: String,
-    /// Role of the client; null for a login or a refusal.
+    /// Role of the request's sender; null for a login or a refusal.
     pub role: Option<Role>,
     /// HTTP method of the request.
     pub method: String,
     /// Path of the request.
     pub path: String,
-    /// Details of the request that are not secret.
+    /// Fields of the request's body and query that cannot contain secrets, by name.
     #[serde(default)]
     #[schema(value_type = Object)]
     pub details: BTreeMap<String, Value>,
-    /// HTTP status of the response; 200 stands for success.
+    /// HTTP status of the response, such as 200 for success.
     pub status: u16,
-    /// The error message, if the request failed.
+    /// Error message of the response; null if the request succeeded.
     pub error: Option<String>,
-    /// Duration of the request in milliseconds.
+    /// Time that the request took, in milliseconds.
     pub took_ms: u64,
-    /// Number of refusals before this one that were not logged, because there were too many.
+    /// Number of refusals that were not logged between this entry and the previous one, because
+    /// there were too many.
     #[serde(default)]
     pub not_noted: u64,
 }
@@ -131,8 +136,7 @@ impl Audit {
         self.directory.join("audit.old.jsonl")
     }
 
-    /// Logs a request: one that may change something, whether it succeeded or failed, or a refused
-    /// one.
+    /// Logs a request that may change something, or a request that was refused.
     pub(super) fn note(
         &self,
         (who, role): (&str, Option<Role>),
@@ -214,7 +218,7 @@ impl Audit {
         private_file::open(File::options().append(true), &path)?.write_all(&line)
     }
 
-    /// Returns the last `count` entries, newest first.
+    /// Returns the last `count` entries of the audit log, newest first.
     pub(crate) fn last(&self, count: usize) -> io::Result<Vec<AuditEntry>> {
         let mut found = Vec::new();
         for path in [self.file(), self.old_file()] {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::http::StatusCode;
 
-/// Reason for which a connection or request was refused.
+/// Why a connection or request was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Why {
     /// The TLS handshake failed: the client uses no TLS, or does not trust the certificate.
@@ -18,7 +18,7 @@ pub(super) enum Why {
 }
 
 impl Why {
-    /// Returns the reason that belongs to an HTTP status.
+    /// Returns the reason for a refusal with this HTTP status.
     pub(super) fn of(status: StatusCode) -> Self {
         match status {
             StatusCode::UNAUTHORIZED => Self::Credentials,
@@ -32,7 +32,7 @@ impl Why {
 #[derive(Debug, Default)]
 pub(super) struct Refused([AtomicU64; 4]);
 
-/// Numbers of refusals at one instant: for each reason, its label and the number.
+/// Numbers of refusals at one instant: the label of each reason, and the number of its refusals.
 pub(crate) type RefusedCounts = [(&'static str, u64); 4];
 
 impl Refused {

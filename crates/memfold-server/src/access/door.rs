@@ -1,4 +1,4 @@
-//! The endpoints of the daemon: the Unix socket, and TCP with or without TLS.
+//! The addresses at which the daemon serves its API: the Unix socket, and TCP with or without TLS.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -11,22 +11,22 @@ use super::origin::PublicUrl;
 use super::peer::Groups;
 use super::tls::{TcpDoorError, Tls, TlsFiles};
 
-/// Endpoints and directories of the server.
+/// Addresses at which the daemon serves its API, and directories of access tokens and records.
 #[derive(Clone, Debug)]
 pub struct Doors {
-    /// Path of the Unix socket.
+    /// Path of the API's Unix socket.
     pub socket: PathBuf,
-    /// Groups of users that may use the socket, beside root.
+    /// Groups of users that may use the Unix socket, beside root.
     pub groups: Groups,
-    /// The TCP endpoint; `None`: the daemon does not listen on TCP.
+    /// TCP address of the API and its settings; `None`: the daemon does not listen on TCP.
     pub tcp: Option<TcpDoor>,
-    /// Directory of the access tokens for TCP.
+    /// Directory with the files of the access tokens for TCP.
     pub tokens: PathBuf,
-    /// Directory of the history and the audit log.
+    /// Directory of the ledger's history and of the audit log.
     pub records: PathBuf,
 }
 
-/// A TCP endpoint whose settings were checked.
+/// A TCP address at which the daemon serves its API. Its settings were checked.
 #[derive(Clone, Debug)]
 pub struct TcpDoor {
     pub(super) address: SocketAddr,
@@ -36,8 +36,8 @@ pub struct TcpDoor {
 }
 
 impl TcpDoor {
-    /// Creates an endpoint at `address`. Browsers may also reach it by `names`, or behind a reverse
-    /// proxy at one of the `public` addresses.
+    /// Checks the settings for serving the API at `address`. Browsers may also use the host names
+    /// `names`, or the `public` URLs of a reverse proxy.
     ///
     /// # Errors
     /// [`TcpDoorError`] if other hosts can reach the address and there is no TLS, or if a TLS file
@@ -67,7 +67,7 @@ impl TcpDoor {
         self.names.iter().cloned().chain(public).collect()
     }
 
-    /// Returns the URLs of the dashboard for browsers.
+    /// Returns the URLs at which browsers find the dashboard.
     pub(super) fn urls(&self) -> Vec<String> {
         let scheme = if self.tls.is_some() { "https" } else { "http" };
         let port = self.address.port();
@@ -87,8 +87,8 @@ impl TcpDoor {
     }
 
     /// Returns the name of the session cookie. Browsers send cookies of an address to all its
-    /// ports, so the name contains the port. With TLS, the prefix `__Host-` binds the cookie to
-    /// this host.
+    /// ports, so the name contains the port. With TLS, the name has the prefix `__Host-`, which
+    /// binds the cookie to this host.
     pub(super) fn cookie_name(&self) -> String {
         let prefix = if self.tls.is_some() { "__Host-" } else { "" };
         format!("{prefix}memfold-{}", self.address.port())
@@ -106,7 +106,7 @@ impl TcpDoor {
         self.tls.is_some()
     }
 
-    /// Returns the address of the endpoint.
+    /// Returns the TCP address at which the daemon serves its API.
     #[must_use]
     pub const fn address(&self) -> SocketAddr {
         self.address

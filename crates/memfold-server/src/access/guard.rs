@@ -1,4 +1,5 @@
-//! The check that every request passes: its origin, its sender, and the sender's rights.
+//! Checks every request before it is executed: where the request comes from, who sent it, and
+//! whether the sender's role permits it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,16 +35,16 @@ const BODY_TIME: Duration = Duration::from_secs(30);
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Sender of an admitted request.
+/// Sender of a request that was admitted.
 #[derive(Clone, Debug)]
 pub(crate) struct Visitor {
-    /// Role of the sender.
+    /// Role of the request's sender.
     pub role: Role,
-    /// Name of the sender for the audit log.
+    /// Name of the request's sender for the audit log.
     pub who: String,
-    /// Cookie of the session, if the request had one.
+    /// Cookie of the sender's session; `None` if the request had no session.
     pub cookie: Option<String>,
-    /// Endpoint that received the request: `socket` or `tcp`.
+    /// Where the request was received: `socket` (Unix socket) or `tcp`.
     pub via: &'static str,
     /// Name of the host whose token the request had; `None` for other requests.
     pub host: Option<String>,

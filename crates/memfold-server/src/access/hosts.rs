@@ -1,7 +1,7 @@
 //! Hosts that may call the lease registry over TCP. Each host has a token of its own.
 //!
-//! A token is shown once, when it is made; only its hash is stored (`hosts.json`, mode 0600).
-//! Tokens survive a reboot of this host, because other hosts would otherwise need new ones.
+//! memfold shows a token once, when the token is made, and stores only its hash (`hosts.json`, mode
+//! 0600). Tokens survive a reboot of this host, because other hosts would otherwise need new ones.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,7 +23,7 @@ pub(crate) struct Hosts {
 }
 
 impl Hosts {
-    /// Reads the hosts from `file`, if it exists.
+    /// Reads the hosts and the hashes of their tokens from `file`, if the file exists.
     ///
     /// # Errors
     /// An I/O error if the file cannot be read or is invalid.

@@ -16,7 +16,7 @@ use super::private_file;
 
 /// Time for which a login code is valid.
 pub(crate) const CODE_LIFE: Duration = Duration::from_secs(120);
-/// Longest duration of a session after the login.
+/// Longest duration of a session, counted from the login.
 pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(12 * 3600);
 /// Time after which a session without requests ends.
 const SESSION_IDLE: Duration = Duration::from_secs(3600);
@@ -39,12 +39,12 @@ struct Session {
     used: Instant,
 }
 
-/// A session that has just begun.
+/// A session that a login has just begun.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Begun {
-    /// Value of the cookie.
+    /// Value of the session's cookie.
     pub cookie: String,
-    /// Role of the session.
+    /// Role of the session: what its user may do.
     pub role: Role,
     /// Name of the session in the audit log.
     pub label: String,
@@ -136,7 +136,7 @@ impl Keys {
     }
 
     /// Begins a session with a token or a login code; a code can be used once. Returns `None` if
-    /// the secret is neither.
+    /// `secret_text` is neither.
     pub(crate) fn log_in(&mut self, secret_text: &str, now: Instant) -> io::Result<Option<Begun>> {
         let asked = hash(secret_text);
         self.codes.retain(|code| now < code.until);

@@ -3,8 +3,8 @@
 //! A web page of another site, open in the operator's browser, may send requests to the daemon: by
 //! a host name of that site that resolves to this address (DNS rebinding), or by forms and images
 //! (cross-site requests). Browsers send the host name in `Host` and the page's site in `Origin`.
-//! They do not let another site set a custom header without permission, which this server never
-//! gives.
+//! Browsers let another site set a custom header only with the server's permission, which this
+//! server never gives.
 
 use std::net::IpAddr;
 
@@ -33,7 +33,7 @@ fn is_port(text: &str) -> bool {
     text.parse::<u16>().is_ok()
 }
 
-/// Public URL of the dashboard behind a reverse proxy: `https://NAME[:PORT]`.
+/// Public URL of the dashboard behind a reverse proxy: `https://NAME` or `https://NAME:PORT`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublicUrl {
     /// Origin as browsers send it: in lower case, without the scheme's default port.
@@ -41,10 +41,10 @@ pub struct PublicUrl {
     name: String,
 }
 
-/// Error of parsing a [`PublicUrl`].
+/// Why a text is not a [`PublicUrl`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PublicUrlError {
-    /// The text is no HTTP or HTTPS URL.
+    /// The text is not an HTTP or HTTPS URL.
     #[error(
         "not an address of the dashboard; give the address that browsers show: https://NAME or https://NAME:PORT"
     )]
@@ -101,7 +101,7 @@ impl PublicUrl {
     }
 }
 
-/// Returns whether the request's `Origin` is one of these public URLs and uses HTTPS.
+/// Returns whether the request's `Origin` header is one of the `public` URLs and uses HTTPS.
 pub(super) fn is_public_https(headers: &HeaderMap, public: &[PublicUrl]) -> bool {
     headers.get(ORIGIN).is_some_and(|origin| {
         let mut https = public.iter().filter(|url| url.origin.starts_with("https:"));

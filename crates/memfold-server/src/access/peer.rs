@@ -1,4 +1,5 @@
-//! The peer of a connection, and the groups of users that may use the Unix socket.
+//! Finds out who is at the other end of a connection, and which groups of users may use the Unix
+//! socket.
 
 use std::io;
 use std::net::SocketAddr;
@@ -7,15 +8,16 @@ use memfold_api::Role;
 use memfold_sys::peer::{group_id, groups};
 use tokio::net::UnixStream;
 
-/// Default group whose members may read; it need not exist.
+/// Default group whose members may read memfold's state over the Unix socket. The group need not
+/// exist.
 pub const READ_GROUP: &str = "memfold-read";
-/// Default group whose members may operate; it need not exist.
+/// Default group whose members may operate memfold over the Unix socket. The group need not exist.
 pub const OPERATE_GROUP: &str = "memfold-operate";
 
-/// Error of looking up a group.
+/// Why the groups of users for the Unix socket cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupsError {
-    /// The group does not exist.
+    /// No group has this name.
     #[error("no group '{0}' on this host; create it with 'groupadd --system {0}'")]
     Unknown(String),
     /// The host's user database cannot be read.
@@ -23,23 +25,24 @@ pub enum GroupsError {
     Lookup {
         /// Name of the group.
         name: String,
-        /// The error of the lookup.
+        /// Error that the lookup in the user database returned.
         #[source]
         source: io::Error,
     },
 }
 
-/// Groups of users that may use the Unix socket, beside root.
+/// Groups of users that may use the Unix socket. Root may always use it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
-    /// Number (GID) of the group that may read.
+    /// GID of the group whose members may read; `None`: no group.
     pub read: Option<u32>,
-    /// Number (GID) of the group that may operate.
+    /// GID of the group whose members may operate; `None`: no group.
     pub operate: Option<u32>,
 }
 
 impl Groups {
-    /// Finds the groups by name. Without a name, the default group is used if it exists.
+    /// Finds the groups with the names `read` and `operate`. In place of a name that is `None`, the
+    /// default group is used if it exists.
     ///
     /// # Errors
     /// [`GroupsError`] if a named group does not exist, or a lookup fails.
@@ -61,7 +64,7 @@ impl Groups {
         })
     }
 
-    /// Returns whether users other than root have access.
+    /// Returns whether a group may use the Unix socket, so that users other than root have access.
     #[must_use]
     pub const fn any(self) -> bool {
         self.read.is_some() || self.operate.is_some()
@@ -80,7 +83,7 @@ impl Groups {
     }
 }
 
-/// The peer of a connection.
+/// The program or host at the other end of a connection.
 #[derive(Clone, Debug)]
 pub(crate) enum Peer {
     /// A process of this host, connected to the Unix socket.

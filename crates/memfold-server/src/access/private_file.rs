@@ -1,4 +1,4 @@
-//! Files that only their owner may read.
+//! Writes files that only their owner may read (mode 0600).
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Write};

@@ -31,26 +31,28 @@ pub(crate) struct Access {
     pub(super) hosts: Mutex<Hosts>,
     pub(crate) audit: Audit,
     pub(super) refused: Refused,
-    /// URLs of the TCP endpoint, as `memfold dashboard` prints them; empty: no TCP.
+    /// URLs of the dashboard over TCP, as `memfold dashboard` prints them; empty: the daemon does
+    /// not listen on TCP.
     pub(crate) urls: Vec<String>,
     /// Names by which browsers may address the daemon, beside IP addresses and `localhost`.
     pub(super) names: Vec<String>,
     /// URLs of the dashboard behind reverse proxies.
     pub(super) public: Vec<PublicUrl>,
-    /// Name of the session cookie.
+    /// Name of the dashboard's session cookie.
     pub(super) cookie_name: String,
-    /// Permits for concurrent requests over TCP.
+    /// Permits for requests over TCP; each request holds one while it runs.
     pub(super) turns: Arc<Semaphore>,
-    /// Permits for concurrent requests of hosts.
+    /// Permits for requests with a host's token; each request holds one while it runs.
     pub(super) host_turns: Arc<Semaphore>,
-    /// Permits for streams of live samples: for all clients, and for readers.
+    /// Permits for streams of live samples. The first semaphore is for all clients; readers also
+    /// need a permit of the second.
     pub(super) streams: [Arc<Semaphore>; 2],
     /// Becomes `true` when the daemon ends, which ends the streams.
     pub(crate) ending: watch::Receiver<bool>,
 }
 
 impl Access {
-    /// Creates the state. `records`: directory of the audit log.
+    /// Creates the shared state. `records`: directory of the audit log.
     pub(crate) fn new(
         keys: Keys,
         hosts: Hosts,

@@ -13,10 +13,10 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tracing::{info, warn};
 
-/// Error of a TCP endpoint's settings.
+/// Why the settings of a TCP address cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TcpDoorError {
-    /// Other hosts can reach the address, but the endpoint has no TLS.
+    /// Other hosts can reach the TCP address, but no TLS files were given.
     #[error(
         "{0} can be reached from other hosts, which needs TLS. Pass --tls-cert and --tls-key, or listen on 127.0.0.1 and forward the port by ssh, \
          or put a proxy with TLS before it (--public-url)"
@@ -25,9 +25,9 @@ pub enum TcpDoorError {
     /// The certificate or key file cannot be used.
     #[error("cannot use {path} for TLS: {why}")]
     File {
-        /// Path of the file.
+        /// Path of the certificate file or key file.
         path: PathBuf,
-        /// Error of the kernel or of the PEM parser.
+        /// Why the file cannot be used: error of the kernel or of the PEM parser.
         why: String,
     },
     /// The private key does not match the certificate.
@@ -38,19 +38,19 @@ pub enum TcpDoorError {
 /// Shortest time between two checks whether the certificate's files have changed.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Paths of the certificate and the private key.
+/// Paths of the TLS certificate and its private key.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// Path of the certificate and its chain (PEM).
+    /// Path of the TLS certificate, followed by its chain (PEM).
     pub certificate: PathBuf,
-    /// Path of the private key (PEM).
+    /// Path of the certificate's private key (PEM).
     pub key: PathBuf,
 }
 
 /// Identity of a file's content: inode, size, and modification time in seconds and nanoseconds.
 type Stamp = (u64, u64, i64, i64);
 
-/// The TLS settings for new connections, which follow changes of the certificate's files.
+/// TLS settings for new connections. They follow changes of the certificate's files.
 #[derive(Debug)]
 pub(super) struct Tls {
     files: TlsFiles,
@@ -81,8 +81,8 @@ impl Tls {
         })
     }
 
-    /// Returns the settings for a new connection. If changed files cannot be used, for example
-    /// while they are being replaced, the previous settings stay.
+    /// Returns the TLS settings for a new connection. If a file has changed and cannot be used, for
+    /// example while it is being replaced, the previous settings stay.
     pub fn config(&self) -> Arc<ServerConfig> {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
         if shown.looked.elapsed() >= LOOK {

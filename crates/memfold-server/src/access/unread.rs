@@ -8,12 +8,12 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
-/// A connection that fails when the peer has accepted no data for `most`. Without this limit, such
-/// a peer would hold its connection forever.
+/// A connection that fails when its peer has accepted no data for the time `most`. Without this
+/// limit, such a peer would hold its connection forever.
 pub(super) struct Unread<S> {
     pub(super) stream: S,
     pub(super) most: Duration,
-    /// Timer of the current wait; `None` while the peer accepts data.
+    /// Timer that ends the connection; `None` while the peer accepts data.
     pub(super) left: Option<Pin<Box<Sleep>>>,
 }
 

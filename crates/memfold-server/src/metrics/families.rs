@@ -1,4 +1,5 @@
-//! Metric families: their descriptions, and how their samples are written.
+//! Metric families (all samples with one name): their descriptions, and functions that write their
+//! samples.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use prometheus_client::registry::Unit;
 use super::process::Process;
 use crate::access::RefusedCounts;
 
-/// The data from which one scrape's metrics are written.
+/// Data of one metrics scrape, from which all samples are written.
 #[derive(Debug)]
 pub(super) struct Scrape {
     pub figures: Arc<Figures>,
@@ -20,7 +21,8 @@ pub(super) struct Scrape {
     pub refused: RefusedCounts,
 }
 
-/// Labels of a sample. Values are words of this program, or names given by the operator.
+/// Labels of a sample: names and values. A value is a word of this program, or a name given by the
+/// operator.
 pub(super) type Labels<'a> = &'a [(&'a str, &'a str)];
 
 /// Unit at the end of a metric family's name.
@@ -30,20 +32,21 @@ pub(super) enum In {
     Seconds,
     /// A ratio from 0 to 1.
     Ratio,
-    /// A count; for questions, 1 for yes and 0 for no.
+    /// A count. If the metric asks a question, 1 for yes and 0 for no.
     Numbers,
 }
 
 /// Description of one metric family.
 pub(super) struct Family {
-    /// Name of the family without unit and `_total`.
+    /// Name of the metric family, without its unit and without `_total`.
     pub name: &'static str,
     pub unit: In,
-    /// Type of the family. A counter only grows, from the daemon's start or the VM's adoption on.
-    /// An info is always 1; its labels carry the information.
+    /// Type of the metric family. A counter only grows, from the daemon's start or the VM's
+    /// adoption on. An info is always 1; its labels carry the information.
     pub kind: MetricType,
     pub help: &'static str,
-    /// Function that writes the samples; it writes none if the figure does not exist on this host.
+    /// Function that writes the family's samples. It writes none if the figure does not exist on
+    /// this host.
     pub samples: fn(&Scrape, &mut Samples<'_>) -> fmt::Result,
 }
 
@@ -62,7 +65,7 @@ macro_rules! families {
 }
 pub(super) use families;
 
-/// Writes the only sample of a family.
+/// Writes the only sample of a metric family.
 pub(super) fn one(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -71,7 +74,7 @@ pub(super) fn one(
     out.one(figure(scrape))
 }
 
-/// Writes the only sample of a family, unless there is no figure.
+/// Writes the only sample of a metric family, unless `figure` returns `None`.
 pub(super) fn maybe(
     scrape: &Scrape,
     out: &mut Samples<'_>,
@@ -80,7 +83,7 @@ pub(super) fn maybe(
     out.maybe(figure(scrape))
 }
 
-/// Writes samples with labels.
+/// Writes the samples of a metric family by calling `write`.
 pub(super) fn any(
     scrape: &Scrape,
     out: &mut Samples<'_>,

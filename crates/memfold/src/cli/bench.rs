@@ -1,5 +1,5 @@
-//! `memfold bench`. Also finds the program `memfold-bench`, which contains the studies, the demo
-//! and the self-test.
+//! `memfold bench`: runs a study. Finds and starts the program `memfold-bench`, which contains the
+//! studies, the demo and the self-test.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;

@@ -1,5 +1,5 @@
-//! The context of every command: the global options, and the output that they select. The reader of
-//! standard output may close it.
+//! What all commands have in common: the global options, and the output that these options select.
+//! It is no error if the reader of standard output closes it (`| head`).
 
 use std::ffi::{OsStr, OsString};
 use std::io::{ErrorKind, Write as _};
@@ -15,7 +15,7 @@ pub(super) struct Context {
     pub(super) socket: PathBuf,
     /// Whether JSON is printed to standard output instead of text.
     pub(super) json: bool,
-    /// File to which the JSON is also written.
+    /// File to which the JSON is written beside the text; `None` without `--json=FILE`.
     json_file: Option<PathBuf>,
 }
 
@@ -44,7 +44,7 @@ impl Context {
         Client::new(&self.socket)
     }
 
-    /// Writes `value` to the file of `--json`, if one was given.
+    /// Writes `value` as JSON to the file of `--json=FILE`, if that was given.
     pub(super) fn write_file<T: serde::Serialize>(&self, value: &T) -> anyhow::Result<()> {
         if let Some(path) = &self.json_file {
             let mut text = serde_json::to_vec_pretty(value)?;
@@ -55,8 +55,8 @@ impl Context {
         Ok(())
     }
 
-    /// Prints `value` as JSON if that was requested, else the output of `text`. Also writes the
-    /// file of `--json`. Returns the exit code of a success.
+    /// Prints `value` as JSON if the user gave `--json`, else the text that `text` makes. Also
+    /// writes the file of `--json=FILE`. Returns the exit code of a success.
     pub(super) fn print<T: serde::Serialize>(
         &self,
         value: &T,
@@ -73,12 +73,13 @@ impl Context {
     }
 }
 
-/// Writes a line to standard output. It is no error if the reader has closed it (`| head`).
+/// Writes a line to standard output. It is no error if the reader has closed standard output
+/// (`| head`).
 pub(super) fn write_line(text: &str) -> anyhow::Result<()> {
     write_on(text).map(drop)
 }
 
-/// Writes a line to standard output. Returns `false` if the reader has closed it.
+/// Writes a line to standard output. Returns `false` if the reader has closed standard output.
 pub(super) fn write_on(text: &str) -> anyhow::Result<bool> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {

@@ -1,4 +1,4 @@
-//! `memfold demo`: compares folding and KSM on real VMs; `memfold-bench` runs it.
+//! `memfold demo`: compares folding and KSM on real VMs. The program `memfold-bench` runs the demo.
 
 use std::ffi::OsString;
 use std::process::{ExitCode, Stdio};

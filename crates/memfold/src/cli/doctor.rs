@@ -55,7 +55,8 @@ fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
     become_bench(words.chain(context.json_argument()), report.into())
 }
 
-/// Returns the check of the daemon's debt; `None` if no daemon answers.
+/// Returns the state of the copy-on-write debt as a check for the report; `None` if no daemon
+/// answers.
 fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
     match context.client()?.within(PATIENCE).get("/v1/debt") {
         Ok(report) => Ok(Some(DebtReport::check(&report))),
@@ -73,7 +74,7 @@ fn debt(context: &Context) -> anyhow::Result<Option<Check>> {
     }
 }
 
-/// Returns exit code 0 if VMs can run and be folded here, else 3.
+/// Returns exit code 0 if VMs can be booted and folded on this host, else 3.
 pub(super) fn exit_code(report: &Report) -> ExitCode {
     if report.can_run {
         ExitCode::SUCCESS

@@ -1,4 +1,4 @@
-//! `memfold fold`: shows, pauses and resumes folding, and sets its budget.
+//! `memfold fold`: shows, pauses and resumes folding, and limits its CPU time and its rate.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,5 @@
-//! `memfold ksm`: shows, steers and explains KSM.
+//! `memfold ksm`: shows the state of KSM (the kernel's page merging), steers KSM, and explains why
+//! a VM's memory merges or does not.
 
 use std::fmt::Write as _;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! `memfold lend`, `borrow`, `return` and `leases`.
+//! The commands that lend and borrow memory: `memfold lend`, `borrow`, `return` and `leases`.
 
 // Writing to a String cannot fail.
 use std::fmt::Write as _;
@@ -175,8 +175,8 @@ pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::
     context.print(&done, borrowed)
 }
 
-/// Returns the API path of an action on a swap disk: that of a volume, or else of a VM. Names of
-/// volumes contain no character that needs escaping.
+/// Returns the API path of the action `what` on the swap volume `lvm`, or else on the swap disk of
+/// the VM `vm`. Names of volumes contain no character that needs escaping.
 fn swap_disk_path(vm: Option<&str>, lvm: Option<&Volume>, what: &str) -> anyhow::Result<String> {
     Ok(match lvm {
         Some(volume) => format!("/v1/volumes/{}/{}/{what}", volume.group, volume.name),
@@ -345,7 +345,8 @@ fn of_this_host(report: &LeaseReport) -> String {
     text
 }
 
-/// Runs a relay until its client disconnects or a lender fails. Its output is read by the daemon.
+/// Runs a relay between a VM and its lenders, until the VM disconnects or a lender fails. The
+/// daemon reads the relay's output.
 pub(super) fn relay() -> ExitCode {
     ExitCode::from(u8::from(!memfold_lend::relay::main()))
 }

@@ -32,14 +32,15 @@ pub(super) enum LogFormat {
     Json,
 }
 
-/// Parses a log filter. Its targets are named as modules of `memfold`, whatever crate contains them
-/// (`info,memfold::fold=debug`).
+/// Parses a log filter. A target in the filter is the name of a module below `memfold`, whatever
+/// crate contains the module (`info,memfold::fold=debug`).
 pub(super) fn filter(text: &str) -> Result<EnvFilter, ParseError> {
     let directives: Vec<String> = text.split(',').map(of_its_crate).collect();
     EnvFilter::try_new(directives.join(","))
 }
 
-/// Returns a directive of a filter with the name of the crate that contains the module.
+/// Returns a directive of a log filter with the name of the crate that contains the directive's
+/// module.
 fn of_its_crate(directive: &str) -> String {
     let Some(place) = directive.trim().strip_prefix("memfold::") else {
         return directive.to_owned();
@@ -53,7 +54,7 @@ fn of_its_crate(directive: &str) -> String {
     }
 }
 
-/// Sets up logging. `filter`: as in the variable `MEMFOLD_LOG`.
+/// Sets up logging. `filter`: from the variable `MEMFOLD_LOG` or the option `--log`.
 pub(super) fn begin(filter: EnvFilter, format: LogFormat) {
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)

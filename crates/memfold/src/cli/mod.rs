@@ -1,5 +1,5 @@
-//! The command line. Each command has a file. Commands get their data from the daemon or from
-//! [`memfold_host`].
+//! The command line of `memfold`. Each command has a module. Commands get their data from the
+//! daemon or from [`memfold_host`].
 
 mod bench;
 mod config;
@@ -130,7 +130,7 @@ enum Command {
     IscsiProcess(iscsi_process::Arguments),
 }
 
-/// Parses the command line and runs the command.
+/// Parses the command line, runs the command, and returns the exit code.
 pub fn main() -> ExitCode {
     let cli = match config::command_line::<Cli>() {
         Ok(cli) => cli,

@@ -1,4 +1,5 @@
-//! `memfold plan`: predicts how many VMs fit.
+//! `memfold plan`: predicts how many VMs fit on this host, and proposes which VMs of several hosts
+//! to place together.
 
 use std::fmt::Write as _;
 use std::io::Read as _;

@@ -1,4 +1,4 @@
-//! `memfold report`: prints the ledger.
+//! `memfold report`: prints the ledger's report, which says how all RAM of the host is used.
 
 use std::process::ExitCode;
 

@@ -149,12 +149,12 @@ pub(super) struct CloneArguments {
     forwards: Vec<Forward>,
 }
 
-/// Time that `clone` waits for the agents. The next constant: additional time for each clone,
-/// because only some renewals run at the same time.
+/// Time for which `clone` waits for the agents of the clones. The next constant: additional time
+/// for each clone, because only some guests renew their identities at the same time.
 const RENEW_TIMEOUT: Duration = Duration::from_secs(60);
 const RENEW_TIMEOUT_EACH: Duration = Duration::from_secs(10);
 
-/// Interval at which a VM's state is read again.
+/// Time between two reads of a VM's state.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Time that `restore` waits for the guest's clock to be set.
@@ -333,7 +333,8 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
     Ok(ExitCode::from(u8::from(!left.is_empty())))
 }
 
-/// Reads the VMs again until none is `pending` or all that are have ended, at most for `limit`.
+/// Reads the state of `vms` again and again, until `pending` is `false` for each VM that still
+/// runs, but at most for `limit`.
 fn wait(
     client: &Client,
     mut vms: Vec<&mut VmInfo>,

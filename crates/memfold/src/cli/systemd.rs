@@ -1,5 +1,5 @@
-//! Sends notifications of the daemon to systemd (`sd_notify(3)`). Nothing happens if the daemon was
-//! not started by systemd.
+//! Sends the daemon's notifications to systemd (`sd_notify(3)`). If systemd did not start the
+//! daemon, nothing is sent.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,14 +17,14 @@ fn tell(states: &[NotifyState<'_>]) {
     }
 }
 
-/// Reports that the daemon serves requests and has adopted running VMs.
+/// Notifies systemd that the daemon serves requests and has adopted running VMs.
 pub(super) fn ready(daemon: &Daemon) {
     let vms = daemon.vms().list().len();
     let status = format!("serving; {vms} VMs adopted");
     tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
 }
 
-/// Reports that the daemon ends; VMs keep running.
+/// Notifies systemd that the daemon ends; VMs keep running.
 pub(super) fn stopping() {
     tell(&[
         NotifyState::Stopping,
@@ -32,8 +32,8 @@ pub(super) fn stopping() {
     ]);
 }
 
-/// Notifies systemd's watchdog as long as the daemon works, that is, a request can be executed and
-/// the engine answers. Returns only if there is no watchdog.
+/// Notifies systemd's watchdog as long as the daemon works: a request can be executed, and the fold
+/// engine answers. Returns only if systemd has set no watchdog.
 pub(super) async fn watch(daemon: Arc<Daemon>) {
     let mut limit_us = 0;
     if !sd_notify::watchdog_enabled(false, &mut limit_us) {

@@ -1,4 +1,4 @@
-//! Tables of the command line's text output: columns without lines between them.
+//! Formats tables for the command line's text output: columns without lines between them.
 
 use comfy_table::{CellAlignment, Row, Table, presets};
 

@@ -79,11 +79,12 @@ fn in_pipe(
     }
 }
 
-/// Memory map to fetch from now on: name of the VM, and number of cells.
+/// Memory map that is to be fetched from now on: name of the VM, and number of cells; `None`: no
+/// map.
 type Wish = Option<(String, u64)>;
 
-/// Fetches data after each wish and every `interval`. This runs on a thread of its own, so that a
-/// slow daemon does not delay keys.
+/// Fetches data from the daemon every `interval`, and at once when another memory map is requested
+/// (`wishes`). This function runs on its own thread, so that a slow daemon does not delay keys.
 fn fetch(client: &Client, interval: Duration, wishes: &Receiver<Wish>, news: &Sender<News>) {
     let mut wish = None;
     let tell = |answer: Result<News, memfold_api::ClientError>| {

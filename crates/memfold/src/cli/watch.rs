@@ -1,4 +1,4 @@
-//! Shows a progress bar for long operations, on a terminal.
+//! Shows a progress bar for long operations of the daemon, if standard error is a terminal.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
@@ -12,7 +12,8 @@ use super::context::Context;
 /// Time between two requests for the progress of an operation.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Runs a long operation, and shows the progress that the daemon reports at `place`.
+/// Runs the long operation `work`. Meanwhile, shows the progress that the daemon reports at the API
+/// path `place`.
 pub(super) fn watched<T>(
     context: &Context,
     place: String,

@@ -1,5 +1,5 @@
-//! Tests of the brake from outside. The VMs run no guest, and the reserve is all of the host's
-//! memory.
+//! Tests of `memfold debt` and of the brake on a daemon in another process. The VMs run no guest,
+//! and the reserve is all of the host's memory.
 
 use std::time::Duration;
 

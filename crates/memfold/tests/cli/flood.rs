@@ -1,4 +1,4 @@
-//! Measurements during a flood of requests.
+//! Measures a daemon's responses during a flood of requests.
 
 use std::io::Read;
 use std::net::TcpStream;

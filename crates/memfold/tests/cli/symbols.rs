@@ -1,4 +1,5 @@
-//! Test of the program's dynamic symbols: it exports none that QEMU's library interposes.
+//! Test of the program's dynamic symbols: the program exports no symbol that memfold's library for
+//! QEMU interposes.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Compares the figures in the dashboard with the expected figures.
+//! Compares the figures that the dashboard shows with those that the daemon reports.
 
 use std::collections::BTreeMap;
 use std::path::Path;

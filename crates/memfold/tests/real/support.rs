@@ -1,4 +1,5 @@
-//! Helpers of the tests: order of the tests, connections to VMs, and programs that guests run.
+//! Helpers of the tests on real guests: which tests run at the same time, connections to VMs, and
+//! programs that guests run.
 
 use std::fs::File;
 use std::io::Write;

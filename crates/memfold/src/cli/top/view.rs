@@ -1,5 +1,5 @@
-//! State of `memfold top`, and its changes by keys and by data from the daemon. Nothing here draws
-//! or blocks.
+//! State of the display of `memfold top`, and how keys and data from the daemon change the state.
+//! Code in this module neither draws nor blocks.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};

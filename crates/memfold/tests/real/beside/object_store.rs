@@ -1,4 +1,5 @@
-//! A snapshot travels through a real S3 server to a daemon that shares nothing with the first one.
+//! Test of a snapshot that is copied through a real S3 server to another daemon. The two daemons
+//! share no files.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Test of a QEMU that dies during folding.
+//! Test of a QEMU that is killed while its VM is folded.
 
 use std::time::Duration;
 

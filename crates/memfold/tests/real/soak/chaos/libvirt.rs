@@ -1,5 +1,5 @@
-//! libvirt of the chaos test: a libvirtd of its own with two small domains, which are started and
-//! destroyed, enabled and disabled. They have no disk, so their firmware waits for ever.
+//! libvirt in the chaos test: a separate libvirtd with two small domains, which are started and
+//! destroyed, enabled and disabled. The domains have no disk, so their firmware waits forever.
 //!
 //! The daemon and all commands run in libvirtd's mount namespace, where virsh finds it.
 
