@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use memfold_snapshot::Renew;
 use memfold_vm::Forward;
 use serde::{Deserialize, Serialize};
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 
 /// Which of the guest's caches a snapshot keeps.
 #[derive(
@@ -26,6 +26,7 @@ pub enum KeepChoice {
 }
 
 /// `POST /v1/snapshots`
+#[allow(clippy::struct_excessive_bools)] // what was asked for
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct SaveRequest {
     /// Name of the VM to save.
@@ -38,9 +39,15 @@ pub struct SaveRequest {
     /// Whether the VM runs while its RAM is copied. The snapshot is still of one instant.
     #[serde(default)]
     pub live: bool,
-    /// Whether the RAM image is compressed.
+    /// Whether the RAM image is compressed. A compressed snapshot has no parent.
     #[serde(default)]
     pub compress: bool,
+    /// Snapshot whose pages the new one refers to instead of saving them again. Unset: the snapshot
+    /// from which the VM runs, if it runs from one.
+    pub parent: Option<String>,
+    /// Whether all pages are saved, even if the VM runs from a snapshot.
+    #[serde(default)]
+    pub whole: bool,
     /// Longest time for the guest to drop its caches, in seconds. Unset: the time that the disk
     /// with the snapshots takes to write the page cache, from 5 s to 120 s. Caches that are not
     /// dropped by then are saved.
@@ -60,6 +67,47 @@ impl SaveRequest {
             ..Self::default()
         }
     }
+}
+
+/// Query of `DELETE /v1/snapshots/{name}`: how to remove a snapshot.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, ToSchema, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct RemoveOptions {
+    /// Whether layers that need the snapshot are made complete first.
+    #[serde(default)]
+    pub merge: bool,
+}
+
+/// `POST /v1/vms/{name}/fork`
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ForkRequest {
+    /// Whether the snapshot from which the forks start is kept until somebody removes it. By
+    /// default, the daemon removes it when no VM needs it any more.
+    #[serde(default)]
+    pub keep: bool,
+}
+
+/// Answer to `POST /v1/vms/{name}/fork`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct ForkReport {
+    /// Snapshot of the VM at the instant of the fork; `POST /v1/snapshots/{name}/restore` starts
+    /// forks from it.
+    pub snapshot: String,
+    /// Snapshot that holds the pages which the new one lacks; unset if it has all pages.
+    pub parent: Option<String>,
+    /// Time for which the VM stood still, in milliseconds.
+    pub pause_ms: f64,
+    /// Time from the request until the snapshot was complete, in milliseconds.
+    pub fork_ms: f64,
+    /// Bytes of RAM that the new snapshot holds itself.
+    pub own_bytes: u64,
+    /// Bytes of RAM that the VM itself shares with the new snapshot since.
+    pub shared_bytes: u64,
+    /// Reason why the VM shares fewer bytes than the snapshot holds; unset if it shares all that it
+    /// has not written since.
+    pub not_shared: Option<String>,
 }
 
 /// `POST /v1/snapshots/{name}/restore`

@@ -29,8 +29,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use memfold_snapshot::Progress;
-use memfold_snapshot::image::{Plan, Source};
+use memfold_snapshot::image::Source;
 use memfold_snapshot::pipeline::{self, PIECE_BYTES};
+use memfold_snapshot::plan::Plan;
 use memfold_snapshot::stored::{Pages, Stored};
 use memfold_snapshot::writer::Writer;
 use memfold_sys::memory;
@@ -184,8 +185,8 @@ fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
     let ram = file(place)?;
     let mut sums = file(place)?;
     let began = Instant::now();
-    let plan = Plan::new(holder.pid(), vec![heap.clone()], &[])?;
-    let mut writer = Writer::new(&plan, &ram)?;
+    let plan = Plan::new(holder.pid(), vec![heap.clone()], &[], None)?;
+    let mut writer = Writer::new(&plan, &ram, None)?;
     writer.write_back()?;
     writer.blocks(&plan, &[0], None, &Progress::default())?;
     let stages = writer.stages();
@@ -203,6 +204,7 @@ fn measure(holder: &Holder, place: &Path) -> anyhow::Result<Round> {
     let stored = Stored {
         bytes: ram.metadata()?.len(),
         sums: all,
+        sums_of_pages: true,
         pages: Pages::plain(ram)?,
         references: Vec::new(),
         sources: Vec::new(),

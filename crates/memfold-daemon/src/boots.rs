@@ -20,7 +20,7 @@ use crate::error::DaemonError;
 use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
 use crate::segments::in_guest::{lay_all, lay_when_booted};
-use crate::snapshots::Snapshots;
+use crate::snapshots::{SaveKind, Snapshots};
 use crate::threads;
 use crate::vms::Vms;
 
@@ -139,8 +139,10 @@ impl Boots {
         if self.below.snapshots.manifest(&name).is_ok_and(is_old) {
             self.snapshots.remove(&name)?;
         }
-        self.snapshots
-            .save_marked(&SaveRequest::new(machine.name(), name), mark(machine))?;
+        self.snapshots.save_as(
+            &SaveRequest::new(machine.name(), name),
+            &SaveKind::Boot(mark(machine)),
+        )?;
         Ok(())
     }
 

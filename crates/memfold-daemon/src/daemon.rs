@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use memfold_api::VersionInfo;
 use memfold_fold::Command;
+use tracing::warn;
 
 use crate::boots::Boots;
 use crate::debt::brake::DebtBrake;
@@ -104,12 +105,16 @@ impl Daemon {
         let segments = self.below.segments.clone();
         let arrivals = self.below.registry.arrivals().clone();
         let unsettled = arrivals.unsettled();
+        let snapshots = self.snapshots.clone();
         let work = move || {
             volumes.resume();
             lending.resume();
             drop(unsettled);
             arrivals.wait_for_adoption();
             segments.clean_up();
+            if let Err(error) = snapshots.begin_removing_forks() {
+                warn!(%error, "cannot start the thread that removes unused layers of forks; remove them with 'memfold snapshot remove', or restart the daemon");
+            }
         };
         threads::begin("settle", work)
     }

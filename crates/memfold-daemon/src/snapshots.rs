@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use memfold_snapshot::save::Subject;
-use memfold_snapshot::{Manifest, SnapshotError, SnapshotInfo, Step, restore, save};
+use memfold_snapshot::{
+    Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, restore, save,
+};
 use parking_lot::Mutex;
 use rustix::process::Pid;
 use tracing::warn;
@@ -16,12 +18,15 @@ use crate::vms::Vms;
 
 mod candidates;
 mod choose;
+mod fork;
 mod hold;
+mod parent;
 mod restore_vm;
 mod save_vm;
 mod transfer;
 mod verify;
 
+pub(crate) use self::save_vm::SaveKind;
 pub(crate) use self::verify::clear_trials;
 
 /// Service that saves, restores, lists and removes the snapshots of this host.
@@ -64,7 +69,22 @@ impl Snapshots {
             .map(|name| restore::in_maps(shelf, name).unwrap_or_default());
         let users = restore::users_of_each(&in_maps.collect::<Vec<_>>())?;
         let infos = names.iter().zip(&users);
-        Ok(infos.map(|(name, pids)| self.info(name, pids)).collect())
+        let mut infos: Vec<_> = infos.map(|(name, pids)| self.info(name, pids)).collect();
+        // A VM of a layer maps the images of the layer's parents, too.
+        for layer in 0..infos.len() {
+            let mut below = infos[layer].parent.clone();
+            let users = infos[layer].users.clone();
+            // A manifest may say anything, so the walk down is bounded.
+            for _ in 0..names.len() {
+                let at = below.as_ref();
+                let Some(at) = at.and_then(|name| names.iter().position(|n| n == name)) else {
+                    break;
+                };
+                infos[at].users.retain(|vm| !users.contains(vm));
+                below.clone_from(&infos[at].parent);
+            }
+        }
+        Ok(infos)
     }
 
     fn info(&self, name: &str, pids: &[Pid]) -> SnapshotInfo {
@@ -81,6 +101,8 @@ impl Snapshots {
             created_s: manifest.map_or(0, |m| m.created_s),
             memory_bytes: manifest.map_or(0, |m| m.memory().0),
             disk_bytes,
+            parent: manifest.and_then(|m| Some(m.parent.as_ref()?.name.clone())),
+            parent_bytes: manifest.map_or(0, Manifest::parent_bytes),
             users: users.map(|m| m.name().to_owned()).collect(),
             problem,
         }
@@ -121,6 +143,47 @@ impl Snapshots {
             self.below.segments.drop_old(segment.base_name());
         }
         Ok(())
+    }
+
+    /// Makes a layer complete, so that it needs no other snapshot.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::BuiltOn`] if other snapshots are built on it.
+    pub fn compact(&self, name: &str) -> Result<Manifest, DaemonError> {
+        let _alone = self.below.snapshot_locks.remove(name)?;
+        let manifest = self.below.snapshots.manifest(name)?;
+        if compact::is_complete(&self.below.snapshots, &manifest)? {
+            return Ok(manifest);
+        }
+        let others = restore::built_on(&self.below.snapshots, name)?;
+        if !others.is_empty() {
+            let (name, others) = (name.to_owned(), others.join(", "));
+            return Err(SnapshotError::BuiltOn { name, others }.into());
+        }
+        let progress = Progress::default();
+        Ok(compact::compact(
+            &self.below.snapshots,
+            &manifest,
+            &progress,
+        )?)
+    }
+
+    /// Removes a snapshot, after all layers that need it were made complete.
+    pub fn remove_and_merge(&self, name: &str) -> Result<(), DaemonError> {
+        let on = |name: &str| restore::built_on(&self.below.snapshots, name);
+        let mut left = on(name)?.len();
+        while left > 0 {
+            // One that no other is built on; a complete one is in the list no more.
+            let others = on(name)?;
+            let top = others
+                .iter()
+                .find(|other| on(other).is_ok_and(|on| on.is_empty()));
+            let Some(top) = top else { break };
+            self.compact(top)?;
+            left -= 1;
+        }
+        self.remove(name)
     }
 
     /// If the saved VM still runs, moves its disk files out of the snapshot before the snapshot is

@@ -1,11 +1,12 @@
 //! Commands from the daemon to the engine's thread.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::SyncSender;
 
 use memfold_vm::RamLayout;
 use memfold_wire::agent::{FileNumber, FromAgent};
-use memfold_wire::library::{Advice, Range};
+use memfold_wire::library::{Advice, MapRun, Range};
 
 use super::cached_pages::CachedPages;
 use super::debt::Owed;
@@ -77,6 +78,9 @@ pub enum Command {
     /// Stops a VM for a snapshot. The engine leaves the VM alone until [`Command::Release`]. The VM
     /// also resumes if this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
+    /// Folds ranges of a VM onto a file that held the same bytes a moment ago. The answer is the
+    /// number of folded pages.
+    FoldOnto(VmId, File, Vec<MapRun>, SyncSender<Result<u64, String>>),
     /// Ends the effects of all commands for a snapshot: the VM runs, and the engine may fold it
     /// again.
     Release(VmId),

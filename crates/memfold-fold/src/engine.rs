@@ -176,6 +176,9 @@ impl Engine {
             Command::GoOn(id, answer) => self.hold(id, Some(&Order::Continue), None, &answer),
             Command::LeaveAlone(id, answer) => self.hold(id, None, None, &answer),
             Command::Hold(id, answer) => self.hold(id, Some(&Order::Stop), None, &answer),
+            Command::FoldOnto(id, file, ranges, answer) => {
+                self.fold_onto(id, &file, &ranges, &answer);
+            }
             Command::Release(id) => self.release(id),
             Command::SetPaused(paused) => {
                 if self.paused && !paused {

@@ -34,6 +34,7 @@ mod engine;
 mod file_uses;
 mod fold_back;
 mod fold_back_pass;
+mod fold_onto;
 mod guest;
 mod hint_stack;
 mod huge;

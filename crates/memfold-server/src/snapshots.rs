@@ -1,8 +1,10 @@
 //! API paths for snapshots: save, restore, list, verify and remove snapshots, and copy them to and
 //! from object stores.
 
+use axum::extract::Query;
 use memfold_api::{
-    ErrorBody, PullBody, PushBody, RemoteStore, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+    ErrorBody, ForkReport, ForkRequest, PullBody, PushBody, RemoteStore, RemoveOptions,
+    RestoreRequest, SaveRequest, VerifyReport, VmInfo,
 };
 use memfold_snapshot::{Manifest, SnapshotInfo, Step};
 use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
@@ -30,10 +32,38 @@ pub(super) async fn snapshot(daemon: Served, name: Named) -> Answered<Manifest> 
     blocking(daemon, move |d| d.snapshots().manifest(&name)).await
 }
 
+/// Saves a running VM at this instant as the snapshot from which its forks start, and makes the VM
+/// share the snapshot's memory.
+#[utoipa::path(post, path = "/v1/vms/{name}/fork", request_body = ForkRequest, responses((status = 200, body = ForkReport), (status = 409, body = ErrorBody)))]
+pub(super) async fn fork(
+    daemon: Served,
+    name: Named,
+    request: Asked<ForkRequest>,
+) -> Answered<ForkReport> {
+    blocking(daemon, move |d| d.snapshots().fork(&name, &request)).await
+}
+
+/// Makes a layer complete, so that it needs no other snapshot. Returns the snapshot's manifest.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/compact", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
+pub(super) async fn compact(daemon: Served, name: Named) -> Answered<Manifest> {
+    blocking(daemon, move |d| d.snapshots().compact(&name)).await
+}
+
 /// Removes a snapshot that is not in use.
-#[utoipa::path(delete, path = "/v1/snapshots/{name}", responses((status = 200), (status = 409, body = ErrorBody)))]
-pub(super) async fn remove_snapshot(daemon: Served, name: Named) -> Answered<()> {
-    blocking(daemon, move |d| d.snapshots().remove(&name)).await
+#[utoipa::path(delete, path = "/v1/snapshots/{name}", params(RemoveOptions), responses((status = 200), (status = 409, body = ErrorBody)))]
+pub(super) async fn remove_snapshot(
+    daemon: Served,
+    name: Named,
+    Query(options): Query<RemoveOptions>,
+) -> Answered<()> {
+    blocking(daemon, move |d| {
+        if options.merge {
+            d.snapshots().remove_and_merge(&name)
+        } else {
+            d.snapshots().remove(&name)
+        }
+    })
+    .await
 }
 
 /// Reads a snapshot completely, compares its checksums, and tries to start a VM from the snapshot.

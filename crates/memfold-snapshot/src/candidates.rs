@@ -11,6 +11,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::io;
 use std::num::NonZeroU64;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -31,15 +32,16 @@ use super::disk_chain::{chain, identity};
 use super::file_facts::Stamp;
 use super::freeze::Frozen;
 use super::image::is_zero;
+use super::ranges::without;
 
 /// Maximum number of mappings that the runs to compare may need in a restored VM. A run that a
 /// changed page splits needs more mappings ([`MOST_MAPPINGS`] is their limit).
 ///
 /// [`MOST_MAPPINGS`]: super::manifest::MOST_MAPPINGS
-const MOST_COMPARED: usize = 24_576;
+pub(super) const MOST_COMPARED: usize = 24_576;
 
-/// Minimum length in pages of a run that is kept by reference. A single page would cost two mappings
-/// of a restored VM and save 4 KiB.
+/// Minimum length in pages of a run that is kept by reference. A single page would cost two
+/// mappings of a restored VM and save 4 KiB.
 pub const FEWEST_PAGES: u64 = 2;
 
 /// Number of pages of a guest's disk that are compared with each disk of the VM to identify the
@@ -79,7 +81,7 @@ pub(super) struct Run {
 }
 
 impl Run {
-    fn end(&self) -> Hva {
+    pub(super) fn end(&self) -> Hva {
         self.hva.add_pages(self.pages)
     }
 
@@ -95,6 +97,8 @@ pub(super) struct SourceFile {
     /// Number of the disk if the file is the disk's overlay, which will be frozen. `None` if the
     /// file is a backing file or a read-only disk.
     pub(super) overlay_of: Option<usize>,
+    /// Whether the file belongs to the parent of a layer. A layer names such a file by its path.
+    pub(super) in_parent: bool,
     /// Current path of the file.
     pub(super) path: PathBuf,
     pub(super) file: File,
@@ -272,7 +276,7 @@ impl Candidates {
             Some(maps[*disk].place(candidate))
         });
         let placed: Vec<Run> = placed.flatten().collect();
-        found.runs = choose(placed.iter().copied());
+        found.runs = choose(placed.iter().copied(), MOST_COMPARED);
         let pages = |runs: &[Run]| runs.iter().map(|run| run.pages).sum::<u64>();
         tracing::debug!(
             vm = spec.name,
@@ -308,6 +312,7 @@ impl Candidates {
         let is_overlay = identity(target.image).is_ok_and(|image| image == own);
         self.files.push(SourceFile {
             overlay_of: target.overlay_of.filter(|_| is_overlay),
+            in_parent: false,
             path: path.to_owned(),
             stamp: Stamp::of(&file).ok(),
             file,
@@ -328,6 +333,39 @@ impl Candidates {
                 let _ = fadvise(file, at, length, Advice::WillNeed);
             }
         }
+    }
+
+    /// Adds the files of a layer's parent, and `runs` of them to compare with, by ascending
+    /// address; [`Run::file`] counts the parent's files. They take precedence over other runs. All
+    /// runs together need at most `most` mappings. Returns the number of the parent's first file.
+    pub(super) fn add_parent(
+        &mut self,
+        files: Vec<SourceFile>,
+        runs: Vec<Run>,
+        most: usize,
+    ) -> io::Result<u32> {
+        let offset = u32::try_from(self.files.len()).map_err(io::Error::other)?;
+        self.files.extend(files);
+        let covered: Vec<Range<Hva>> = runs.iter().map(|run| run.hva..run.end()).collect();
+        let all: Vec<Range<Hva>> = self.runs.iter().map(|run| run.hva..run.end()).collect();
+        let left = without(&all, &covered).into_iter().map(|part| {
+            let of = self.runs.partition_point(|run| run.end() <= part.start);
+            let run = self.runs[of];
+            Run {
+                hva: part.start,
+                pages: part.end.pages_since(part.start),
+                block: run.block + part.start.pages_since(run.hva),
+                ..run
+            }
+        });
+        let of_parent = runs.into_iter().map(|run| Run {
+            file: run.file + offset,
+            ..run
+        });
+        let mut all: Vec<Run> = left.chain(of_parent).collect();
+        all.sort_unstable_by_key(|run| run.hva);
+        self.runs = choose(all.into_iter(), most);
+        Ok(offset)
     }
 
     /// Returns the file that may contain a run.
@@ -406,16 +444,16 @@ fn match_disks(
 
 /// Returns how many mappings the runs of at least `shortest` pages need: one for each run, and one
 /// for each gap between runs.
-fn mappings(runs: &[Run], shortest: u64) -> usize {
+pub(super) fn mappings(runs: &[Run], shortest: u64) -> usize {
     let mut end = None;
     let wanted = runs.iter().filter(|run| run.pages >= shortest);
     let of_run = |run: &Run| 1 + usize::from(end.replace(run.end()) != Some(run.hva));
     wanted.map(of_run).sum()
 }
 
-/// Joins adjacent runs and drops the shortest ones, so that the remaining runs need at most
-/// [`MOST_COMPARED`] mappings.
-fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
+/// Joins adjacent runs and drops the shortest ones, so that the remaining runs need at most `most`
+/// mappings.
+pub(super) fn choose(placed: impl Iterator<Item = Run>, most: usize) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for run in placed {
         match runs.last_mut() {
@@ -429,11 +467,11 @@ fn choose(placed: impl Iterator<Item = Run>) -> Vec<Run> {
     lengths.retain(|&length| length >= FEWEST_PAGES);
     lengths.sort_unstable();
     lengths.dedup();
-    let is_too_many = |&length: &u64| mappings(&runs, length) > MOST_COMPARED;
+    let is_too_many = |&length: &u64| mappings(&runs, length) > most;
     let shortest = lengths.partition_point(is_too_many);
     // The runs of the next shorter length are kept while there are mappings left for each of them
     // and its gap.
-    let mut room = (MOST_COMPARED - mappings(&runs, lengths[shortest])) / 2;
+    let mut room = (most - mappings(&runs, lengths[shortest])) / 2;
     let next = shortest.checked_sub(1).map(|next| lengths[next]);
     runs.retain(|run| {
         let is_next = next == Some(run.pages) && room > 0;
@@ -516,21 +554,21 @@ mod tests {
             run(40, 1, 1, 17),
         ];
         assert_eq!(
-            choose(touching.into_iter()),
+            choose(touching.into_iter(), MOST_COMPARED),
             [run(10, 5, 0, 7), run(15, 4, 0, 13), run(19, 4, 1, 17)]
         );
         // A gap follows each run.
         let many = (0..MOST_COMPARED as u64).map(|n| run(n * 100, 4 + n % 40, 0, n * 200));
-        let chosen = choose(many);
+        let chosen = choose(many, MOST_COMPARED);
         assert_eq!(chosen.len(), MOST_COMPARED / 2);
         assert_eq!(mappings(&chosen, 1), MOST_COMPARED);
         assert!(chosen.iter().all(|run| run.pages >= 23));
         // Runs without gaps: twice as many are chosen.
         let adjacent = (1..MOST_COMPARED as u64).map(|n| run(n * 4, 4, 0, n * 200));
-        assert_eq!(choose(adjacent).len(), MOST_COMPARED - 1);
+        assert_eq!(choose(adjacent, MOST_COMPARED).len(), MOST_COMPARED - 1);
         // All runs have the same length.
         let many = (0..MOST_COMPARED as u64).map(|n| run(n * 100, 63, 0, n * 200));
-        assert_eq!(choose(many).len(), MOST_COMPARED / 2);
+        assert_eq!(choose(many, MOST_COMPARED).len(), MOST_COMPARED / 2);
     }
 
     #[test]
@@ -544,6 +582,7 @@ mod tests {
             }
             SourceFile {
                 overlay_of: None,
+                in_parent: false,
                 path: PathBuf::new(),
                 file,
                 stamp: None,

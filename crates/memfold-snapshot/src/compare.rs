@@ -41,10 +41,12 @@ pub(super) struct Comparison {
 }
 
 impl Comparison {
-    /// Creates a comparison with `candidates`. A run splits where a page differs, and each split
-    /// needs two more mappings, so the free mappings limit the number of splits.
-    pub(super) fn new(candidates: Candidates) -> Self {
+    /// Creates a comparison with `candidates`, beside references that need `kept` mappings. A run
+    /// splits where a page differs, and each split needs two more mappings, so the free mappings
+    /// limit the number of splits.
+    pub(super) fn new(candidates: Candidates, kept: usize) -> Self {
         let (runs, used) = candidates.counts();
+        let used = used + kept;
         Self {
             candidates,
             beginnings: AtomicUsize::new(runs + MOST_MAPPINGS.saturating_sub(used) / 2),

@@ -8,7 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::error::{SnapshotError, failed};
@@ -37,6 +37,15 @@ impl Draft {
         if place.exists() {
             return Err(SnapshotError::Taken(name.into()));
         }
+        Self::begin_replacement(root, place, name)
+    }
+
+    /// Creates a draft that will replace the snapshot at `place`.
+    pub(super) fn begin_replacement(
+        root: &Path,
+        place: PathBuf,
+        name: &str,
+    ) -> Result<Self, SnapshotError> {
         let path = root.join(format!(".{name}.draft"));
         let failed = failed(path.as_path());
         let mut builder = DirBuilder::new();
@@ -127,9 +136,8 @@ impl Draft {
         File::create_new(&path).map_err(failed(&path))
     }
 
-    /// Turns the draft into a snapshot: syncs all files to disk, writes the manifest last, and then
-    /// renames the directory.
-    pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
+    /// Syncs all files to disk, and writes the manifest last.
+    fn write(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let write = || -> io::Result<()> {
             let text = serde_json::to_vec_pretty(manifest).map_err(io::Error::other)?;
             fs::write(self.path.join(MANIFEST), &text)?;
@@ -140,18 +148,38 @@ impl Draft {
             }
             File::open(&self.path)?.sync_all()
         };
-        write().map_err(failed(&self.path))?;
+        write().map_err(failed(&self.path))
+    }
+
+    /// Syncs the directory of all snapshots. A crash before this leaves a draft or a snapshot, and
+    /// both are valid.
+    fn sync_parent(&self) {
+        if let Some(parent) = self.place.parent() {
+            let _ = File::open(parent).and_then(|dir| dir.sync_all());
+        }
+    }
+
+    /// Turns the draft into a snapshot.
+    pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        self.write(manifest)?;
         if self.place.exists() {
             // A pull and a save of one name have run side by side.
             return Err(SnapshotError::Taken(manifest.name.clone()));
         }
         fs::rename(&self.path, &self.place).map_err(failed(&self.place))?;
         self.stays = true;
-        // The directory entry is synced, too. A crash before this leaves a draft or a snapshot, and
-        // both are valid.
-        if let Some(parent) = self.place.parent() {
-            let _ = File::open(parent).and_then(|dir| dir.sync_all());
-        }
+        self.sync_parent();
+        Ok(())
+    }
+
+    /// Puts the draft in the place of the snapshot that it replaces, at one instant, and removes
+    /// that snapshot's files.
+    pub(super) fn replace(self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        self.write(manifest)?;
+        renameat_with(CWD, &self.path, CWD, &self.place, RenameFlags::EXCHANGE)
+            .map_err(|errno| failed(&self.place)(errno.into()))?;
+        self.sync_parent();
+        // The replaced files are the draft now, and go with it.
         Ok(())
     }
 }

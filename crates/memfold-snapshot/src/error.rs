@@ -38,7 +38,9 @@ pub enum SnapshotError {
     Library(String),
     #[error("snapshot '{name}' is mapped by running VMs (processes {pids}); stop these VMs first")]
     InUse { name: String, pids: String },
-    #[error("the disks of {others} are built on snapshot '{name}'; remove {others} first")]
+    #[error(
+        "{others} are built on the memory or disks of snapshot '{name}'; remove {others} first"
+    )]
     BuiltOn { name: String, others: String },
     #[error(
         "VM '{other}' already runs from snapshot '{name}' or from an ancestor of that snapshot. The guest has neither a driver for VM generation IDs nor memfold's agent, so both VMs would generate the same random numbers and keys. Pass --force to start the new VM anyway"

@@ -3,26 +3,21 @@
 //! ```text
 //!   ram        | block 0: page 0, 1, 2 ...  | block 1 ...     each block at its offset, a whole number of chunks
 //!              |##..####....................|                 . = hole: reads as zeroes, takes no space
-//!   ram.sums   | chunk 0 | chunk 1 | ...                      XXH3-128 of each 2 MiB of `ram`, holes as zeroes
+//!   ram.sums   | chunk 0 | chunk 1 | ...                      checksum of each 2 MiB of the image, holes as zeroes
 //! ```
-//!
-//! The kernel's page tables of the QEMU process decide which pages are saved. Saved are pages in
-//! memory, pages *in swap*, and pages of mapped files (the page store, a template), the latter even
-//! if this process never touched them. Holes are anonymous pages that were never touched or were
-//! discarded, the kernel's zero page, and pages that hold only zeroes.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use memfold_store::data_ranges;
-use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE};
-use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use super::pipeline;
-use super::ranges::{joined, without};
+use super::ranges::joined;
 
 /// Number of pages that one checksum covers: one huge page.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
@@ -31,14 +26,52 @@ pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
 pub const CHUNK_BYTES: usize = 2 << 20;
 const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
 
-/// Pages of a process that hold bytes of their own.
-pub(super) const HELD: Filter = Filter {
-    none_of: category::ZERO,
-    ..Filter::THERE
-};
-
 /// Length in bytes of a checksum in `ram.sums`, little endian.
 pub const SUM_BYTES: usize = 16;
+
+/// Checksum of a page at place `page` (0 to 511) of its chunk: XXH3-128 with the place as seed. The
+/// checksum of a chunk is the sum of those of its pages, modulo 2^128, so that the checksum of a
+/// changed chunk follows from its changed pages.
+pub(super) fn page_sum(page: u64, bytes: &[u8]) -> u128 {
+    if is_zero(bytes) {
+        return zero_sums()[usize::try_from(page).unwrap_or(0)];
+    }
+    xxh3_128_with_seed(bytes, page)
+}
+
+/// Checksums of pages of zeroes, by their place in the chunk.
+fn zero_sums() -> &'static [u128] {
+    static SUMS: OnceLock<Vec<u128>> = OnceLock::new();
+    let sum = |page| xxh3_128_with_seed(&[0; PAGE_BYTES], page);
+    SUMS.get_or_init(|| (0..CHUNK_PAGES).map(sum).collect())
+}
+
+/// Returns by what the checksum of a chunk changes if `new` replaces the page `old` (`None`:
+/// zeroes) at place `page` of the chunk.
+pub(super) fn page_change(page: u64, old: Option<&[u8]>, new: &[u8]) -> u128 {
+    if old == Some(new) {
+        return 0;
+    }
+    let zero = || zero_sums()[usize::try_from(page).unwrap_or(0)];
+    let before = old.map_or_else(zero, |old| page_sum(page, old));
+    page_sum(page, new).wrapping_sub(before)
+}
+
+/// Checksum of a chunk of zeroes.
+pub(super) fn zero_chunk_sum() -> u128 {
+    zero_sums()
+        .iter()
+        .fold(0, |sum, &page| sum.wrapping_add(page))
+}
+
+/// Checksum of pages that begin at place `first` of their chunk: what they add to the checksum of
+/// the chunk.
+pub(super) fn pages_sum(first: u64, bytes: &[u8]) -> u128 {
+    let pages = (first..).zip(bytes.chunks_exact(PAGE_BYTES));
+    pages.fold(0, |sum, (page, bytes)| {
+        sum.wrapping_add(page_sum(page, bytes))
+    })
+}
 
 /// One RAM block in an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,110 +125,8 @@ pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
     blocks.iter().map(place).collect()
 }
 
-/// Returns the ranges where a process maps files. The pages there need not be in the process's page
-/// tables.
-fn mapped_files(pid: Pid) -> io::Result<Vec<Range<Hva>>> {
-    let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
-    let file = |line: &str| {
-        let mut fields = line.split_ascii_whitespace();
-        let (from, to) = fields.next()?.split_once('-')?;
-        let is_file = fields.nth(3)? != "0";
-        let at = |text| u64::from_str_radix(text, 16).ok().map(Hva);
-        is_file.then_some(at(from)?..at(to)?)
-    };
-    Ok(maps.lines().filter_map(file).collect())
-}
-
-/// Returns the addresses of the pages of `block` that must be saved, ascending.
-fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Result<Vec<Range<Hva>>> {
-    let (start, end) = (block.hva, block.hva.add_pages(block.pages));
-    let regions = pagemap.scan(start, end, HELD)?;
-    let regions = regions.iter().map(|region| region.start..region.end);
-    let mut ranges: Vec<Range<Hva>> = regions
-        .chain(files.iter().cloned())
-        .map(|part| part.start.max(start)..part.end.min(end))
-        .filter(|part| part.start < part.end)
-        .collect();
-    ranges.sort_unstable_by_key(|range| range.start);
-    Ok(joined(ranges))
-}
-
-/// A chunk of a block that contains pages to save.
-#[derive(Debug)]
-pub(super) struct Chunk {
-    /// Number of the chunk's block in the plan.
-    pub(super) block: usize,
-    /// Page in the block at which the chunk begins.
-    pub(super) first: u64,
-    /// Indexes of the block's ranges that overlap the chunk.
-    pub(super) ranges: Range<usize>,
-}
-
-/// The memory of a process that must be saved, according to its page tables at one instant.
-#[derive(Debug)]
-pub struct Plan {
-    pub(super) pid: Pid,
-    pub(super) blocks: Vec<Source>,
-    /// For each block, ascending ranges of page numbers in the block.
-    pub(super) ranges: Vec<Vec<(u64, u64)>>,
-    pub(super) counts: ImageCounts,
-}
-
-impl Plan {
-    /// Reads the page tables of a stopped process. The ranges in `free` (ascending) become holes.
-    pub fn new(pid: Pid, blocks: Vec<Source>, free: &[Range<Hva>]) -> io::Result<Self> {
-        let mut plan = Self {
-            pid,
-            blocks,
-            ranges: Vec::new(),
-            counts: ImageCounts::default(),
-        };
-        let length = |range: &Range<Hva>| range.end.pages_since(range.start);
-        let pages = |ranges: &[Range<Hva>]| ranges.iter().map(length).sum::<u64>();
-        let (pagemap, files) = (Pagemap::open(pid)?, mapped_files(pid)?);
-        for block in &plan.blocks {
-            let all = present(&pagemap, &files, block)?;
-            let left = without(&all, free);
-            plan.counts.pages += block.pages;
-            plan.counts.free_pages += pages(&all) - pages(&left);
-            let page = |hva: Hva| hva.pages_since(block.hva);
-            let ranges = left.iter().map(|r| (page(r.start), page(r.end)));
-            plan.ranges.push(ranges.collect());
-        }
-        Ok(plan)
-    }
-
-    /// Returns the address ranges of block `number` that must be saved.
-    pub fn wanted(&self, number: usize) -> impl Iterator<Item = Range<Hva>> + '_ {
-        let block = self.blocks.get(number).zip(self.ranges.get(number));
-        block.into_iter().flat_map(|(block, ranges)| {
-            let at = |page| block.hva.add_pages(page);
-            ranges.iter().map(move |&(from, to)| at(from)..at(to))
-        })
-    }
-
-    /// Returns the chunks of block `number` that contain pages to save, in ascending order.
-    pub(super) fn chunks(&self, number: usize) -> Vec<Chunk> {
-        let (pages, ranges) = (self.blocks[number].pages, &self.ranges[number]);
-        let mut chunks = Vec::new();
-        let mut next = 0;
-        for first in (0..pages).step_by(CHUNK_BYTES / PAGE_BYTES) {
-            while ranges.get(next).is_some_and(|range| range.1 <= first) {
-                next += 1;
-            }
-            let begins = |range: &&(u64, u64)| range.0 < first + CHUNK_PAGES;
-            let here = ranges[next..].iter().take_while(begins).count();
-            if here > 0 {
-                chunks.push(Chunk {
-                    block: number,
-                    first,
-                    ranges: next..next + here,
-                });
-            }
-        }
-        chunks
-    }
-}
+/// Ascending ranges of page numbers in a RAM block.
+pub(super) type Ranges = Vec<(u64, u64)>;
 
 /// Writes the pages of `buffer` that are not zero to a file, at their places after byte `at`.
 /// Returns the number of written pages.

@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use memfold_units::ByteSize;
+use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::VmSpec;
 use memfold_vm::block_device::BlockDevice;
 use serde::{Deserialize, Serialize};
@@ -15,12 +15,12 @@ use super::cpu::Cpu;
 use super::error::{SnapshotError, failed};
 use super::image::{ImageBlock, ImageCounts};
 
-/// Format version of a snapshot whose whole image is in `ram`; see `docs/snapshot-format.md`.
-pub const FORMAT: u32 = 1;
+/// Oldest format version that is read; see `docs/snapshot-format.md`.
+const OLDEST_FORMAT: u32 = 1;
 
-/// Format version of a snapshot whose image is compressed or refers to disks. Newer versions are
-/// refused.
-pub const FORMAT_IN_PARTS: u32 = 2;
+/// Format version of new snapshots, and the first in which the checksum of a chunk is the sum of
+/// its pages' checksums, so that layers can be built on them. Newer versions are refused.
+pub const FORMAT_OF_LAYERS: u32 = 3;
 
 /// File name of the manifest, which is written as the last file.
 pub const MANIFEST: &str = "manifest.json";
@@ -79,6 +79,9 @@ pub struct References {
     pub sources: Vec<PathBuf>,
     /// Number of pages kept by reference.
     pub pages: u64,
+    /// Number of pages, among `pages`, that files of the parent hold.
+    #[serde(default)]
+    pub parent_pages: u64,
     /// Number of mappings that the references need: one for consecutive references, and one for
     /// each gap between references. Unset in snapshots from before 2026-11-26, which refer to
     /// single pages.
@@ -133,10 +136,22 @@ pub struct BackingFile {
     pub device: Option<BlockDevice>,
 }
 
+/// The parent of a layer, when the layer was saved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParentName {
+    /// Name of the parent.
+    pub name: String,
+    /// Checksum of the parent's `ram.sums`, which tells a snapshot of the same name apart.
+    pub sums: String,
+    /// Number of layers below the layer that is built on this parent, from 1.
+    pub depth: u32,
+}
+
 /// The manifest of a snapshot.
+#[allow(clippy::struct_excessive_bools)] // independent facts
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Format version: [`FORMAT`] or [`FORMAT_IN_PARTS`].
+    /// Format version, from 1 to [`FORMAT_OF_LAYERS`].
     pub format: u32,
     /// Name of the snapshot.
     pub name: String,
@@ -146,6 +161,9 @@ pub struct Manifest {
     pub vm: String,
     /// Time of the save, in seconds since 1970.
     pub created_s: u64,
+    /// Snapshot whose pages this one lacks and refers to; unset if it has all pages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<ParentName>,
     /// Version of the memfold that saved the snapshot.
     pub memfold: String,
     /// Which of the guest's caches were kept.
@@ -171,6 +189,9 @@ pub struct Manifest {
     /// For a boot snapshot (`vm reboot`), the process of the VM (`daemon::reboot`).
     #[serde(default)]
     pub of_boot: Option<String>,
+    /// Whether the snapshot was made by `memfold fork`, and is removed when no VM needs it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fork: bool,
     /// Whether the VM ran while its RAM was copied.
     #[serde(default)]
     pub live: bool,
@@ -266,6 +287,10 @@ pub struct SnapshotInfo {
     pub memory_bytes: u64,
     /// Bytes that the snapshot takes on disk now.
     pub disk_bytes: u64,
+    /// Snapshot that this one is a layer on; unset if it has all pages.
+    pub parent: Option<String>,
+    /// Bytes of RAM that the layer lacks, because files of its parent hold them.
+    pub parent_bytes: u64,
     /// Names of the VMs that run from the snapshot.
     pub users: Vec<String>,
     /// Reason why the snapshot cannot be used; unset if it can be used.
@@ -305,6 +330,36 @@ impl Manifest {
         parts
     }
 
+    /// Returns the number of layers below this one; 0 for a snapshot that has all pages.
+    #[must_use]
+    pub fn depth(&self) -> u32 {
+        self.parent.as_ref().map_or(0, |parent| parent.depth)
+    }
+
+    /// Returns how many bytes of the image the snapshot holds itself.
+    #[must_use]
+    pub fn own_bytes(&self) -> u64 {
+        let referred = self.references.as_ref().map_or(0, |refs| refs.pages);
+        self.counts.saved_pages.saturating_sub(referred) * PAGE_SIZE
+    }
+
+    /// Returns how many bytes of the image files of the parent hold.
+    #[must_use]
+    pub fn parent_bytes(&self) -> u64 {
+        let references = self.references.as_ref();
+        references.map_or(0, |refs| refs.parent_pages) * PAGE_SIZE
+    }
+
+    /// Returns why no layer can be built on this snapshot; `None` if one can.
+    #[must_use]
+    pub fn no_parent(&self) -> Option<&'static str> {
+        if self.format < FORMAT_OF_LAYERS {
+            return Some("an older memfold saved it; save the VM once without --parent");
+        }
+        (!self.is_mappable())
+            .then_some("its image is compressed, or in too many parts to be mapped")
+    }
+
     pub(super) fn broken(&self, why: impl Into<String>) -> SnapshotError {
         SnapshotError::broken(&self.name, why)
     }
@@ -335,9 +390,13 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
     }
     let unreadable = |error| bad(format!("{MANIFEST}: {error}"));
     let version: serde_json::Value = serde_json::from_slice(&text).map_err(unreadable)?;
-    if version["format"] != FORMAT && version["format"] != FORMAT_IN_PARTS {
+    let known = u64::from(OLDEST_FORMAT)..=u64::from(FORMAT_OF_LAYERS);
+    if !version["format"]
+        .as_u64()
+        .is_some_and(|f| known.contains(&f))
+    {
         return Err(bad(format!(
-            "the format is {}, this memfold reads formats {FORMAT} and {FORMAT_IN_PARTS}",
+            "the format is {}, this memfold reads formats {OLDEST_FORMAT} to {FORMAT_OF_LAYERS}",
             version["format"]
         )));
     }
@@ -388,7 +447,8 @@ pub(super) mod tests {
             xxh3_128: String::new(),
         };
         Manifest {
-            format: FORMAT,
+            format: FORMAT_OF_LAYERS,
+            parent: None,
             name: name.into(),
             domain: None,
             vm: "web1".into(),
@@ -404,6 +464,7 @@ pub(super) mod tests {
             blocks: Vec::new(),
             counts: ImageCounts::default(),
             of_boot: None,
+            fork: false,
             live: false,
             kept_pages: 0,
             free_kept: None,

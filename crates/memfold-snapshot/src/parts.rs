@@ -2,6 +2,7 @@
 //! of the pages that are stored only as references to the snapshot's disks, or compresses the
 //! image.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::os::unix::fs::MetadataExt;
@@ -28,13 +29,28 @@ pub(super) fn write_references(
     if references.is_empty() {
         return Ok(None);
     }
-    let mut sources = Vec::new();
+    let (mut sources, mut renumbered) = (Vec::new(), HashMap::new());
     for (file, number) in candidates.files.iter().zip(0..) {
-        let of_file = references.iter_mut().filter(|r| r.file == number);
-        let renumbered = u32::try_from(sources.len()).unwrap_or(u32::MAX);
-        if of_file.map(|reference| reference.file = renumbered).count() > 0 {
-            sources.push(name_in_snapshot(file, disks)?);
+        if !references.iter().any(|r| r.file == number) {
+            continue;
         }
+        let name = name_in_snapshot(file, disks)?;
+        // A disk of the VM may be one of its parent's files, too.
+        let known = sources.iter().position(|source| *source == name);
+        let place = known.unwrap_or(sources.len());
+        if known.is_none() {
+            sources.push(name);
+        }
+        renumbered.insert(number, u32::try_from(place).unwrap_or(u32::MAX));
+    }
+    let mut parent_pages = 0;
+    for reference in &mut references {
+        let of = usize::try_from(reference.file).ok();
+        let source = of.and_then(|of| candidates.files.get(of));
+        if source.is_some_and(|source| source.in_parent) {
+            parent_pages += u64::from(reference.pages);
+        }
+        reference.file = renumbered[&reference.file];
     }
     let mut table = draft.file(REFERENCES)?;
     let written = table.write_all(&refer::encode(&references));
@@ -43,6 +59,7 @@ pub(super) fn write_references(
         table: table.map_err(draft.failed(REFERENCES))?,
         sources,
         pages: references.iter().map(|r| u64::from(r.pages)).sum(),
+        parent_pages,
         mappings: Some(refer::mappings(&references)),
     }))
 }
@@ -50,6 +67,9 @@ pub(super) fn write_references(
 /// Returns the path by which the snapshot names a file of its disks. A former overlay is now in the
 /// snapshot, itself or as a copy with the same offsets.
 fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf, SnapshotError> {
+    if source.in_parent {
+        return Ok(source.path.clone());
+    }
     if let Some(disk) = source.overlay_of {
         return Ok(disk_name(disk).into());
     }

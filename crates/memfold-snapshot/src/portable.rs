@@ -189,7 +189,9 @@ pub fn adapt(
     name.clone_into(&mut manifest.name);
     manifest.domain = domain.map(str::to_owned);
     manifest.spec.domain = domain.map(str::to_owned);
-    manifest.of_boot = None;
+    (manifest.of_boot, manifest.fork) = (None, false);
+    // Its files arrive with the snapshot; a snapshot of its name here may be another.
+    manifest.parent = None;
     let boot = &mut manifest.spec.boot;
     for path in [&mut boot.kernel, &mut boot.initrd, &mut boot.firmware]
         .into_iter()

@@ -9,9 +9,13 @@
 //! The guest names candidate pages ([`super::candidates`]); their bytes are compared when memory is
 //! read ([`super::writer`]).
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
 use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 
-use super::image::CHUNK_PAGES;
+use super::image::{CHUNK_PAGES, bytes};
 
 /// Consecutive pages of an image, within one chunk, that a disk's file contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +64,41 @@ impl Reference {
     pub fn length(&self) -> usize {
         usize::try_from(self.pages).unwrap_or(0) * PAGE_BYTES
     }
+}
+
+/// Returns the references to pages in a buffer that holds pages of an image from page `first` on.
+/// `references` are ascending.
+fn within<'a>(references: &'a [Reference], first: u64, buffer: &[u8]) -> &'a [Reference] {
+    let end = first + (buffer.len() / PAGE_BYTES) as u64;
+    let from = references.partition_point(|r| r.page + u64::from(r.pages) <= first);
+    let to = references.partition_point(|r| r.page < end);
+    &references[from..to]
+}
+
+/// Returns whether any reference stands for a page in the buffer.
+pub(super) fn touches(references: &[Reference], first: u64, buffer: &[u8]) -> bool {
+    !within(references, first, buffer).is_empty()
+}
+
+/// Reads the pages in the buffer that references stand for from their files.
+pub(super) fn fill(
+    references: &[Reference],
+    sources: &[&File],
+    first: u64,
+    buffer: &mut [u8],
+) -> io::Result<()> {
+    let end = first + (buffer.len() / PAGE_BYTES) as u64;
+    for reference in within(references, first, buffer) {
+        let from = reference.page.max(first);
+        let to = (reference.page + u64::from(reference.pages)).min(end);
+        let number = usize::try_from(reference.file).ok();
+        let source = number.and_then(|number| sources.get(number));
+        let source = source.ok_or_else(|| io::Error::other("a reference names no file"))?;
+        let part = &mut buffer[bytes(from - first)..bytes(to - first)];
+        let block = reference.block + (from - reference.page);
+        source.read_exact_at(part, block * PAGE_SIZE)?;
+    }
+    Ok(())
 }
 
 /// Returns the number of mappings that `references` (sorted) need: one for consecutive references,

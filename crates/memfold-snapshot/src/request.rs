@@ -1,9 +1,12 @@
 //! Input of a save: the snapshot's name, options, and results of the steps before the save.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::candidates::Candidate;
+use super::cpu::Cpu;
 use super::manifest::{Keep, Steps};
+use super::parent::Parent;
 
 /// Input of a save: the snapshot's name, options, and results of the steps before the save.
 #[allow(clippy::struct_excessive_bools)] // independent options and facts
@@ -19,8 +22,14 @@ pub struct Request {
     pub domain: Option<String>,
     /// For a boot snapshot, the process of the VM, for the manifest.
     pub of_boot: Option<String>,
+    /// Whether the snapshot is removed when no VM needs it.
+    pub fork: bool,
     /// Whether the VM runs while its RAM is copied.
     pub live: bool,
+    /// The parent, if the snapshot is to be a layer on it.
+    pub parent: Option<Arc<Parent>>,
+    /// The VM's CPU, if it is known: that of the snapshot from which the VM runs.
+    pub cpu: Option<Cpu>,
     /// Pages that the VM's disks may contain, too, by ascending `hva` and without overlaps. Pages
     /// that a disk contains are kept by reference.
     pub candidates: Vec<Candidate>,

@@ -11,17 +11,18 @@
 //! Other RAM blocks (firmware, tables) are small and are copied. Then QEMU reads the device
 //! state.
 
+use std::cmp::Reverse;
 use std::fmt::Display;
 use std::fs::File;
+use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use memfold_store::data_ranges;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
-use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, Vm, VmSpec};
+use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, RamLayout, Vm, VmSpec};
 use memfold_wire::library::{MAX_RUNS, MapRun, Order};
 use rustix::process::Pid;
 use serde_json::json;
@@ -29,16 +30,19 @@ use serde_json::json;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{device, facts_at, modified_ns};
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, ImageBlock, bytes};
-use super::manifest::{BackingFile, DEVICES, Manifest, RAM, REFERENCES, file_name};
+use super::manifest::{BackingFile, DEVICES, Manifest, RAM, file_name};
 use super::refer::Reference;
 use super::shelf::{CheckedImage, Shelf};
 
 pub use super::own_disks::OwnDisks;
-pub use super::users::{below, built_on, holders, in_maps, users, users_of_each};
+pub use super::users::{below, built_on, holders, in_maps, origin, users, users_of_each};
 
 /// Maximum number of views of an image in one RAM block. Each view takes two mappings (with the gap
 /// after it), and a process may have 65,530 mappings in all.
 const MOST_VIEWS: usize = 4096;
+
+/// Maximum number of ranges of one layer that its VM maps, too. Each takes two mappings.
+const MOST_OWN_RUNS: usize = 4096;
 
 /// Time limit for QEMU to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
@@ -220,13 +224,7 @@ pub fn fill(
                 }
             }
         } else {
-            if !of_block(&image.references, saved).is_empty() {
-                return Err(manifest.broken(format!(
-                    "{REFERENCES} refers to disks for '{}', which is no RAM",
-                    block.name
-                )));
-            }
-            copy(vm.pid(), block.hva, saved, ram).map_err(failed(RAM))?;
+            copy(vm.pid(), block.hva, saved, image).map_err(failed(RAM))?;
         }
     }
     drop(link);
@@ -238,7 +236,7 @@ pub fn fill(
 /// mapped, because touching a hole would allocate a page in the image that could not be reclaimed.
 /// Holes smaller than a chunk (or larger, if needed) are mapped, too, to limit the number of
 /// mappings.
-fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result<Vec<(u64, u64)>> {
+fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> io::Result<Vec<(u64, u64)>> {
     if manifest.is_mappable() {
         return Ok(vec![(0, block.pages)]);
     }
@@ -262,6 +260,36 @@ fn views(manifest: &Manifest, block: &ImageBlock, ram: &File) -> std::io::Result
         }
         gap *= 2;
     }
+}
+
+/// Returns the ranges of a VM's RAM whose pages a snapshot's `ram` holds, at most as many as
+/// [`MOST_OWN_RUNS`], the longest.
+pub fn own_runs(manifest: &Manifest, ram: &File, layout: &RamLayout) -> io::Result<Vec<MapRun>> {
+    let mut runs = Vec::new();
+    for block in &layout.blocks {
+        let Some(saved) = manifest
+            .blocks
+            .iter()
+            .find(|saved| saved.name == block.name)
+        else {
+            continue;
+        };
+        let (first, end) = (saved.first_page, saved.first_page + saved.pages);
+        for data in data_ranges(ram)? {
+            let from = (data.start / PAGE_SIZE).max(first);
+            let to = data.end.div_ceil(PAGE_SIZE).min(end);
+            if from < to {
+                runs.push(MapRun {
+                    hva: block.hva.add_pages(from - first).0,
+                    pages: to - from,
+                    file_page: from,
+                });
+            }
+        }
+    }
+    runs.sort_unstable_by_key(|run| Reverse(run.pages));
+    runs.truncate(MOST_OWN_RUNS);
+    Ok(runs)
 }
 
 /// Returns the references to pages of a block.
@@ -290,19 +318,19 @@ fn runs_of(references: &[Reference], number: u32, block: &ImageBlock, hva: Hva) 
 }
 
 /// Copies a small RAM block into a process.
-fn copy(pid: Pid, hva: Hva, block: &ImageBlock, ram: &File) -> std::io::Result<()> {
+fn copy(pid: Pid, hva: Hva, block: &ImageBlock, image: &CheckedImage) -> io::Result<()> {
     let (mut saved, mut now) = (vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]);
     for first in (0..block.pages).step_by(CHUNK_BYTES / PAGE_BYTES) {
         let length = bytes(CHUNK_PAGES.min(block.pages - first));
         let (saved, now) = (&mut saved[..length], &mut now[..length]);
-        ram.read_exact_at(saved, (block.first_page + first) * PAGE_SIZE)?;
+        image.read(block.first_page + first, saved)?;
         let at = hva.add_pages(first);
         // ROM that QEMU has loaded from the same files has the right bytes already, and is not
         // written.
         let same = memory::read(pid, at, now)? == length && now == saved;
         if !same && memory::write(pid, at, saved)? != length {
             let why = format!("cannot write RAM block '{}'", block.name);
-            return Err(std::io::Error::other(why));
+            return Err(io::Error::other(why));
         }
     }
     Ok(())
@@ -353,6 +381,8 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt as _;
+
     use memfold_units::ByteSize;
 
     use super::super::manifest::{Packed, tests::manifest};

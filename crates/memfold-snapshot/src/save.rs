@@ -36,16 +36,17 @@ use super::error::SnapshotError;
 use super::file_facts::{Stamp, facts};
 use super::freeze::{self, Frozen};
 use super::hardware;
-use super::manifest::{FORMAT, FORMAT_IN_PARTS, Manifest, RAM, SUMS};
+use super::manifest::{FORMAT_OF_LAYERS, Manifest, RAM, SUMS};
 use super::merge_overlays::merge_overlays;
 use super::parts;
+use super::past::Past;
 use super::saved_disks::take_over;
 use super::shelf::Shelf;
 use super::still::{Attempt, Still};
 
 pub use super::block_job::Monitor;
 pub use super::request::{Request, milliseconds};
-pub use super::still::Hold;
+pub use super::still::{Hold, changed_pages};
 pub use super::subject::Subject;
 
 /// Refuses a VM that cannot be saved now, and cleans up after an interrupted save, while the VM
@@ -124,7 +125,8 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         // An overlay that a killed save left is open for writing, but is not one of the VM's files.
         freeze::drop_unused(&mut qmp, &subject.spec, &subject.overlays_now())?;
         let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
-        let beside = Beside::take(vm, subject, &mut qmp, &mut now, draft)?;
+        let cpu = self.request.cpu.as_ref();
+        let beside = Beside::take(vm, subject, &mut qmp, &mut now, (draft, cpu))?;
         drop(qmp);
         self.start_once(&now, draft)?;
         Ok((now, beside))
@@ -176,16 +178,20 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let Subject { spec, record, .. } = self.subject;
         let (request, progress) = (self.request, self.progress);
         let (began, mut steps) = (Instant::now(), still.steps);
-        let live = still.past.is_some();
+        let live = !still.later.is_empty();
         let (writer, plan) = (&mut still.writer, &still.plan);
-        // The old contents of the VM's RAM were protected before the VM resumed. Dropping `past`
-        // frees the memory for them.
-        let copied = still.past.map_or(Ok(0), |(past, blocks)| {
-            let pages = blocks.iter().map(|&number| plan.blocks[number].pages);
+        // The old contents of the VM's RAM were protected, or copied, before the VM resumed.
+        let past = still.past.as_ref();
+        let copied = if live {
+            let pages = still.later.iter().map(|&number| plan.blocks[number].pages);
             progress.begin("RAM copied", pages.sum::<u64>() * PAGE_SIZE);
-            writer.blocks(plan, &blocks, Some(&past), progress)?;
-            Ok(past.kept_pages())
-        });
+            let written = writer.blocks(plan, &still.later, past, progress);
+            written.map(|()| past.map_or(0, Past::kept_pages))
+        } else {
+            Ok(0)
+        };
+        // The memory for them is freed.
+        drop((still.past, still.plan));
         // The VM is released first, because the steps after a failure may wait for QEMU.
         self.hold.let_go();
         freeze::check_frozen(&mut self.monitor.qmp(), frozen)?;
@@ -205,9 +211,10 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         if packed.is_some() {
             steps.pack_ms = milliseconds(began.elapsed());
         }
-        let is_in_parts = references.is_some() || packed.is_some();
+        let parent = request.parent.as_ref().map(|parent| parent.name());
         Ok(Manifest {
-            format: if is_in_parts { FORMAT_IN_PARTS } else { FORMAT },
+            format: FORMAT_OF_LAYERS,
+            parent,
             name: request.name.clone(),
             domain: request.domain.clone(),
             vm: spec.name.clone(),
@@ -218,6 +225,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
             keep: request.keep,
             keep_reason: request.keep_reason.clone(),
             of_boot: request.of_boot.clone(),
+            fork: request.fork,
             live,
             kept_pages,
             spec: spec_now,

@@ -19,7 +19,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -29,12 +29,16 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 
+use super::candidates::SourceFile;
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{Stamp, facts};
 use super::host_memory::host_available_pages;
 use super::image::CHUNK_BYTES;
-use super::manifest::{INDEX, Manifest, PACKED, REFERENCES, SUMS, read_manifest};
+use super::manifest::{
+    FORMAT_OF_LAYERS, INDEX, Manifest, PACKED, ParentName, REFERENCES, SUMS, read_manifest,
+};
+use super::parent::Parent;
 use super::refer::Reference;
 use super::stored::{Pages, Stored};
 use super::{pack, refer};
@@ -68,6 +72,20 @@ pub struct CheckedImage {
     pub references: Vec<Reference>,
     /// Files that the references name by index.
     pub sources: Vec<Arc<File>>,
+}
+
+impl CheckedImage {
+    /// Reads pages of the image, from page `first` on, at most one chunk.
+    pub(super) fn read(&self, first: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.ram.read_exact_at(buffer, first * PAGE_SIZE)?;
+        let sources = self.sources.iter().map(|source| &**source);
+        refer::fill(
+            &self.references,
+            &sources.collect::<Vec<_>>(),
+            first,
+            buffer,
+        )
+    }
 }
 
 /// Checksum of an image's checksums, and the memory that contains the image.
@@ -130,6 +148,16 @@ impl Shelf {
     /// Creates a draft of snapshot `name`.
     pub fn draft(&self, name: &str) -> Result<Draft, SnapshotError> {
         Draft::begin(&self.root, self.path(name)?, name)
+    }
+
+    /// Creates a draft that will replace snapshot `name`.
+    pub(super) fn replacement(&self, name: &str) -> Result<Draft, SnapshotError> {
+        Draft::begin_replacement(&self.root, self.path(name)?, name)
+    }
+
+    /// Forgets what this process knows about a snapshot's image, because its files were replaced.
+    pub(super) fn forget(&self, name: &str) {
+        self.right.lock().remove(name);
     }
 
     /// Begins or continues the draft of snapshot `name`, which comes from elsewhere.
@@ -211,6 +239,46 @@ impl Shelf {
         }
     }
 
+    /// Opens a snapshot as the parent of layers, after its image was verified as for a restore.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::Impossible`] if the snapshot cannot be a parent, and errors as of a
+    /// restore.
+    pub fn parent(
+        &self,
+        manifest: &Manifest,
+        progress: &Progress,
+    ) -> Result<Parent, SnapshotError> {
+        let name = &manifest.name;
+        if let Some(why) = manifest.no_parent() {
+            let why = format!("snapshot '{name}' cannot be the parent of a layer: {why}");
+            return Err(SnapshotError::Impossible(why));
+        }
+        self.checked_image(manifest, progress)?;
+        let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
+        let parts = std::iter::once(Path::new(RAM)).chain(sources.map(PathBuf::as_path));
+        let open = |part: &Path| {
+            let path = self.root.join(name).join(part);
+            let file = File::open(&path).map_err(failed(&path))?;
+            Ok(SourceFile {
+                overlay_of: None,
+                in_parent: true,
+                stamp: Stamp::of(&file).ok(),
+                path,
+                file,
+            })
+        };
+        let files = parts.map(open).collect::<Result<Vec<_>, SnapshotError>>()?;
+        let id = ParentName {
+            name: name.clone(),
+            sums: manifest.sums.xxh3_128.clone(),
+            depth: manifest.depth() + 1,
+        };
+        let stored = self.stored(manifest)?;
+        Parent::new(id, manifest.blocks.clone(), stored, files).map_err(self.failed(name, RAM))
+    }
+
     /// Returns the names of the files with a checksum of their own whose contents have changed.
     pub fn changed_parts(&self, manifest: &Manifest) -> Result<Vec<&'static str>, SnapshotError> {
         let mut changed = Vec::new();
@@ -239,6 +307,7 @@ impl Shelf {
         Ok(Stored {
             bytes: manifest.ram_bytes,
             sums: self.read(name, SUMS)?,
+            sums_of_pages: manifest.format >= FORMAT_OF_LAYERS,
             pages,
             references,
             sources,
@@ -559,9 +628,9 @@ mod tests {
         let text = fs::read_to_string(place.join(MANIFEST)).unwrap();
         fs::write(place.join(MANIFEST), text.replace("web1", "web2")).unwrap();
         assert!(why().contains("changed"), "{}", why());
-        let newer = text.replace("\"format\": 1", "\"format\": 3");
+        let newer = text.replace("\"format\": 3", "\"format\": 4");
         fs::write(place.join(MANIFEST), &newer).unwrap();
         fs::write(place.join(MANIFEST_SUM), hex(xxh3_128(newer.as_bytes()))).unwrap();
-        assert!(why().contains("the format is 3"), "{}", why());
+        assert!(why().contains("the format is 4"), "{}", why());
     }
 }

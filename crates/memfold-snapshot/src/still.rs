@@ -22,12 +22,21 @@ use super::file_facts::facts;
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen};
 use super::host_memory::host_available_pages;
-use super::image::{Plan, Source};
+use super::image::Source;
 use super::manifest::{DEVICES, FileFacts, RAM, Steps};
+use super::page_copies::{PageCopies, Room};
+use super::parent::Parent;
 use super::past::Past;
+use super::plan::Plan;
 use super::request::{Request, milliseconds};
 use super::subject::Subject;
 use super::writer::Writer;
+
+/// Part of the host's available memory that copies of a layer's pages may take.
+const COPIED_PART: u64 = 4;
+
+/// Pages that a VM is expected to write between a look at it and its stop.
+const MORE_PAGES: u64 = 2048;
 
 /// Stops and resumes a VM for its snapshot. Dropping the value resumes the VM and the folding of
 /// its memory.
@@ -59,9 +68,10 @@ pub(super) struct Still<'a> {
     pub(super) devices: FileFacts,
     pub(super) free_kept: Option<String>,
     pub(super) plan: Plan,
-    /// For a live save, the protected memory, and the numbers of the blocks that must still be
-    /// copied.
-    pub(super) past: Option<(Past, Vec<usize>)>,
+    /// For a live save, the protected memory.
+    pub(super) past: Option<Past>,
+    /// Numbers of the blocks that must still be written.
+    pub(super) later: Vec<usize>,
     pub(super) writer: Writer<'a>,
     pub(super) pause: Duration,
 }
@@ -88,6 +98,18 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         }
     }
 
+    /// Allocates room for copies of the pages that a layer has to save, by a look at the running
+    /// VM. `None` if they are no layer's, or more than `most`.
+    fn room(&self, qmp: &mut Qmp, most: u64) -> io::Result<Option<Room>> {
+        let Some(parent) = &self.request.parent else {
+            return Ok(None);
+        };
+        let now = changed_pages(self.vm, qmp, parent).map_err(io::Error::other)?;
+        // Some more, because the VM goes on writing.
+        let room = now + now / 4 + MORE_PAGES;
+        Ok((room <= most).then(|| Room::new(room)))
+    }
+
     /// Stops the VM, saves the parts that must be from one instant, and resumes the VM.
     pub(super) fn save_still<'r>(
         &self,
@@ -103,6 +125,8 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let layout = vm.layout(qmp)?;
         let candidates = Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates);
         steps.refer_ms = milliseconds(began.elapsed());
+        let most_copied = host_available_pages().map_err(&failed)? / COPIED_PART;
+        let room = self.room(qmp, most_copied).map_err(&failed)?;
         let waiting = Instant::now();
         let free = hold.free_pages();
         steps.list_ms = milliseconds(waiting.elapsed());
@@ -119,20 +143,32 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         // Write tracking leaves a mark on untouched pages that looks like a page in swap.
         hold.untrack().map_err(SnapshotError::Impossible)?;
         let given = free.as_deref().unwrap_or_default();
-        let plan = Plan::new(vm.pid(), sources(qmp)?, given).map_err(&failed)?;
-        let past = (request.live).then(|| keep_past(vm, &layout, &plan, hold));
-        let past = past.transpose()?.flatten();
-        let mut writer = Writer::new(&plan, ram).map_err(&failed)?;
-        writer.compare_with(candidates);
+        let parent = request.parent.clone();
+        let plan = Plan::new(vm.pid(), sources(qmp)?, given, parent.as_deref());
+        let mut plan = plan.map_err(&failed)?;
+        let room = room.filter(|_| plan.pages() <= most_copied);
+        if let Some(room) = room {
+            plan.copied = Some(
+                PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).map_err(&failed)?,
+            );
+        }
+        let past =
+            (request.live && plan.copied.is_none()).then(|| keep_past(vm, &layout, &plan, hold));
+        let (past, mut later) = past.transpose()?.flatten().unzip();
+        if plan.copied.is_some() {
+            later = Some((0..plan.blocks.len()).collect());
+        }
+        let later: Vec<usize> = later.unwrap_or_default();
+        let mut writer = Writer::new(&plan, ram, parent).map_err(&failed)?;
+        writer.compare_with(&plan, candidates).map_err(&failed)?;
         // An image that will be compressed should not be written to the disk before.
         if !request.compress {
             writer.write_back().map_err(&failed)?;
         }
         let pages = plan.blocks.iter().map(|block| block.pages);
         progress.begin("RAM saved", pages.sum::<u64>() * PAGE_SIZE);
-        let is_live = |number: &usize| past.as_ref().is_some_and(|(_, live)| live.contains(number));
         let mut still: Vec<usize> = (0..plan.blocks.len()).collect();
-        still.retain(|number| !is_live(number));
+        still.retain(|number| !later.contains(number));
         let written = writer.blocks(&plan, &still, None, progress);
         written.map_err(&failed)?;
         steps.ram_ms = milliseconds(began.elapsed());
@@ -147,10 +183,17 @@ impl<M, H: Hold> Attempt<'_, M, H> {
             free_kept: free.err(),
             plan,
             past,
+            later,
             writer,
             pause: stopped.elapsed(),
         })
     }
+}
+
+/// Returns how many pages of a running VM are not its parent's now.
+pub fn changed_pages(vm: &Vm, qmp: &mut Qmp, parent: &Parent) -> Result<u64, SnapshotError> {
+    let plan = Plan::new(vm.pid(), sources(qmp)?, &[], Some(parent));
+    Ok(plan.map_err(failed(RAM))?.pages())
 }
 
 /// Makes the library keep old contents of the VM's RAM. Returns the protected memory, and the

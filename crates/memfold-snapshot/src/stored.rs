@@ -21,10 +21,10 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, SUM_BYTES, bytes, write_nonzero};
+use super::image::{CHUNK_BYTES, CHUNK_PAGES, SUM_BYTES, pages_sum, write_nonzero};
 use super::pack::{self, Frame};
 use super::pipeline;
-use super::refer::Reference;
+use super::refer::{self, Reference};
 
 /// A stored RAM image, opened for reading.
 #[derive(Debug)]
@@ -33,6 +33,9 @@ pub struct Stored {
     pub bytes: u64,
     /// Contents of `ram.sums`.
     pub sums: Vec<u8>,
+    /// Whether the checksum of a chunk is the sum of its pages' checksums (format 3), and not the
+    /// XXH3-128 of its bytes.
+    pub sums_of_pages: bool,
     /// Pages that are in the image's own files.
     pub pages: Pages,
     /// References to pages that disks contain, ascending.
@@ -57,13 +60,14 @@ impl Pages {
         Ok(Self::Plain(ram, data))
     }
 
-    /// Reads a chunk from these files. Returns whether they contain data of the chunk.
-    fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
-        let start = chunk * CHUNK_BYTES as u64;
+    /// Reads pages from these files, from page `first` on; of a compressed image, one chunk.
+    /// Returns whether the files contain data of these pages.
+    fn read(&self, first: u64, buffer: &mut [u8]) -> io::Result<bool> {
         match self {
             Self::Plain(ram, data) => {
+                let start = first * PAGE_SIZE;
                 let next = data.partition_point(|part| part.end <= start);
-                let end = start + CHUNK_BYTES as u64;
+                let end = start + buffer.len() as u64;
                 let holds = data.get(next).is_some_and(|part| part.start < end);
                 if holds {
                     ram.read_exact_at(buffer, start)?;
@@ -71,7 +75,7 @@ impl Pages {
                 Ok(holds)
             }
             Self::Packed(packed, frames) => {
-                let number = usize::try_from(chunk).map_err(io::Error::other)?;
+                let number = usize::try_from(first / CHUNK_PAGES).map_err(io::Error::other)?;
                 let frame = frames.get(number).copied().unwrap_or_default();
                 if frame.1 > 0 {
                     pack::unpack(packed, frame, buffer)?;
@@ -97,28 +101,30 @@ impl Stored {
         (own + referred * PAGE_SIZE).min(self.bytes)
     }
 
-    /// Reads a chunk from all files that contain parts of it. Returns whether any file does.
-    fn read(&self, chunk: u64, buffer: &mut [u8]) -> io::Result<bool> {
-        let holds = self.pages.read(chunk, buffer)?;
-        let first = chunk * CHUNK_PAGES;
-        let from = self.references.partition_point(|r| r.page < first);
-        let here = self.references[from..].iter();
-        let here = here.take_while(|r| r.page < first + CHUNK_PAGES);
-        let mut refers = false;
-        for reference in here {
-            if !holds && !refers {
-                buffer.fill(0);
+    /// Reads pages from all files that contain parts of them, from page `first` of the image on; of
+    /// a compressed image, one chunk. Returns whether any file does.
+    pub(super) fn read(&self, first: u64, buffer: &mut [u8]) -> io::Result<bool> {
+        if !self.pages.read(first, buffer)? {
+            if !refer::touches(&self.references, first, buffer) {
+                return Ok(false);
             }
-            refers = true;
-            let at = bytes(reference.page - first);
-            let file = usize::try_from(reference.file).map_err(io::Error::other)?;
-            let part = &mut buffer[at..][..reference.length()];
-            self.sources[file].read_exact_at(part, reference.block * PAGE_SIZE)?;
+            buffer.fill(0);
         }
-        Ok(holds || refers)
+        let sources: Vec<&File> = self.sources.iter().collect();
+        refer::fill(&self.references, &sources, first, buffer)?;
+        Ok(true)
     }
 
-    fn sum(&self, chunk: u64) -> io::Result<u128> {
+    /// Returns the checksum of a chunk's bytes, as `ram.sums` has it.
+    fn sum_of(&self, bytes: &[u8]) -> u128 {
+        if self.sums_of_pages {
+            pages_sum(0, bytes)
+        } else {
+            xxh3_128(bytes)
+        }
+    }
+
+    pub(super) fn sum(&self, chunk: u64) -> io::Result<u128> {
         let at = usize::try_from(chunk).map_err(io::Error::other)? * SUM_BYTES;
         let sum = self.sums.get(at..at + SUM_BYTES);
         let sum = sum.ok_or_else(|| io::Error::other("the checksum is missing"))?;
@@ -133,14 +139,14 @@ impl Stored {
         progress: &Progress,
         right: impl Fn(u64, &[u8]) -> io::Result<()> + Sync,
     ) -> io::Result<Vec<u64>> {
-        let empty = xxh3_128(&vec![0; CHUNK_BYTES]);
+        let empty = self.sum_of(&vec![0; CHUNK_BYTES]);
         let wrong = Mutex::new(Vec::new());
         pipeline::run(
             self.bytes.div_ceil(CHUNK_BYTES as u64),
             CHUNK_BYTES,
             |chunk, buffer| {
-                let sum = match self.read(chunk, buffer) {
-                    Ok(true) => Some(xxh3_128(buffer)),
+                let sum = match self.read(chunk * CHUNK_PAGES, buffer) {
+                    Ok(true) => Some(self.sum_of(buffer)),
                     Ok(false) => Some(empty),
                     Err(error) => match error.kind() {
                         // The file is too short, or the bytes are not a valid frame.
@@ -236,8 +242,17 @@ mod tests {
             rest[at..][..reference.length()].fill(0);
         }
         write_nonzero(&rest, &file, 0).unwrap();
+        // Both kinds of checksums are read.
+        let sums_of_pages = packed;
+        let sum = |chunk: &[u8]| {
+            if sums_of_pages {
+                pages_sum(0, chunk)
+            } else {
+                xxh3_128(chunk)
+            }
+        };
         let sums = ram.chunks_exact(CHUNK_BYTES);
-        let sums: Vec<u8> = sums.flat_map(|c| xxh3_128(c).to_le_bytes()).collect();
+        let sums: Vec<u8> = sums.flat_map(|c| sum(c).to_le_bytes()).collect();
         assert_eq!(sums.len(), SUM_BYTES * usize::try_from(CHUNKS).unwrap());
         let pages = if packed {
             let frames = tempfile::tempfile().unwrap();
@@ -249,6 +264,7 @@ mod tests {
         Stored {
             bytes: ram.len() as u64,
             sums,
+            sums_of_pages,
             pages,
             references: references.to_vec(),
             sources: vec![disk],

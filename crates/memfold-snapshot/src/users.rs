@@ -11,7 +11,7 @@ use rustix::process::Pid;
 
 use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
-use super::manifest::{RAM, SavedDisk};
+use super::manifest::{Manifest, RAM, SavedDisk};
 use super::portable;
 use super::shelf::Shelf;
 
@@ -94,6 +94,21 @@ fn text_of(path: &Path) -> io::Result<Option<String>> {
 /// Returns the [`users`] of each of several snapshots. Each is given by the texts from [`in_maps`].
 pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
     mapped::processes_with(snapshots).map_err(failed("/proc"))
+}
+
+/// Returns the manifest of the snapshot from which a process runs: of those whose image it maps,
+/// the newest, because a VM of a layer maps the images of the layer's parents, too.
+pub fn origin(shelf: &Shelf, pid: Pid) -> Result<Option<Manifest>, SnapshotError> {
+    let maps = format!("/proc/{}/maps", pid.as_raw_nonzero());
+    let maps = fs::read_to_string(&maps).map_err(failed(Path::new(&maps)))?;
+    let names = shelf.names().map_err(failed(shelf.root()))?.into_iter();
+    let is_mapped = |name: &String| {
+        in_maps(shelf, name).is_ok_and(|texts| texts.iter().any(|text| maps.contains(text)))
+    };
+    // A broken snapshot cannot be a parent.
+    let mapped = names.filter(is_mapped);
+    let manifests = mapped.filter_map(|name| shelf.manifest(&name).ok());
+    Ok(manifests.max_by_key(|manifest| (manifest.created_s, manifest.depth())))
 }
 
 /// Returns the texts that identify a snapshot's RAM image, and its image assembled in memory, in

@@ -18,8 +18,9 @@ use memfold_vm::RamLayout;
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-use super::image::{HELD, ImageBlock};
+use super::image::ImageBlock;
 use super::manifest::Manifest;
+use super::plan::HELD;
 
 /// File of the working set in a snapshot. The file is only a hint: without it, or with a wrong one,
 /// nothing is lost.

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_host::progress::Progress;
@@ -11,19 +12,19 @@ use memfold_sys::memory;
 use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 use parking_lot::Mutex;
 use rustix::process::Pid;
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-use super::candidates::Candidates;
+use super::candidates::{Candidates, MOST_COMPARED, mappings};
 use super::compare::{Comparison, PIECE_PAGES, Piece};
 use super::image::{
-    CHUNK_BYTES, CHUNK_PAGES, Chunk, ImageBlock, ImageCounts, Plan, SUM_BYTES, Source, bytes,
-    place, write_nonzero,
+    CHUNK_BYTES, CHUNK_PAGES, ImageBlock, ImageCounts, SUM_BYTES, Source, bytes, page_change,
+    place, write_nonzero, zero_chunk_sum,
 };
+use super::manifest::MOST_MAPPINGS;
+use super::parent::Parent;
 use super::past::Past;
 use super::pipeline::{self, PIECE_BYTES, Writeback};
+use super::plan::{Chunk, Plan, within};
 use super::refer::Reference;
-
-static ZEROES: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
 
 /// Time of each stage of writing an image, summed over all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +51,7 @@ fn measure<T>(time: &mut Duration, work: impl FnOnce() -> T) -> T {
 pub struct Writer<'a> {
     ram: &'a File,
     placed: Vec<ImageBlock>,
+    parent: Option<Arc<Parent>>,
     writeback: Option<Writeback>,
     comparison: Comparison,
     sums: Vec<u8>,
@@ -77,18 +79,26 @@ impl Written {
 }
 
 impl<'a> Writer<'a> {
-    /// Starts to write an image into `ram`, an empty file.
-    pub fn new(plan: &Plan, ram: &'a File) -> io::Result<Self> {
-        let chunks = plan.blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES));
-        let chunks: u64 = chunks.sum();
-        ram.set_len(chunks * CHUNK_PAGES * PAGE_SIZE)?;
-        let empty = xxh3_128(&vec![0; CHUNK_BYTES]).to_le_bytes();
+    /// Starts to write an image into `ram`, an empty file. The plan was made with the same parent.
+    pub fn new(plan: &Plan, ram: &'a File, parent: Option<Arc<Parent>>) -> io::Result<Self> {
+        let placed = place(&plan.blocks);
+        let mut sums = Vec::new();
+        for block in &plan.blocks {
+            let of_parent = parent.as_ref().and_then(|parent| parent.block(block));
+            for first in (0..block.pages).step_by(CHUNK_BYTES / PAGE_BYTES) {
+                // Pages that are not read are zeroes, or the parent's.
+                let sum = of_parent.map_or_else(|| Ok(zero_chunk_sum()), |of| of.sum(first))?;
+                sums.extend(sum.to_le_bytes());
+            }
+        }
+        ram.set_len((sums.len() / SUM_BYTES * CHUNK_BYTES) as u64)?;
         Ok(Self {
             ram,
-            placed: place(&plan.blocks),
+            placed,
+            parent,
             writeback: None,
-            comparison: Comparison::new(Candidates::default()),
-            sums: empty.repeat(usize::try_from(chunks).map_err(io::Error::other)?),
+            comparison: Comparison::new(Candidates::default(), 0),
+            sums,
             written: Written {
                 counts: plan.counts,
                 ..Written::default()
@@ -103,9 +113,32 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Sets the candidates. Pages that files contain are then kept by reference.
-    pub(super) fn compare_with(&mut self, candidates: Candidates) {
-        self.comparison = Comparison::new(candidates);
+    /// Sets the candidates. Pages that files contain are then kept by reference, and so are the
+    /// pages of the plan that are the parent's.
+    pub(super) fn compare_with(
+        &mut self,
+        plan: &Plan,
+        mut candidates: Candidates,
+    ) -> io::Result<()> {
+        let kept = mappings(&plan.kept, 1);
+        if let Some(parent) = &self.parent {
+            let mut runs = Vec::new();
+            for (block, ranges) in plan.blocks.iter().zip(&plan.ranges) {
+                let of = parent.block(block);
+                let pages = ranges.iter().map(|&(from, to)| from..to);
+                runs.extend(
+                    of.iter()
+                        .flat_map(|of| pages.clone().flat_map(|pages| of.runs(block.hva, pages))),
+                );
+            }
+            runs.sort_unstable_by_key(|run| run.hva);
+            let most = MOST_COMPARED.min(MOST_MAPPINGS - kept);
+            let first = candidates.add_parent(parent.files()?, runs, most)?;
+            let references = plan.references(&self.placed, first);
+            self.written.references.extend(references);
+        }
+        self.comparison = Comparison::new(candidates, kept);
+        Ok(())
     }
 
     /// Returns the references, sorted by page, and the files that the references name.
@@ -115,8 +148,8 @@ impl<'a> Writer<'a> {
         (references, std::mem::take(&mut self.comparison.candidates))
     }
 
-    /// Writes the blocks of the plan with these numbers. The process must be stopped, or `past`
-    /// must keep old contents of its memory.
+    /// Writes the blocks of the plan with these numbers. The process must be stopped, the plan's
+    /// pages copied, or `past` must keep old contents of its memory.
     pub fn blocks(
         &mut self,
         plan: &Plan,
@@ -133,13 +166,15 @@ impl<'a> Writer<'a> {
         progress.add((pages - wanted) * PAGE_SIZE);
         let sums = std::mem::take(&mut self.sums);
         let made = Mutex::new((sums, std::mem::take(&mut self.written)));
-        let done = pipeline::run(chunks.len() as u64, 2 * PIECE_BYTES, |number, buffers| {
+        let done = pipeline::run(chunks.len() as u64, 3 * PIECE_BYTES, |number, buffers| {
             let chunk = &chunks[usize::try_from(number).map_err(io::Error::other)?];
-            let (sum, written) = self.chunk(plan, chunk, past, buffers)?;
+            let (change, written) = self.chunk(plan, chunk, past, buffers)?;
             let at = self.placed[chunk.block].first_page + chunk.first;
             let sum_at = usize::try_from(at / CHUNK_PAGES).map_err(io::Error::other)? * SUM_BYTES;
             let mut made = made.lock();
-            made.0[sum_at..][..SUM_BYTES].copy_from_slice(&sum.to_le_bytes());
+            let sum = &mut made.0[sum_at..][..SUM_BYTES];
+            let before = u128::from_le_bytes(std::array::from_fn(|byte| sum[byte]));
+            sum.copy_from_slice(&before.wrapping_add(change).to_le_bytes());
             made.1.add(written);
             drop(made);
             if let Some(writeback) = &self.writeback {
@@ -152,8 +187,8 @@ impl<'a> Writer<'a> {
         done
     }
 
-    /// Writes the pages of a chunk that must be saved. `buffers` has space for two pieces. Returns
-    /// also the chunk's checksum.
+    /// Writes the pages of a chunk that must be saved. `buffers` has space for three pieces.
+    /// Returns also what the chunk's checksum changes by.
     fn chunk(
         &self,
         plan: &Plan,
@@ -161,32 +196,44 @@ impl<'a> Writer<'a> {
         past: Option<&Past>,
         buffers: &mut [u8],
     ) -> io::Result<(u128, Written)> {
-        let block = &plan.blocks[chunk.block];
-        let ranges = &plan.ranges[chunk.block][chunk.ranges.clone()];
-        let place = self.placed[chunk.block].first_page;
+        let (number, block) = (chunk.block, &plan.blocks[chunk.block]);
+        let of_parent = self.parent.as_ref().and_then(|parent| parent.block(block));
+        let place = self.placed[number].first_page;
         let (buffer, other) = buffers.split_at_mut(PIECE_BYTES);
-        let mut hasher = Xxh3::new();
-        let mut written = Written::default();
+        let (other, old) = other.split_at_mut(PIECE_BYTES);
+        let (mut change, mut written) = (0_u128, Written::default());
         let times = &mut written.stages;
         for first in (chunk.first..chunk.first + CHUNK_PAGES).step_by(PIECE_BYTES / PAGE_BYTES) {
             let end = first + PIECE_PAGES;
-            let here: Vec<(u64, u64)> = ranges
-                .iter()
-                .map(|&(from, to)| (from.max(first), to.min(end)))
-                .filter(|(from, to)| from < to)
-                .collect();
-            if here.is_empty() {
-                measure(&mut times.hash, || hasher.update(&ZEROES));
+            let differing = within(&plan.differing[number], first, end);
+            if differing.is_empty() {
                 continue;
             }
+            let here = within(&plan.ranges[number], first, end);
             measure(&mut times.read, || {
-                read(plan.pid, block, first, &here, buffer)?;
+                if let Some(copied) = &plan.copied {
+                    buffer.fill(0);
+                    copied.read((number, &plan.ranges[number]), first, &here, buffer);
+                } else {
+                    read(plan.pid, block, first, &here, buffer)?;
+                }
+                if let Some(of_parent) = of_parent {
+                    let end = end.min(block.pages);
+                    of_parent.read(first, &mut old[..bytes(end - first)])?;
+                }
                 here.iter().try_for_each(|&(from, to)| {
                     let part = &mut buffer[bytes(from - first)..bytes(to - first)];
                     past.map_or(Ok(()), |past| past.settle(block.hva.add_pages(from), part))
                 })
             })?;
-            measure(&mut times.hash, || hasher.update(buffer));
+            let old = of_parent.is_some().then_some(&*old);
+            measure(&mut times.hash, || {
+                for page in differing.iter().flat_map(|&(from, to)| from..to) {
+                    let at = bytes(page - first)..bytes(page + 1 - first);
+                    let (new, old) = (&buffer[at.clone()], old.map(|old| &old[at]));
+                    change = change.wrapping_add(page_change(page % CHUNK_PAGES, old, new));
+                }
+            });
             let piece = Piece {
                 block,
                 place,
@@ -211,7 +258,7 @@ impl<'a> Writer<'a> {
         }
         let referred = written.references.iter().map(|r| u64::from(r.pages));
         written.counts.saved_pages += referred.sum::<u64>();
-        Ok((hasher.digest128(), written))
+        Ok((change, written))
     }
 
     /// Returns the time of each stage so far.
@@ -287,8 +334,8 @@ mod tests {
         sums: &File,
         progress: &Progress,
     ) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
-        let plan = Plan::new(pid, blocks.to_vec(), free)?;
-        let mut writer = Writer::new(&plan, ram)?;
+        let plan = Plan::new(pid, blocks.to_vec(), free, None)?;
+        let mut writer = Writer::new(&plan, ram, None)?;
         writer.write_back()?;
         let all: Vec<usize> = (0..blocks.len()).collect();
         writer.blocks(&plan, &all, None, progress)?;
@@ -303,6 +350,7 @@ mod tests {
         let stored = Stored {
             bytes,
             sums: all,
+            sums_of_pages: true,
             pages: Pages::plain(ram.try_clone().unwrap()).unwrap(),
             references: Vec::new(),
             sources: Vec::new(),
@@ -467,10 +515,10 @@ mod tests {
             heap = holder.heap();
             heap.as_ref().is_some_and(|heap| heap.pages > 7 << 8)
         });
-        let plan = Plan::new(holder.pid(), vec![heap.unwrap()], &[]).unwrap();
+        let plan = Plan::new(holder.pid(), vec![heap.unwrap()], &[], None).unwrap();
         drop(holder);
         let ram = file();
-        let mut writer = Writer::new(&plan, &ram).unwrap();
+        let mut writer = Writer::new(&plan, &ram, None).unwrap();
         writer.write_back().unwrap();
         let progress = Progress::default();
         let error = writer.blocks(&plan, &[0], None, &progress).unwrap_err();
@@ -482,10 +530,10 @@ mod tests {
     fn a_save_fails_with_the_write_error_of_the_image_file() {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
         let (_memory, source) = block(20 * CHUNK_PAGES);
-        let plan = Plan::new(me(), vec![source], &[]).unwrap();
+        let plan = Plan::new(me(), vec![source], &[], None).unwrap();
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let ram = File::from(memfd_create("full", flags).unwrap());
-        let mut writer = Writer::new(&plan, &ram).unwrap();
+        let mut writer = Writer::new(&plan, &ram, None).unwrap();
         fcntl_add_seals(&ram, SealFlags::WRITE).unwrap();
         let progress = Progress::default();
         let error = writer.blocks(&plan, &[0], None, &progress).unwrap_err();
@@ -583,15 +631,17 @@ mod tests {
         }
         disk.write_all_at(b"!", (1024 - 500 + 1000) * PAGE_SIZE)
             .unwrap();
-        let plan = Plan::new(me(), vec![source.clone()], &[]).unwrap();
-        let mut writer = Writer::new(&plan, &ram).unwrap();
+        let plan = Plan::new(me(), vec![source.clone()], &[], None).unwrap();
+        let mut writer = Writer::new(&plan, &ram, None).unwrap();
         let of_disk = SourceFile {
             overlay_of: None,
+            in_parent: false,
             path: "disk".into(),
             file: disk.try_clone().unwrap(),
             stamp: None,
         };
-        writer.compare_with(Candidates::of(vec![of_disk], runs));
+        let candidates = Candidates::of(vec![of_disk], runs);
+        writer.compare_with(&plan, candidates).unwrap();
         writer
             .blocks(&plan, &[0], None, &Progress::default())
             .unwrap();
@@ -629,6 +679,7 @@ mod tests {
         let stored = Stored {
             bytes: ram.metadata().unwrap().len(),
             sums: all,
+            sums_of_pages: true,
             pages: Pages::plain(ram).unwrap(),
             references,
             sources: candidates

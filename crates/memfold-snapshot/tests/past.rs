@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use memfold_folder::Folder;
 use memfold_snapshot::Progress;
-use memfold_snapshot::image::{Plan, Source};
+use memfold_snapshot::image::Source;
 use memfold_snapshot::past::Past;
+use memfold_snapshot::plan::Plan;
 use memfold_snapshot::stored::{Pages, Stored};
 use memfold_snapshot::writer::Writer;
 use memfold_sys::memory;
@@ -119,7 +120,7 @@ impl Ram {
             hva: self.area().start(),
             pages: PAGES,
         };
-        Plan::new(me(), vec![source], &[]).unwrap()
+        Plan::new(me(), vec![source], &[], None).unwrap()
     }
 
     /// Protects the present contents, and keeps old contents of up to `room` pages.
@@ -261,7 +262,7 @@ fn pages_written_during_a_live_save_are_saved_with_their_previous_content() {
         let ram_file = tempfile::tempfile().unwrap();
         let mut sums = tempfile::tempfile().unwrap();
         let ((), written) = while_written(&ram, rounds + 1, |_| {
-            let mut writer = Writer::new(&plan, &ram_file).unwrap();
+            let mut writer = Writer::new(&plan, &ram_file, None).unwrap();
             let progress = Progress::default();
             writer.blocks(&plan, &[0], Some(&past), &progress).unwrap();
             writer.finish(&sums).unwrap();
@@ -276,6 +277,7 @@ fn pages_written_during_a_live_save_are_saved_with_their_previous_content() {
         let stored = Stored {
             bytes: then.len() as u64,
             sums: all,
+            sums_of_pages: true,
             pages: Pages::plain(ram_file).unwrap(),
             references: Vec::new(),
             sources: Vec::new(),

@@ -40,6 +40,17 @@ impl StoreIdentity {
             ino: stat.st_ino,
         })
     }
+
+    /// Returns major and minor device number and inode number, as lines of `/proc/PID/maps` have
+    /// them.
+    #[must_use]
+    pub fn in_maps(self) -> (u32, u32, u64) {
+        (
+            rustix::fs::major(self.dev),
+            rustix::fs::minor(self.dev),
+            self.ino,
+        )
+    }
 }
 
 impl From<&Metadata> for StoreIdentity {

@@ -21,6 +21,9 @@ use crate::threads;
 /// Time limit for a guest to list its free pages.
 const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Why free pages are not known if few pages have to be saved.
+pub(super) const NOT_ASKED: &str = "few pages have to be saved, so the guest was not asked";
+
 /// Page frames that the guest has free; or why they are not known.
 type FreePages = Result<Vec<Frames>, String>;
 
@@ -60,7 +63,7 @@ impl<'a> HeldVm<'a> {
             merging: RefCell::new(merging),
             stopped: Cell::new(None),
             stood: Cell::new(Duration::ZERO),
-            listing: RefCell::new(Err("the guest was not asked".into())),
+            listing: RefCell::new(Err(NOT_ASKED.into())),
             noted,
         }
     }

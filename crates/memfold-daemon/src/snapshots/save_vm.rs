@@ -22,7 +22,8 @@ use crate::machine::{Machine, text};
 use crate::snapshot_locks::being_saved;
 use crate::snapshots::candidates;
 use crate::snapshots::choose::{Facts, disk_speed, drop_limit};
-use crate::snapshots::hold::HeldVm;
+use crate::snapshots::hold::{HeldVm, NOT_ASKED};
+use crate::snapshots::parent::Base;
 use crate::snapshots::{Snapshots, subject};
 
 /// Time limit for a guest to report whether it has a VM generation ID.
@@ -30,6 +31,17 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time for which a measured throughput of the disk is valid.
 const SPEED_LASTS: Duration = Duration::from_secs(600);
+
+/// Why a VM is saved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum SaveKind {
+    /// Somebody asked for the snapshot.
+    Asked,
+    /// The snapshot of a VM that has just booted; the text marks the VM's process.
+    Boot(Option<String>),
+    /// VMs that fork from this one start from the snapshot.
+    Fork,
+}
 
 /// Result of preparing the guest for a save.
 struct Prepared {
@@ -47,15 +59,14 @@ struct Prepared {
 impl Snapshots {
     /// Saves a VM. The VM continues to run afterwards, even if the save fails.
     pub fn save(&self, request: &SaveRequest) -> Result<Manifest, DaemonError> {
-        self.save_marked(request, None)
+        self.save_as(request, &SaveKind::Asked)
     }
 
-    /// Saves a VM as [`Snapshots::save`] does. `of_boot` is recorded in the manifest and marks a
-    /// boot snapshot.
-    pub(crate) fn save_marked(
+    /// Saves a VM as [`Snapshots::save`] does, as a snapshot of this kind.
+    pub(crate) fn save_as(
         &self,
         request: &SaveRequest,
-        of_boot: Option<String>,
+        kind: &SaveKind,
     ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
         let machine = self.below.registry.machine(&request.vm)?;
@@ -89,14 +100,21 @@ impl Snapshots {
         let kept =
             |segment: &SegmentSpec| self.below.snapshot_locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
+        let base = self.base(&machine, request, &progress)?;
+        let base = base.as_ref();
         let save = |prepared| {
             let of = (&machine, &subject, &right);
-            self.save_prepared(of, request, of_boot, began, prepared, &progress)
+            self.save_prepared(of, request, (kind, base), began, prepared, &progress)
         };
+        let of_origin = base.filter(|base| base.is_origin);
         // Two questions to the guest at once, because each takes an emulated guest a while.
         let (generation_id, prepared) = std::thread::scope(|scope| {
-            let asked = scope.spawn(|| has_generation_id(&machine));
-            let prepared = self.prepare(&machine, &subject, request.keep, &progress);
+            let asked = || match of_origin {
+                Some(base) => base.manifest.generation_id,
+                None => has_generation_id(&machine),
+            };
+            let asked = scope.spawn(asked);
+            let prepared = self.prepare(&machine, &subject, (request.keep, base), &progress);
             (asked.join().unwrap_or(false), prepared)
         });
         let mut prepared = prepared?;
@@ -139,7 +157,7 @@ impl Snapshots {
         &self,
         machine: &Machine,
         subject: &Subject,
-        choice: KeepChoice,
+        (choice, base): (KeepChoice, Option<&Base<'_>>),
         progress: &Progress,
     ) -> Result<Prepared, DaemonError> {
         let prepared = |keep, candidates, keep_reason| Prepared {
@@ -154,6 +172,9 @@ impl Snapshots {
         let has_agent = machine.agent().is_some_and(|a| a.session().is_some());
         if choice == KeepChoice::All {
             return Ok(prepared(Keep::All, Vec::new(), None));
+        }
+        if let Some(reason) = base.and_then(|base| base.needs_no_answers(choice)) {
+            return all(reason);
         }
         if is_chosen && !has_agent {
             return all("the guest has no memfold-agent to say where its page cache lies".into());
@@ -203,7 +224,7 @@ impl Snapshots {
         &self,
         (machine, subject, right): (&Arc<Machine>, &Subject, &SaveRight<'_>),
         request: &SaveRequest,
-        of_boot: Option<String>,
+        (kind, base): (&SaveKind, Option<&Base<'_>>),
         began: Instant,
         prepared: Prepared,
         progress: &Progress,
@@ -224,7 +245,10 @@ impl Snapshots {
             .map_err(state_error(self.below.registry.state()))?;
         let folding = &self.below.folding;
         let held = HeldVm::new(folding, machine, agent.as_deref(), merging, noted);
-        held.ask_free_pages();
+        let is_small = base.is_some_and(|base| base.needs_no_answers(request.keep).is_some());
+        if !is_small && *kind != SaveKind::Fork {
+            held.ask_free_pages();
+        }
         // Devices that write past the page tables: such writes cannot be tracked.
         if let Some(problem) = machine.problem().filter(|_| request.live) {
             return Err(
@@ -237,12 +261,18 @@ impl Snapshots {
             name: request.name.clone(),
             keep: prepared.keep,
             keep_reason: prepared.keep_reason,
-            of_boot,
+            of_boot: match kind {
+                SaveKind::Boot(mark) => mark.clone(),
+                SaveKind::Asked | SaveKind::Fork => None,
+            },
+            fork: *kind == SaveKind::Fork,
             live: request.live,
             compress: request.compress,
             domain: machine.domain().map(str::to_owned),
             began,
             cache_kept: prepared.cache_kept,
+            parent: base.map(|base| base.parent.clone()),
+            cpu: base.and_then(|base| base.manifest.cpu.clone().filter(|_| base.is_origin)),
             candidates: prepared.candidates,
             steps,
         };
@@ -265,7 +295,8 @@ impl Snapshots {
             machine.set_clock_soon();
         }
         let manifest = manifest?;
-        if let Some(why) = &manifest.free_kept {
+        let why = manifest.free_kept.as_ref();
+        if let Some(why) = why.filter(|why| *why != NOT_ASKED) {
             info!(
                 vm = request.vm,
                 why,

@@ -11,6 +11,7 @@ mod doctor;
 mod estimate;
 mod failure;
 mod fold;
+mod fork;
 mod generate;
 mod host;
 mod iscsi_process;
@@ -94,6 +95,8 @@ enum Command {
     Snapshot(snapshot::Arguments),
     /// Start VMs from one snapshot, in milliseconds
     Clone(snapshot::CloneArguments),
+    /// Start VMs that continue a running VM from this instant
+    Fork(fork::ForkArguments),
     /// Segments: files that VMs execute in place from one copy
     #[command(subcommand)]
     Segment(segment::Arguments),
@@ -158,6 +161,7 @@ pub fn main() -> ExitCode {
         Command::Ksm(arguments) => ksm::run(&context, arguments),
         Command::Snapshot(arguments) => snapshot::run(&context, arguments),
         Command::Clone(arguments) => snapshot::clone(&context, &arguments),
+        Command::Fork(arguments) => fork::run(&context, &arguments),
         Command::Segment(arguments) => segment::run(&context, arguments),
         Command::Lend(arguments) => lend::lend(&context, &arguments),
         Command::Borrow(arguments) => lend::borrow(&context, &arguments),

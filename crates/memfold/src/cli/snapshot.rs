@@ -34,8 +34,15 @@ pub(super) enum Arguments {
         live: bool,
         /// Compress the RAM image: it takes less space on disk, but is decompressed into memory
         /// before the first VM runs from it
-        #[arg(long)]
+        #[arg(long, conflicts_with = "parent")]
         compress: bool,
+        /// Save only pages that differ from snapshot PARENT, and refer to PARENT for all others; by
+        /// default, the snapshot that the VM runs from
+        #[arg(long)]
+        parent: Option<String>,
+        /// Save all pages, even if the VM runs from a snapshot
+        #[arg(long, conflicts_with = "parent")]
+        whole: bool,
         /// Seconds that the guest may take to drop its caches; by default, the time to write the
         /// caches to disk (5 to 120). Caches that are not dropped by then are saved
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
@@ -84,8 +91,11 @@ pub(super) enum Arguments {
     /// List all snapshots
     List {
         /// List the snapshots in this object store instead
-        #[arg(long, value_name = "URL")]
+        #[arg(long, value_name = "URL", conflicts_with = "tree")]
         remote: Option<String>,
+        /// Show each layer below its parent
+        #[arg(long)]
+        tree: bool,
     },
     /// Show a snapshot's manifest
     Inspect {
@@ -97,13 +107,23 @@ pub(super) enum Arguments {
         /// Snapshot to verify
         name: String,
     },
+    /// Make a layer complete: copy what it needs of other snapshots into it
+    Compact {
+        /// Snapshots to make complete
+        #[arg(required = true)]
+        names: Vec<String>,
+    },
     /// Remove snapshots that no VM runs from
     Remove {
         /// Snapshots to remove
         #[arg(required = true)]
         names: Vec<String>,
+        /// Make layers that need the snapshots complete first; by default, such snapshots are not
+        /// removed
+        #[arg(long)]
+        merge: bool,
         /// Remove the snapshots from this object store instead
-        #[arg(long, value_name = "URL")]
+        #[arg(long, value_name = "URL", conflicts_with = "merge")]
         remote: Option<String>,
     },
 }
@@ -169,6 +189,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             keep,
             live,
             compress,
+            parent,
+            whole,
             drop_timeout,
             keep_clock,
         } => {
@@ -178,6 +200,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 keep,
                 live,
                 compress,
+                parent,
+                whole,
                 drop_s: drop_timeout,
                 keep_clock,
             };
@@ -216,10 +240,12 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
         }
         Arguments::Push(arguments) => transfer::push(context, &client, arguments),
         Arguments::Pull(arguments) => transfer::pull(context, &client, arguments),
-        Arguments::List { remote: Some(url) } => transfer::list(context, &client, url),
-        Arguments::List { remote: None } => {
+        Arguments::List {
+            remote: Some(url), ..
+        } => transfer::list(context, &client, url),
+        Arguments::List { remote: None, tree } => {
             let list: Vec<SnapshotInfo> = client.get("/v1/snapshots")?;
-            context.print(&list, |list| snapshots(list))
+            context.print(&list, |list| snapshots(list, tree))
         }
         Arguments::Inspect { name } => {
             let manifest: Manifest = client.get(&path(&name)?)?;
@@ -227,30 +253,22 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 serde_json::to_string_pretty(m).unwrap_or_default()
             })
         }
-        Arguments::Verify { name } => {
-            let place = format!("{}/verify", path(&name)?);
-            let report: VerifyReport = watched(context, &name, || Ok(client.post(&place, &())?))?;
-            let right = report.problems.is_empty();
-            context.print(&report, |report| {
-                if right {
-                    format!("{}: unchanged since it was saved", report.name)
-                } else {
-                    report.problems.join("\n")
-                }
-            })?;
-            Ok(ExitCode::from(u8::from(!right)))
-        }
+        Arguments::Verify { name } => verify(context, &client, &name),
+        Arguments::Compact { names } => make_complete(context, &client, &names),
         Arguments::Remove {
             names,
             remote: Some(url),
+            ..
         } => transfer::remove(context, &client, &names, url),
         Arguments::Remove {
             names,
+            merge,
             remote: None,
         } => {
+            let query = if merge { "?merge=true" } else { "" };
             for name in &names {
                 client
-                    .delete::<()>(&path(name)?)
+                    .delete::<()>(&format!("{}{query}", path(name)?))
                     .with_context(|| format!("cannot remove '{name}'"))?;
             }
             let removed = serde_json::json!({ "removed": names });
@@ -259,9 +277,38 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     }
 }
 
+fn verify(context: &Context, client: &Client, name: &str) -> anyhow::Result<ExitCode> {
+    let place = format!("{}/verify", path(name)?);
+    let report: VerifyReport = watched(context, name, || Ok(client.post(&place, &())?))?;
+    let right = report.problems.is_empty();
+    context.print(&report, |report| {
+        if right {
+            format!("{}: unchanged since it was saved", report.name)
+        } else {
+            report.problems.join("\n")
+        }
+    })?;
+    Ok(ExitCode::from(u8::from(!right)))
+}
+
+/// Makes layers complete, one after the other.
+fn make_complete(context: &Context, client: &Client, names: &[String]) -> anyhow::Result<ExitCode> {
+    let mut complete = Vec::new();
+    for name in names {
+        let place = format!("{}/compact", path(name)?);
+        let manifest: Manifest =
+            (client.post(&place, &())).with_context(|| format!("cannot make '{name}' complete"))?;
+        complete.push(manifest);
+    }
+    context.print(&complete, |all| {
+        let lines = all.iter().map(|m| format!("{}: {}", m.name, held(m)));
+        lines.collect::<Vec<_>>().join("\n")
+    })
+}
+
 /// A clone, as it is printed.
 #[derive(Debug, Serialize)]
-struct Clone {
+pub(super) struct Clone {
     /// Time from the command until guest code runs, in milliseconds.
     ms: f64,
     vm: VmInfo,
@@ -285,44 +332,23 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
         }
     }
     let prefix = arguments.prefix.as_ref().unwrap_or(snapshot);
-    let mut clones = Vec::new();
-    for number in 1..=arguments.number {
-        let request = RestoreRequest {
-            renew: if arguments.identity {
-                Renew::Identity
-            } else {
-                Renew::Network
-            },
-            force: arguments.force,
-            despite_brake: arguments.despite_brake,
-            prefetch: arguments.prefetch,
-            keep_clock: arguments.keep_clock,
-            forwards: arguments.forwards.clone(),
-            ..RestoreRequest::new(format!("{prefix}-{number}"))
-        };
-        let began = Instant::now();
-        let started = watched(context, snapshot, || restore(&client, snapshot, &request));
-        let vm = started.with_context(|| {
-            format!("clone '{}' did not start; {} run", request.vm, clones.len())
-        })?;
-        let ms = began.elapsed().as_secs_f64() * 1000.0;
-        if !context.json {
-            let described = super::vm::describe("cloned", &vm);
-            write_line(&format!("{ms:.0} ms: {described}"))?;
-        }
-        clones.push(Clone { ms, vm });
-    }
+    let names = (1..=arguments.number).map(|number| format!("{prefix}-{number}"));
+    let request = RestoreRequest {
+        renew: renew(arguments.identity),
+        force: arguments.force,
+        despite_brake: arguments.despite_brake,
+        prefetch: arguments.prefetch,
+        keep_clock: arguments.keep_clock,
+        forwards: arguments.forwards.clone(),
+        ..RestoreRequest::new("")
+    };
+    let mut clones = start_clones(context, &client, (snapshot, "cloned"), names, &request)?;
     if arguments.no_wait {
         return context.print(&clones, |_| {
             "each guest's identity is renewed when its agent answers".into()
         });
     }
-    let limit = RENEW_TIMEOUT + RENEW_TIMEOUT_EACH * arguments.number;
-    let vms = clones.iter_mut().map(|clone| &mut clone.vm).collect();
-    wait(&client, vms, limit, |vm| {
-        vm.renewal.as_ref().is_some_and(|r| r.pending) || clock_pending(vm)
-    })?;
-    let left = left_as_it_was(&clones);
+    let left = wait_for_identities(&client, &mut clones)?;
     context.print(&clones, |clones| {
         if left.is_empty() {
             format!("{} with renewed identity", clones.len())
@@ -331,6 +357,57 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
         }
     })?;
     Ok(ExitCode::from(u8::from(!left.is_empty())))
+}
+
+pub(super) const fn renew(identity: bool) -> Renew {
+    if identity {
+        Renew::Identity
+    } else {
+        Renew::Network
+    }
+}
+
+/// Starts VMs with these names from a snapshot, one after the other, and tells each.
+pub(super) fn start_clones(
+    context: &Context,
+    client: &Client,
+    (snapshot, done): (&str, &str),
+    names: impl Iterator<Item = String>,
+    request: &RestoreRequest,
+) -> anyhow::Result<Vec<Clone>> {
+    let mut clones = Vec::new();
+    for vm in names {
+        let request = RestoreRequest {
+            vm,
+            ..request.clone()
+        };
+        let began = Instant::now();
+        let started = watched(context, snapshot, || restore(client, snapshot, &request));
+        let vm = started
+            .with_context(|| format!("VM '{}' did not start; {} run", request.vm, clones.len()))?;
+        let ms = began.elapsed().as_secs_f64() * 1000.0;
+        if !context.json {
+            let described = super::vm::describe(done, &vm);
+            write_line(&format!("{ms:.0} ms: {described}"))?;
+        }
+        clones.push(Clone { ms, vm });
+    }
+    Ok(clones)
+}
+
+/// Waits until the clones' agents have renewed their identities. Returns what is left, one identity
+/// in each line.
+pub(super) fn wait_for_identities(
+    client: &Client,
+    clones: &mut [Clone],
+) -> anyhow::Result<Vec<String>> {
+    let number = u32::try_from(clones.len()).unwrap_or(u32::MAX);
+    let limit = RENEW_TIMEOUT + RENEW_TIMEOUT_EACH * number;
+    let vms = clones.iter_mut().map(|clone| &mut clone.vm).collect();
+    wait(client, vms, limit, |vm| {
+        vm.renewal.as_ref().is_some_and(|r| r.pending) || clock_pending(vm)
+    })?;
+    Ok(left_as_it_was(clones))
 }
 
 /// Reads the state of `vms` again and again, until `pending` is `false` for each VM that still
@@ -420,8 +497,18 @@ fn held(manifest: &Manifest) -> String {
     let all = manifest.counts.pages * PAGE_SIZE;
     let referred = manifest.references.as_ref().map_or(0, |r| r.pages) * PAGE_SIZE;
     let mut parts = vec![format!("{} of {}", ByteSize(saved), ByteSize(all))];
-    if referred > 0 {
-        parts.push(format!("of it {} on its disks", ByteSize(referred)));
+    let of_parent = manifest.parent_bytes();
+    if let Some(parent) = &manifest.parent {
+        let own = ByteSize(saved - referred);
+        let of_parent = ByteSize(of_parent);
+        parts.push(format!(
+            "of it {own} saved, {of_parent} in '{}'",
+            parent.name
+        ));
+    }
+    if referred > of_parent {
+        let on_disks = ByteSize(referred - of_parent);
+        parts.push(format!("of it {on_disks} on its disks"));
     }
     if let Some(packed) = &manifest.packed {
         let rest = ByteSize(saved - referred);
@@ -439,20 +526,51 @@ fn watched<T>(
     super::watch::watched(context, format!("{}/progress", path(snapshot)?), work)
 }
 
-fn snapshots(list: &[SnapshotInfo]) -> String {
+fn snapshots(list: &[SnapshotInfo], is_tree: bool) -> String {
     if list.is_empty() {
         return "no snapshots; 'memfold snapshot save VM NAME' makes one".into();
     }
-    let rows = list.iter().map(|snapshot| {
+    let all = if is_tree {
+        in_tree(list)
+    } else {
+        list.iter().map(|snapshot| (0, snapshot)).collect()
+    };
+    let rows = all.into_iter().map(|(depth, snapshot)| {
         [
-            snapshot.name.clone(),
+            format!("{}{}", "  ".repeat(depth), snapshot.name),
             snapshot.vm.clone(),
             snapshot.domain.clone().unwrap_or_default(),
             ByteSize(snapshot.memory_bytes).to_string(),
             ByteSize(snapshot.disk_bytes).to_string(),
+            snapshot.parent.as_ref().map_or_else(String::new, |parent| {
+                format!("{} {parent}", ByteSize(snapshot.parent_bytes))
+            }),
             snapshot.users.join(", "),
             snapshot.problem.clone().unwrap_or_default(),
         ]
     });
-    table("NAME  VM  DOMAIN  RAM  ON DISK  RUNS IN  PROBLEM", rows)
+    table(
+        "NAME  VM  DOMAIN  RAM  ON DISK  IN PARENT  RUNS IN  PROBLEM",
+        rows,
+    )
+}
+
+/// Returns snapshots with their depths, each after its parent. One whose parent is gone has
+/// depth 0.
+fn in_tree(list: &[SnapshotInfo]) -> Vec<(usize, &SnapshotInfo)> {
+    let has = |name: &String| list.iter().any(|other| other.name == *name);
+    let mut found = Vec::new();
+    let roots = list.iter().filter(|s| !s.parent.as_ref().is_some_and(has));
+    let mut open: Vec<(usize, &SnapshotInfo)> = roots.rev().map(|root| (0, root)).collect();
+    while let Some((depth, snapshot)) = open.pop() {
+        found.push((depth, snapshot));
+        let is_child = |s: &&SnapshotInfo| s.parent.as_ref() == Some(&snapshot.name);
+        open.extend(
+            list.iter()
+                .filter(is_child)
+                .rev()
+                .map(|child| (depth + 1, child)),
+        );
+    }
+    found
 }

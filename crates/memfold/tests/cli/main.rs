@@ -32,7 +32,7 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-const COMMANDS: [(&[&str], &[&str], bool); 54] = [
+const COMMANDS: [(&[&str], &[&str], bool); 56] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -126,8 +126,14 @@ const COMMANDS: [(&[&str], &[&str], bool); 54] = [
     (&["snapshot", "list"], &["List all snapshots"], true),
     (&["snapshot", "inspect"], &["manifest"], false),
     (&["snapshot", "verify"], &["checksums"], false),
-    (&["snapshot", "remove"], &["no VM runs from"], false),
+    (&["snapshot", "compact"], &["layer complete"], false),
+    (
+        &["snapshot", "remove"],
+        &["no VM runs from", "--merge"],
+        false,
+    ),
     (&["clone"], &["from one snapshot", "--number"], false),
+    (&["fork"], &["continue a running VM", "--number"], false),
     (
         &["lend"],
         &[
@@ -477,6 +483,7 @@ fn refused_commands_name_the_condition_and_the_fix() {
         &["snapshot", "inspect", "ghost"][..],
         &["snapshot", "verify", "ghost"],
         &["snapshot", "remove", "ghost"],
+        &["snapshot", "compact", "ghost"],
         &["snapshot", "push", "ghost", "file:///"],
         &["snapshot", "restore", "ghost", "--as", "a"],
         &["clone", "ghost"],

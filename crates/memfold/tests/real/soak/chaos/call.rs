@@ -44,7 +44,7 @@ const MOST: usize = 4;
 /// its own timeouts), and a function that returns its arguments.
 type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
 
-const CALLED: [Called; 49] = [
+const CALLED: [Called; 51] = [
     ("doctor", 60, |c| {
         let place = c.testbed.root.join("doctor").display().to_string();
         words(&["doctor", "--state", &place])
@@ -133,9 +133,15 @@ const CALLED: [Called; 49] = [
         let snapshot = c.snapshot();
         words(&["snapshot", "verify", &snapshot])
     }),
-    ("snapshot remove", 30, |c| {
-        let snapshot = c.removable();
-        words(&["snapshot", "remove", &snapshot])
+    ("snapshot compact", 120, |c| {
+        let snapshot = c.snapshot();
+        words(&["snapshot", "compact", &snapshot])
+    }),
+    ("snapshot remove", 120, |c| {
+        let (snapshot, merge) = (c.removable(), c.random.below(3) == 0);
+        let mut asked = words(&["snapshot", "remove", &snapshot]);
+        asked.extend(merge.then(|| "--merge".to_owned()));
+        asked
     }),
     ("clone", 190, |c| {
         if c.has_enough() {
@@ -143,6 +149,13 @@ const CALLED: [Called; 49] = [
         }
         let (snapshot, prefix) = (c.snapshot(), c.name("t-clone"));
         words(&["clone", &snapshot, "--prefix", &prefix])
+    }),
+    ("fork", 190, |c| {
+        if c.has_enough() {
+            return c.make_room();
+        }
+        let (vm, prefix) = (c.throwaway_with_guest(), c.name("t-fork"));
+        words(&["fork", &vm, "--name", &prefix])
     }),
     ("segment build", 120, |c| {
         let (name, from) = (
@@ -231,7 +244,7 @@ const CALLED: [Called; 49] = [
 /// Returns how often a deck contains a command. Commands on which others depend are more frequent.
 fn times(command: &str) -> usize {
     match command {
-        "borrow" | "snapshot save" | "clone" | "vm resume" | "libvirt enable" => 3,
+        "borrow" | "snapshot save" | "clone" | "fork" | "vm resume" | "libvirt enable" => 3,
         _ => 1,
     }
 }

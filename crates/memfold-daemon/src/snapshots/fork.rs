@@ -1,0 +1,134 @@
+//! Forks running VMs: saves a VM at this instant as a layer, from which other VMs start, and makes
+//! the VM share the layer's memory.
+//!
+//! ```text
+//!   VM runs from P    | P's pages         | own pages |
+//!   layer L           | refers to P       | copied    |    the VM stands still meanwhile
+//!   VM afterwards     | P's pages         | L's pages |    folded onto L's image, unless written since
+//!   forks of the VM   | P's pages         | L's pages |    they are restored from L
+//! ```
+//! A layer without users is removed: it is needed as long as a VM maps it, or another layer refers
+//! to it.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use memfold_api::{ForkReport, ForkRequest, KeepChoice, SaveRequest};
+use memfold_fold::Command;
+use memfold_snapshot::{Manifest, SnapshotError, restore, shelf};
+use memfold_units::PAGE_SIZE;
+use memfold_vm::overlay;
+use tracing::{debug, info};
+
+use crate::error::DaemonError;
+use crate::machine::Machine;
+use crate::snapshots::Snapshots;
+use crate::snapshots::save_vm::SaveKind;
+use crate::threads::{self, unix_time};
+
+/// Beginning of the names of layers that forks start from.
+const PREFIX: &str = "fork-";
+
+/// Most letters of a VM's name in the name of its layer.
+const MOST_OF_NAME: usize = 32;
+
+/// How often unused layers are looked for, and the least age of one.
+const LOOK_EVERY: Duration = Duration::from_secs(10);
+const LEAST_AGE: Duration = Duration::from_secs(30);
+
+impl Snapshots {
+    /// Saves a running VM as the snapshot from which its forks start.
+    pub fn fork(&self, vm: &str, request: &ForkRequest) -> Result<ForkReport, DaemonError> {
+        let began = Instant::now();
+        let short: String = vm.chars().take(MOST_OF_NAME).collect();
+        let save = SaveRequest {
+            keep: KeepChoice::All,
+            ..SaveRequest::new(vm, format!("{PREFIX}{short}-{:x}", overlay::unique()))
+        };
+        let kind = if request.keep {
+            SaveKind::Asked
+        } else {
+            SaveKind::Fork
+        };
+        let manifest = self.save_as(&save, &kind)?;
+        let fork_ms = began.elapsed().as_secs_f64() * 1000.0;
+        let machine = self.below.registry.machine(vm)?;
+        let shared = self.share(&machine, &manifest);
+        let (shared_bytes, not_shared) = match shared {
+            Ok(pages) => (pages * PAGE_SIZE, None),
+            Err(why) => (0, Some(why)),
+        };
+        if let Some(why) = &not_shared {
+            info!(
+                vm,
+                snapshot = manifest.name,
+                why,
+                "the VM keeps its own copy of the memory that its forks start with"
+            );
+        }
+        Ok(ForkReport {
+            snapshot: manifest.name.clone(),
+            parent: manifest.parent.as_ref().map(|parent| parent.name.clone()),
+            pause_ms: manifest.pause_ms,
+            fork_ms,
+            own_bytes: manifest.own_bytes(),
+            shared_bytes,
+            not_shared,
+        })
+    }
+
+    /// Makes a VM share its memory with a layer that was just saved from it. Returns the number of
+    /// shared pages.
+    fn share(&self, machine: &Machine, layer: &Manifest) -> Result<u64, String> {
+        if let Some(problem) = machine.problem() {
+            return Err(problem);
+        }
+        if !machine.can_stop() {
+            return Err("memfold's library cannot stop this VM".into());
+        }
+        let shelf = &self.below.snapshots;
+        let file: File = shelf
+            .file(&layer.name, shelf::RAM)
+            .map_err(|error| error.to_string())?;
+        let runs = restore::own_runs(layer, &file, &machine.layout());
+        let runs = runs.map_err(|error| error.to_string())?;
+        let fold = |answer| Command::FoldOnto(machine.id(), file, runs, answer);
+        let done = self
+            .below
+            .folding
+            .ask(fold)
+            .map_err(|error| error.to_string());
+        done.and_then(|done| done)
+    }
+
+    /// Begins to remove layers of forks that no VM needs any more, until this value is dropped.
+    pub(crate) fn begin_removing_forks(self: &Arc<Self>) -> io::Result<()> {
+        threads::repeat("forks", LOOK_EVERY, self, |snapshots| {
+            snapshots.remove_unused_forks();
+        })
+    }
+
+    fn remove_unused_forks(&self) {
+        let names = self.below.snapshots.names().unwrap_or_default().into_iter();
+        for name in names.filter(|name| name.starts_with(PREFIX)) {
+            let Ok(manifest) = self.below.snapshots.manifest(&name) else {
+                continue;
+            };
+            if !manifest.fork || Duration::from_secs(manifest.created_s) + LEAST_AGE > unix_time() {
+                continue;
+            }
+            match self.remove(&name) {
+                Ok(()) => info!(
+                    snapshot = name,
+                    "layer of forks removed, because no VM needs it"
+                ),
+                Err(DaemonError::Snapshot(
+                    SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
+                )) => {}
+                Err(error) => debug!(snapshot = name, %error, "cannot remove the layer of forks"),
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Folds pages of a VM onto a file that holds the same bytes: the RAM image of the VM's newest
+//! fork. The fork and the VM then share this memory. The library stops the VM for each order,
+//! compares each page again, and leaves pages alone that the VM has written meanwhile.
+
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::sync::mpsc::SyncSender;
+
+use memfold_units::PAGE_SIZE;
+use memfold_wire::library::{
+    FoldRun, Freeze, MAX_RUN_PAGES, MAX_RUNS, MapRun, Order, Outcome, Reply,
+};
+
+use super::guest::VmId;
+use super::image::file_number;
+use super::state::Engine;
+
+/// Time after the stop of the VM at which an order starts no further run, in microseconds.
+/// Comparing and mapping 64 MiB takes about 20 ms.
+const LIMIT_US: u32 = 50_000;
+
+/// Maximum number of orders for one file, each of which stops the VM.
+const MAX_ORDERS: usize = 16;
+
+impl Engine {
+    /// Folds ranges of a VM onto `file`, and answers how many pages are folded.
+    pub(super) fn fold_onto(
+        &mut self,
+        id: VmId,
+        file: &File,
+        ranges: &[MapRun],
+        answer: &SyncSender<Result<u64, String>>,
+    ) {
+        let folded = self.try_to_fold_onto(id, file, ranges);
+        if let Some(vm) = self.vms.get_mut(&id) {
+            vm.maps_stale = true;
+        }
+        // A receiver that is gone needs no answer: the pages are folded, or as they were.
+        let _ = answer.send(folded);
+    }
+
+    fn try_to_fold_onto(
+        &mut self,
+        id: VmId,
+        file: &File,
+        ranges: &[MapRun],
+    ) -> Result<u64, String> {
+        let facts = file.metadata().map_err(|error| error.to_string())?;
+        let store = file_number(facts.dev(), facts.ino());
+        let max_pages = facts.len() / PAGE_SIZE;
+        self.ask_library(id, &Order::AddStore { store, max_pages }, Some(file))?;
+        let mut runs = runs_of(ranges, store);
+        let mut folded = 0;
+        for _ in 0..MAX_ORDERS {
+            if runs.is_empty() {
+                break;
+            }
+            let now: Vec<FoldRun> = runs.drain(..runs.len().min(MAX_RUNS)).collect();
+            let freeze = Freeze::Stopped { limit_us: LIMIT_US };
+            let order = Order::Fold {
+                freeze,
+                runs: now.clone(),
+            };
+            let Reply::Outcomes {
+                outcomes,
+                cpu_ns,
+                stopped_ns,
+            } = self.ask_library(id, &order, None)?
+            else {
+                break;
+            };
+            self.library_cpu_ns += cpu_ns;
+            if let Some(vm) = self.vms.get_mut(&id) {
+                vm.note_pause(stopped_ns);
+            }
+            for (run, outcome) in now.iter().zip(outcomes) {
+                let done = outcome.pages_done(run.pages);
+                folded += u64::from(done);
+                runs.extend(rest(run, outcome, stopped_ns > 0));
+            }
+        }
+        self.ask_library(id, &Order::RemoveStore { store }, None)?;
+        Ok(folded)
+    }
+
+    fn ask_library(
+        &mut self,
+        id: VmId,
+        order: &Order,
+        file: Option<&File>,
+    ) -> Result<Reply, String> {
+        let vm = self.vms.get_mut(&id).ok_or("the VM has ended")?;
+        match vm.guest.order(order, file.map(|file| file.as_fd())) {
+            Ok(Reply::Error { reason }) => Err(reason),
+            Ok(reply) => Ok(reply),
+            Err(error) => {
+                self.lost(id, &error);
+                Err(error.to_string())
+            }
+        }
+    }
+}
+
+/// Returns the runs of an order for these ranges.
+fn runs_of(ranges: &[MapRun], store: u32) -> Vec<FoldRun> {
+    let most = u64::from(MAX_RUN_PAGES);
+    let mut runs = Vec::new();
+    for range in ranges {
+        for first in (0..range.pages).step_by(MAX_RUN_PAGES as usize) {
+            runs.push(FoldRun {
+                hva: range.hva + first * PAGE_SIZE,
+                pages: u32::try_from(most.min(range.pages - first)).unwrap_or(0),
+                store,
+                store_page: range.file_page + first,
+            });
+        }
+    }
+    runs
+}
+
+/// Returns the part of a run that is tried again: behind a page that differs, or all of a run for
+/// which the time did not suffice.
+fn rest(run: &FoldRun, outcome: Outcome, has_stopped: bool) -> Option<FoldRun> {
+    let skipped = match outcome {
+        Outcome::Late if has_stopped => 0,
+        Outcome::Differs { folded } | Outcome::Hole { folded } | Outcome::Busy { folded } => {
+            folded + 1
+        }
+        _ => return None,
+    };
+    let pages = run.pages.checked_sub(skipped).filter(|pages| *pages > 0)?;
+    Some(FoldRun {
+        hva: run.hva + u64::from(skipped) * PAGE_SIZE,
+        pages,
+        store_page: run.store_page + u64::from(skipped),
+        ..*run
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_continues_behind_a_page_that_differs_and_is_tried_again_after_a_timeout() {
+        let range = MapRun {
+            hva: 0x10_0000,
+            pages: 700,
+            file_page: 40,
+        };
+        let runs = runs_of(&[range], 5);
+        let facts: Vec<_> = runs
+            .iter()
+            .map(|r| (r.hva, r.pages, r.store_page))
+            .collect();
+        assert_eq!(facts, [(0x10_0000, 512, 40), (0x30_0000, 188, 552)]);
+        let after = rest(&runs[1], Outcome::Differs { folded: 10 }, true).unwrap();
+        assert_eq!(
+            (after.hva, after.pages, after.store_page),
+            (0x30_b000, 177, 563)
+        );
+        assert_eq!(rest(&runs[1], Outcome::Differs { folded: 187 }, true), None);
+        assert_eq!(rest(&runs[1], Outcome::Late, true), Some(runs[1]));
+        // A VM that does not run is not asked again and again.
+        assert_eq!(rest(&runs[1], Outcome::Late, false), None);
+        assert_eq!(rest(&runs[1], Outcome::Done, true), None);
+    }
+}

@@ -1,0 +1,114 @@
+//! Copies of a stopped VM's changed pages. A layer has few pages to save, so they are copied while
+//! the VM is stopped, and hashed and written after it has resumed. (A userfaultfd cannot
+//! write-protect pages of a private file mapping, as a live save does with other pages.)
+
+use std::io;
+
+use memfold_sys::memory;
+use memfold_units::{Hva, PAGE_BYTES};
+use parking_lot::Mutex;
+use rustix::process::Pid;
+
+use super::image::{Ranges, Source, bytes};
+use super::pipeline;
+
+/// Most ranges that one system call copies (`IOV_MAX`), and most pages.
+const TASK_RANGES: usize = 1024;
+const TASK_PAGES: u64 = 1024;
+
+/// Memory for copies of pages, which the kernel has allocated already.
+#[derive(Debug)]
+pub(super) struct Room(Vec<u8>);
+
+impl Room {
+    /// Allocates room for `pages` pages, while the VM still runs.
+    pub(super) fn new(pages: u64) -> Self {
+        let mut room = vec![0; bytes(pages)];
+        // The kernel allocates a page when it is written for the first time.
+        (room.iter_mut().step_by(PAGE_BYTES)).for_each(|byte| *byte = 1);
+        Self(room)
+    }
+}
+
+/// Copies of the pages that a plan reads.
+#[derive(Debug)]
+pub(super) struct PageCopies {
+    bytes: Vec<u8>,
+    /// For each block and each of its ranges, the number of pages copied before it.
+    before: Vec<Vec<u64>>,
+}
+
+impl PageCopies {
+    /// Copies pages of a stopped process into `room`, which grows if needed. `ranges` are the pages
+    /// of each block.
+    pub(super) fn take(
+        pid: Pid,
+        (blocks, ranges): (&[Source], &[Ranges]),
+        Room(mut room): Room,
+    ) -> io::Result<Self> {
+        let pages = ranges.iter().flatten().map(|(from, to)| to - from);
+        room.resize(bytes(pages.sum()), 0);
+        let mut parts = Vec::new();
+        let (mut before, mut count) = (Vec::new(), 0);
+        for (block, ranges) in blocks.iter().zip(ranges) {
+            let mut firsts = Vec::with_capacity(ranges.len());
+            for &(from, to) in ranges {
+                firsts.push(count);
+                count += to - from;
+                for first in (from..to).step_by(bytes(TASK_PAGES) / PAGE_BYTES) {
+                    let pages = TASK_PAGES.min(to - first);
+                    parts.push((block.hva.add_pages(first), pages));
+                }
+            }
+            before.push(firsts);
+        }
+        copy(pid, &parts, &mut room)?;
+        Ok(Self {
+            bytes: room,
+            before,
+        })
+    }
+
+    /// Copies ranges of block `block` to their places in a buffer that begins at page `first`.
+    /// `ranges` are parts of the plan's.
+    pub(super) fn read(
+        &self,
+        (block, of_block): (usize, &Ranges),
+        first: u64,
+        ranges: &[(u64, u64)],
+        buffer: &mut [u8],
+    ) {
+        for &(from, to) in ranges {
+            let of = of_block.partition_point(|range| range.1 <= from);
+            let place = bytes(self.before[block][of] + (from - of_block[of].0));
+            let part = &mut buffer[bytes(from - first)..bytes(to - first)];
+            part.copy_from_slice(&self.bytes[place..place + part.len()]);
+        }
+    }
+}
+
+/// Copies parts of the process's memory, one after the other, on all cores.
+fn copy(pid: Pid, parts: &[(Hva, u64)], mut rest: &mut [u8]) -> io::Result<()> {
+    let mut tasks = Vec::new();
+    let mut next = 0;
+    while next < parts.len() {
+        let (mut end, mut pages) = (next, 0);
+        while end < parts.len() && end - next < TASK_RANGES && pages < TASK_PAGES {
+            pages += parts[end].1;
+            end += 1;
+        }
+        let (own, others) = rest.split_at_mut(bytes(pages));
+        let own_parts = parts[next..end].iter();
+        let ranges: Vec<_> = own_parts.map(|&(at, pages)| (at, bytes(pages))).collect();
+        tasks.push(Mutex::new((ranges, own)));
+        (rest, next) = (others, end);
+    }
+    pipeline::run(tasks.len() as u64, 0, |number, _| {
+        let mut task = tasks[usize::try_from(number).map_err(io::Error::other)?].lock();
+        let (ranges, into) = &mut *task;
+        if memory::read_many(pid, ranges, into)? != into.len() {
+            return Err(io::Error::other("a part of the VM's memory is gone"));
+        }
+        Ok(())
+    })
+}

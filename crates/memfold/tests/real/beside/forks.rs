@@ -1,0 +1,146 @@
+//! Tests of forks: VMs that continue a running VM from one instant, while that VM goes on.
+
+use std::time::Duration;
+
+use memfold_api::{ForkReport, ForkRequest, RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab, wait_for};
+use memfold_snapshot::Renew;
+use memfold_units::ByteSize;
+
+use super::snapshots::{MEMORY, VERIFY, rewrite_memory};
+use crate::support::{self, BOOT};
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Forks of the running VM, each of which is forked again.
+const FORKS: usize = 3;
+
+/// Bytes that a guest writes before each fork.
+const WRITTEN: ByteSize = ByteSize::mib(12);
+
+/// Shell script that writes to memory and past the page cache to the disk, and prints the checksum
+/// of both.
+fn write(name: &str) -> String {
+    let mib = WRITTEN.0 >> 20;
+    format!(
+        "set -e; mkdir -p /dev/shm/held; head -c {mib}M /dev/urandom > /dev/shm/held/{name}\n\
+         dd if=/dev/urandom of=/var/tmp/direct-{name} bs=1M count=2 oflag=direct status=none\n{SUMS}"
+    )
+}
+
+const SUMS: &str = "cat /dev/shm/held/* | md5sum; for file in /var/tmp/direct-*; do \
+                    dd if=$file bs=1M iflag=direct status=none; done | md5sum";
+
+fn start(lab: &Lab, snapshot: &str, vm: &str) {
+    let request = RestoreRequest {
+        renew: Renew::Network,
+        ..RestoreRequest::new(vm)
+    };
+    lab.daemon()
+        .snapshots()
+        .restore(snapshot, &request)
+        .unwrap();
+}
+
+fn fork(lab: &Lab, vm: &str) -> ForkReport {
+    let report = lab.daemon().snapshots().fork(vm, &ForkRequest::default());
+    let report = report.unwrap();
+    println!("{vm}: {report:?}");
+    report
+}
+
+/// Bytes of memory that QEMU's process of a VM holds, shared pages in proportion.
+fn pss(lab: &Lab, vms: &[&str]) -> u64 {
+    let of = |vm: &&str| {
+        let pid = lab.pid(vm).unwrap();
+        let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("Pss:"));
+        let kib = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
+        kib.unwrap() << 10
+    };
+    vms.iter().map(of).sum()
+}
+
+fn check(lab: &Lab, vm: &str, sums: &str) {
+    let said = lab.exec(vm, VERIFY, LIMIT).unwrap();
+    assert!(said.starts_with("errors 0 rounds "), "{vm}: {said}");
+    assert_eq!(lab.exec(vm, SUMS, LIMIT).unwrap(), sums, "{vm}");
+}
+
+#[test]
+fn forks_of_a_running_vm_and_their_forks_continue_with_its_memory_and_its_disk() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let spec = Lab::spec("root", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    lab.start_warm(spec).unwrap();
+    lab.wait_ready("root", BOOT).unwrap();
+    lab.exec("root", &rewrite_memory(), LIMIT).unwrap();
+    let sums = lab.exec("root", &write("root"), LIMIT).unwrap();
+    // The VM runs from no snapshot, so the first fork has all pages.
+    let first = fork(&lab, "root");
+    assert_eq!(first.parent, None);
+    let before = pss(&lab, &["root"]);
+    start(&lab, &first.snapshot, "child");
+    lab.daemon().vms().wait_agent("child", BOOT).unwrap();
+    check(&lab, "child", &sums);
+    check(&lab, "root", &sums);
+    // The child alone holds little memory: what both hold is there once.
+    let both = pss(&lab, &["root", "child"]);
+    println!(
+        "PSS: {} before, {} of both",
+        ByteSize(before),
+        ByteSize(both)
+    );
+    // Forks of the child, which writes before each, and of these.
+    let mut expected = vec![("child".to_owned(), sums)];
+    for number in 1..=FORKS {
+        let now = lab
+            .exec("child", &write(&format!("child-{number}")), LIMIT)
+            .unwrap();
+        let report = fork(&lab, "child");
+        assert!(report.parent.is_some());
+        assert!(report.own_bytes >= WRITTEN.0, "{report:?}");
+        assert!(report.shared_bytes > 0, "{report:?}");
+        let name = format!("fork-{number}");
+        start(&lab, &report.snapshot, &name);
+        lab.daemon().vms().wait_agent(&name, BOOT).unwrap();
+        check(&lab, &name, &now);
+        expected[0].1.clone_from(&now);
+        let own = lab.exec(&name, &write(&name), LIMIT).unwrap();
+        let again = fork(&lab, &name);
+        let grandchild = format!("fork-{number}-again");
+        start(&lab, &again.snapshot, &grandchild);
+        lab.daemon().vms().wait_agent(&grandchild, BOOT).unwrap();
+        check(&lab, &grandchild, &own);
+        check(&lab, &name, &own);
+        lab.stop(&name).unwrap();
+        expected.push((grandchild, own));
+    }
+    for (vm, sums) in &expected {
+        check(&lab, vm, sums);
+    }
+    // A fork can be saved under a name, and the saved VM is right without the forks.
+    let snapshots = lab.daemon().snapshots();
+    snapshots.save(&SaveRequest::new("child", "kept")).unwrap();
+    snapshots.compact("kept").unwrap();
+    assert_eq!(snapshots.verify("kept").unwrap().problems, [""; 0]);
+    for vm in ["root".to_owned()]
+        .iter()
+        .chain(expected.iter().map(|(vm, _)| vm))
+    {
+        lab.stop(vm).unwrap();
+    }
+    // Layers that no VM needs go away by themselves.
+    let only_kept = || {
+        let names = snapshots.list()?.into_iter().map(|snapshot| snapshot.name);
+        Ok((names.collect::<Vec<_>>() == ["kept"]).then_some(()))
+    };
+    let pace = (Duration::from_secs(120), Duration::from_secs(1));
+    wait_for("the forks' layers were not removed", pace, only_kept).unwrap();
+    start(&lab, "kept", "last");
+    lab.daemon().vms().wait_agent("last", BOOT).unwrap();
+    check(&lab, "last", &expected[0].1);
+}
