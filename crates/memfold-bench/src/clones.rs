@@ -46,7 +46,7 @@ const BACK: Duration = Duration::from_secs(6);
 
 /// Starts a program with a secret in its memory, which it prints at SIGUSR1, and a program that
 /// keeps writing to the console.
-const HOLD: &str = r#"cat > /run/hold.py <<'END'
+pub const HOLD: &str = r#"cat > /run/hold.py <<'END'
 import hashlib, os, signal
 held = os.urandom(32 << 20)
 def tell(*_):
@@ -77,10 +77,12 @@ const READ: &str = "find /usr -xdev -type f | xargs cat > /dev/null";
 
 const DROP: &str = "sync; echo 3 > /proc/sys/vm/drop_caches";
 
-struct Clone {
+/// A VM that was started from a snapshot.
+pub struct Clone {
     name: String,
     pid: i32,
-    ms: f64,
+    /// Milliseconds until its guest has written to the console.
+    pub ms: f64,
 }
 
 /// Runs the study `clones`. Returns its JSON record, with the parts `results` and `samples`.
@@ -102,7 +104,8 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let began = Instant::now();
     let mut clones = Vec::new();
     for number in 1..=number_of_clones {
-        let clone = start(&lab, format!("clone-{number}"))?;
+        let name = format!("clone-{number}");
+        let clone = start(&lab, TEMPLATE, &name, Renew::Identity)?;
         wait_renewed(&lab)?;
         // The program that measures the start is no longer needed.
         lab.exec(&clone.name, "systemctl stop tick", LIMIT)?;
@@ -125,7 +128,8 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let back = free(&lab, &clones[0])?;
     names.iter().try_for_each(|name| lab.stop(name))?;
     // Each clone starts as soon as the previous one runs.
-    let burst = (1..=number_of_clones).map(|n| Ok(start(&lab, format!("burst-{n}"))?.ms));
+    let burst = |n| start(&lab, TEMPLATE, &format!("burst-{n}"), Renew::Identity);
+    let burst = (1..=number_of_clones).map(|n| Ok(burst(n)?.ms));
     let burst = burst.collect::<anyhow::Result<Vec<f64>>>()?;
     let times: Vec<f64> = clones.iter().map(|clone| clone.ms).collect();
     let of = |part: fn(&Size) -> f64| idle.iter().map(part).collect::<Vec<f64>>();
@@ -166,14 +170,15 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     }))
 }
 
-fn start(lab: &Lab, name: String) -> anyhow::Result<Clone> {
+/// Starts VM `name` from a snapshot, and waits until its guest has written to the console.
+pub fn start(lab: &Lab, snapshot: &str, name: &str, renew: Renew) -> anyhow::Result<Clone> {
     let request = RestoreRequest {
-        renew: Renew::Identity,
-        ..RestoreRequest::new(&name)
+        renew,
+        ..RestoreRequest::new(name)
     };
-    let console = VmDirectory::of(lab.directory(), &name).console_log();
+    let console = VmDirectory::of(lab.directory(), name).console_log();
     let began = Instant::now();
-    let vm = lab.daemon().snapshots().restore(TEMPLATE, &request)?;
+    let vm = lab.daemon().snapshots().restore(snapshot, &request)?;
     let late = format!("the guest of '{name}' wrote nothing to its serial console");
     wait_for(late, (LIMIT, Duration::from_millis(1)), || {
         let is_written = std::fs::metadata(&console).is_ok_and(|facts| facts.len() > 0);
@@ -182,7 +187,7 @@ fn start(lab: &Lab, name: String) -> anyhow::Result<Clone> {
     Ok(Clone {
         ms: began.elapsed().as_secs_f64() * 1000.0,
         pid: vm.pid,
-        name,
+        name: name.to_owned(),
     })
 }
 
@@ -244,14 +249,15 @@ fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
 
 /// Memory of a VM's QEMU, in MiB.
 #[derive(Clone, Copy, Debug)]
-struct Size {
+pub struct Size {
     /// Proportional set size of the process.
-    pss: f64,
+    pub pss: f64,
     /// Part of `pss`: code that the emulator has translated; none under KVM.
-    emulated_code: f64,
+    pub emulated_code: f64,
 }
 
-fn sizes(lab: &Lab) -> anyhow::Result<BTreeMap<String, Size>> {
+/// Returns the memory of all VMs by name.
+pub fn sizes(lab: &Lab) -> anyhow::Result<BTreeMap<String, Size>> {
     let vms = lab.report()?.ledger.vms.into_iter();
     let named = vms.map(|vm| {
         let size = Size {
@@ -264,7 +270,7 @@ fn sizes(lab: &Lab) -> anyhow::Result<BTreeMap<String, Size>> {
 }
 
 /// Returns a percentile of values, by the method of the nearest rank.
-fn percentile(values: &[f64], percent: usize) -> f64 {
+pub fn percentile(values: &[f64], percent: usize) -> f64 {
     let rank = (values.len() * percent).div_ceil(100).max(1);
     let value = sorted(values).get(rank - 1).copied();
     value.unwrap_or(f64::NAN)

@@ -19,8 +19,8 @@ use crate::images::{self, NoImages};
 use crate::output::Output;
 use crate::study::{Options, Study};
 use crate::{
-    clones, demo, desktops, figure, fold, generate, hints, ksm, record, remote, segments, selftest,
-    snapshots,
+    clones, demo, desktops, figure, fold, fork, generate, hints, ksm, record, remote, segments,
+    selftest, snapshots,
 };
 
 /// Exit code of a program that this host cannot run.
@@ -68,6 +68,8 @@ enum Name {
     Snapshots,
     /// Clones of one warm VM: time until each runs, and its memory
     Clones,
+    /// Forks of a running VM: how long it stands still, how soon a fork runs, what a fork writes
+    Fork,
     /// Memory of VMs that execute files in place from one image, compared with VMs with disks and
     /// with clones
     Segments,
@@ -107,6 +109,7 @@ impl Name {
             Self::Hints => study(hints::run, hints::figures, true),
             Self::Snapshots => study(snapshots::run, snapshots::figures, true),
             Self::Clones => study(clones::run, clones::figures, false),
+            Self::Fork => study(fork::run, |_| Vec::new(), false),
             Self::Segments => study(segments::run, |_| Vec::new(), false),
             Self::Ksm => study(ksm::run, ksm::figures, false),
             Self::Desktops => study(desktops::run, desktops::figures, true),

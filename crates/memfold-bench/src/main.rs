@@ -8,6 +8,7 @@ mod desktops;
 mod figure;
 mod fold;
 mod folding;
+mod fork;
 mod generate;
 mod hints;
 mod host;

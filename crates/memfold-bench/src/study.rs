@@ -22,7 +22,8 @@ pub struct Options {
     /// Most VMs at once, for `ksm` (4 by default; with --quick 2)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
     pub vms: Option<u8>,
-    /// RAM of the VM of `snapshots` (default: 512M to 8G; with --quick 1G and 2G)
+    /// RAM of the VM of `snapshots` (default: 512M to 8G; with --quick 1G and 2G), or of `fork`
+    /// (2G; with --quick 512M)
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
 }

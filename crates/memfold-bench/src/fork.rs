@@ -1,0 +1,284 @@
+//! Study of forks: how long a running VM stands still, how soon a fork of it runs, and what a fork
+//! writes and holds.
+//!
+//! A Debian VM boots and is saved. A clone of it, the *parent*, is forked again and again: after
+//! its program has written a number of MiB since the last fork, and generation by generation (a
+//! fork of a fork). In the same run, the parent is saved with all pages, and by QEMU
+//! (`migrate file:` with mapped-ram and multifd).
+//!
+//! | key | meaning |
+//! |---|---|
+//! | `dirty_N.pause_ms` | how long the parent stood still for the fork, after N MiB were written |
+//! | `dirty_N.shares_ms` | how long the fork took until the parent shared its memory, too |
+//! | `dirty_N.returns_ms` | from the request until the layer was complete: forks can be started |
+//! | `dirty_N.child_runs_ms` | from the request until guest code of the fork has written a byte to its console |
+//! | `dirty_N.written_over_changed` | bytes that the layer takes on disk, over private bytes of the parent's RAM just before (`Anonymous` of the image's mappings in `smaps`) |
+//! | `dirty_N.pss_over_before` | PSS of parent and fork when the fork runs, over the parent's before; also without code that the emulator translated |
+//! | `whole_save_s`, `qemu_save_s` | a save of all pages, and QEMU's own, with the VM stopped |
+//! | `fan_out` | forks of one layer, one after the other: number that hold the parent's memory, and their start times |
+//! | `depth_ratio` | time to restore the last generation, over that of the first, alternately |
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use memfold_api::{ForkRequest, KeepChoice, RestoreRequest, SaveRequest};
+use memfold_fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab};
+use memfold_snapshot::Renew;
+use memfold_units::ByteSize;
+use serde_json::{Map, Value, json};
+
+use crate::clones::{HOLD, percentile, sizes, start};
+use crate::qemu_way::{self, Form};
+use crate::record::{ratios, spread};
+use crate::study::Options;
+
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Time limit of one operation in a guest.
+const LIMIT: Duration = Duration::from_secs(300);
+
+const TEMPLATE: &str = "template";
+const PARENT: &str = "parent";
+
+/// Tells the checksum of the program's memory anew.
+const TELL: &str = "rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done; cat /run/held";
+
+/// What to measure.
+struct Scale {
+    memory: ByteSize,
+    /// MiB written before a fork.
+    dirty_mib: Vec<u64>,
+    rounds: usize,
+    fan_out: usize,
+    generations: usize,
+}
+
+impl Scale {
+    fn of(options: &Options) -> Self {
+        Self {
+            memory: options
+                .memory
+                .unwrap_or(options.pick(ByteSize::mib(512), ByteSize::mib(2048))),
+            dirty_mib: options.pick(vec![0, 57], vec![0, 57, 512]),
+            rounds: options.pick(3, 5),
+            fan_out: options.pick(5, 30),
+            generations: options.pick(4, 10),
+        }
+    }
+}
+
+/// Measurements of one fork.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sample {
+    pause_ms: f64,
+    returns_ms: f64,
+    shares_ms: f64,
+    child_runs_ms: f64,
+    written_over_changed: f64,
+    pss_over_before: f64,
+    pss_over_before_without_code: f64,
+}
+
+/// Runs the study. Returns `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    let scale = Scale::of(options);
+    let lab = Lab::new(EngineSettings::default())?;
+    let spec = Lab::spec(TEMPLATE, "trixie-a", scale.memory, DiskMode::Buffered)?;
+    lab.boot(vec![spec], BOOT_TIMEOUT)?;
+    lab.exec(TEMPLATE, HOLD, LIMIT)?;
+    let snapshots = lab.daemon().snapshots();
+    snapshots.save(&SaveRequest::new(TEMPLATE, TEMPLATE))?;
+    lab.stop(TEMPLATE)?;
+    start(&lab, TEMPLATE, PARENT, Renew::Network)?;
+    lab.daemon().vms().wait_agent(PARENT, BOOT_TIMEOUT)?;
+    // The parent settles: a fork right after its start would count what its start has changed.
+    fork_once(&lab, PARENT)?;
+
+    let (mut results, mut samples) = (Map::new(), Map::new());
+    for &mib in &scale.dirty_mib {
+        let all = (0..scale.rounds).map(|round| measure(&lab, mib, round));
+        let all = all.collect::<anyhow::Result<Vec<Sample>>>()?;
+        let key = format!("dirty_{mib}");
+        results.insert(key.clone(), summary(&all, |of| spread(of)));
+        samples.insert(key, summary(&all, |of| json!(of)));
+    }
+    let (whole_s, qemu_s) = other_ways(&lab, scale.rounds)?;
+    let fan_out = fan_out(&lab, scale.fan_out)?;
+    let (depth, restored) = generations(&lab, scale.generations, scale.rounds)?;
+    results.insert("memory_mib".into(), json!(scale.memory.0 >> 20));
+    results.insert("whole_save_s".into(), spread(&whole_s));
+    results.insert("qemu_save_s".into(), spread(&qemu_s));
+    results.insert("fan_out".into(), fan_out);
+    results.insert("generations".into(), json!(scale.generations));
+    results.insert("depth_ratio".into(), spread(&depth));
+    samples.insert("restore_s".into(), restored);
+    Ok(json!({ "samples": samples, "results": results }))
+}
+
+fn summary(samples: &[Sample], of: impl Fn(&[f64]) -> Value) -> Value {
+    let part = |part: fn(&Sample) -> f64| of(&samples.iter().map(part).collect::<Vec<f64>>());
+    json!({
+        "pause_ms": part(|s| s.pause_ms),
+        "returns_ms": part(|s| s.returns_ms),
+        "shares_ms": part(|s| s.shares_ms),
+        "child_runs_ms": part(|s| s.child_runs_ms),
+        "written_over_changed": part(|s| s.written_over_changed),
+        "pss_over_before": part(|s| s.pss_over_before),
+        "pss_over_before_without_code": part(|s| s.pss_over_before_without_code),
+    })
+}
+
+fn fork_once(lab: &Lab, vm: &str) -> anyhow::Result<String> {
+    let request = ForkRequest { keep: true };
+    Ok(lab.daemon().snapshots().fork(vm, &request)?.snapshot)
+}
+
+/// Writes to the parent's memory, forks it, and starts one fork.
+fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
+    let child = format!("child-{mib}-{round}");
+    if mib > 0 {
+        let write = format!("head -c {mib}M /dev/urandom > /dev/shm/written; sync");
+        lab.exec(PARENT, &write, LIMIT)?;
+    }
+    let before = *sizes(lab)?.get(PARENT).context("the parent has ended")?;
+    let changed = changed_bytes(lab.pid(PARENT)?)?;
+    let began = Instant::now();
+    let report = lab
+        .daemon()
+        .snapshots()
+        .fork(PARENT, &ForkRequest { keep: true })?;
+    let shares_ms = began.elapsed().as_secs_f64() * 1000.0;
+    ensure!(report.not_shared.is_none(), "{report:?}");
+    let started = start(lab, &report.snapshot, &child, Renew::Network)?;
+    let both = sizes(lab)?;
+    let after = [PARENT, &child].map(|vm| both.get(vm).copied());
+    let [Some(parent), Some(forked)] = after else {
+        anyhow::bail!("a VM has ended");
+    };
+    let place = lab.directory().join("snapshots").join(&report.snapshot);
+    let written: u64 = files_bytes(&place)?;
+    lab.stop(&child)?;
+    Ok(Sample {
+        pause_ms: report.pause_ms,
+        returns_ms: report.fork_ms,
+        shares_ms,
+        child_runs_ms: report.fork_ms + started.ms,
+        written_over_changed: written as f64 / changed as f64,
+        pss_over_before: (parent.pss + forked.pss) / before.pss,
+        pss_over_before_without_code: (parent.pss - parent.emulated_code + forked.pss
+            - forked.emulated_code)
+            / (before.pss - before.emulated_code),
+    })
+}
+
+/// Returns the bytes that a process has changed in its private mappings of images and disks.
+fn changed_bytes(pid: i32) -> anyhow::Result<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+    let (mut is_image, mut kib) = (false, 0);
+    for line in text.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let first = words.next().unwrap_or_default();
+        if first.contains('-') && !first.ends_with(':') {
+            is_image = ["/ram", ".qcow2", ".img"]
+                .iter()
+                .any(|end| line.ends_with(end));
+        } else if is_image && ["Anonymous:", "Swap:"].contains(&first) {
+            kib += words
+                .next()
+                .and_then(|kib| kib.parse::<u64>().ok())
+                .unwrap_or(0);
+        }
+    }
+    ensure!(kib > 0, "the VM does not run from an image");
+    Ok(kib << 10)
+}
+
+/// Returns the bytes that the files of a directory take on disk.
+fn files_bytes(place: &std::path::Path) -> anyhow::Result<u64> {
+    use std::os::unix::fs::MetadataExt as _;
+    let mut bytes = 0;
+    for entry in std::fs::read_dir(place).with_context(|| place.display().to_string())? {
+        bytes += entry?.metadata()?.blocks() * 512;
+    }
+    Ok(bytes)
+}
+
+/// Seconds of saves of all pages, and of QEMU's own saves.
+fn other_ways(lab: &Lab, rounds: usize) -> anyhow::Result<(Vec<f64>, Vec<f64>)> {
+    let (mut whole, mut qemu) = (Vec::new(), Vec::new());
+    for round in 0..rounds {
+        let request = SaveRequest {
+            whole: true,
+            keep: KeepChoice::All,
+            ..SaveRequest::new(PARENT, format!("whole-{round}"))
+        };
+        let saved = lab.daemon().snapshots().save(&request)?;
+        whole.push(saved.save_ms / 1000.0);
+        let (image, disk) = (
+            lab.directory().join("qemu.ram"),
+            lab.directory().join("qemu.disk"),
+        );
+        let way = qemu_way::save(lab, PARENT, Form::MappedRam, &image, &disk)?;
+        qemu.push(way.save_s);
+        std::fs::remove_file(&image)?;
+        std::fs::remove_file(&disk)?;
+    }
+    Ok((whole, qemu))
+}
+
+/// Starts forks of one layer, all of which keep running.
+fn fan_out(lab: &Lab, number: usize) -> anyhow::Result<Value> {
+    let held = lab.exec(PARENT, TELL, LIMIT)?;
+    let layer = fork_once(lab, PARENT)?;
+    let (mut times, mut names) = (Vec::new(), Vec::new());
+    for number in 0..number {
+        let name = format!("fan-{number}");
+        times.push(start(lab, &layer, &name, Renew::Network)?.ms);
+        // The next one starts when this one is quiet.
+        lab.daemon().vms().wait_agent(&name, BOOT_TIMEOUT)?;
+        lab.exec(&name, "systemctl stop tick", LIMIT)?;
+        names.push(name);
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let said = lab.exec_all(&names, TELL, LIMIT)?;
+    let ok = said.iter().filter(|said| **said == held).count();
+    names.iter().try_for_each(|name| lab.stop(name))?;
+    Ok(json!({
+        "forks": number,
+        "forks_ok": ok,
+        "p50_ms": percentile(&times, 50),
+        "p95_ms": percentile(&times, 95),
+        "max_ms": percentile(&times, 100),
+    }))
+}
+
+/// Forks a fork of a fork, and restores the first and the last generation in turn. Returns the
+/// ratios of both times, and the times.
+fn generations(lab: &Lab, number: usize, rounds: usize) -> anyhow::Result<(Vec<f64>, Value)> {
+    let mut layers = vec![fork_once(lab, PARENT)?];
+    for generation in 1..number {
+        let vm = format!("generation-{generation}");
+        start(lab, &layers[generation - 1], &vm, Renew::Network)?;
+        lab.daemon().vms().wait_agent(&vm, BOOT_TIMEOUT)?;
+        lab.exec(&vm, "head -c 16M /dev/urandom > /dev/shm/own", LIMIT)?;
+        layers.push(fork_once(lab, &vm)?);
+        lab.stop(&vm)?;
+    }
+    let (mut first, mut last) = (Vec::new(), Vec::new());
+    for round in 0..rounds {
+        for (layer, times) in [(&layers[0], &mut first), (&layers[number - 1], &mut last)] {
+            let vm = format!("restored-{round}-{}", times.len());
+            let began = Instant::now();
+            lab.daemon()
+                .snapshots()
+                .restore(layer, &RestoreRequest::new(&vm))?;
+            times.push(began.elapsed().as_secs_f64());
+            lab.stop(&vm)?;
+        }
+    }
+    Ok((
+        ratios(&last, &first),
+        json!({ "first": first, "last": last }),
+    ))
+}
