@@ -14,7 +14,7 @@ pub struct VersionInfo {
     pub version: String,
     /// Process ID of the daemon.
     pub pid: i32,
-    /// State directory of the daemon's VMs.
+    /// State directory of the daemon, which holds the files of its VMs.
     #[schema(value_type = String)]
     pub state: PathBuf,
 }
@@ -25,6 +25,6 @@ pub struct FullReport {
     /// Memory use of the host and of each VM.
     #[schema(value_type = Object)]
     pub ledger: memfold_ledger::Report,
-    /// Counters of folding.
+    /// Counters and settings of folding.
     pub fold: EngineStats,
 }

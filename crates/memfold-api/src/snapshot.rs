@@ -30,23 +30,22 @@ pub enum KeepChoice {
 pub struct SaveRequest {
     /// Name of the VM to save.
     pub vm: String,
-    /// Name of the snapshot.
+    /// Name that the snapshot gets.
     pub name: String,
     /// Which of the guest's caches the snapshot keeps.
     #[serde(default)]
     pub keep: KeepChoice,
-    /// Whether the VM runs while its RAM is copied. The snapshot is still of one instant.
+    /// Whether the VM runs while its RAM is copied. The snapshot is of one instant in either case.
     #[serde(default)]
     pub live: bool,
-    /// Whether the RAM image is compressed.
+    /// Whether the snapshot's RAM image is compressed.
     #[serde(default)]
     pub compress: bool,
-    /// Longest time for the guest to drop its caches, in seconds. Unset: the time that the disk
-    /// with the snapshots takes to write the page cache, from 5 s to 120 s. Caches that are not
-    /// dropped by then are saved.
+    /// Longest time for the guest to drop its caches, in seconds; caches that remain are saved.
+    /// Unset: the time to write the page cache to the disk with the snapshots, 5 s to 120 s.
     pub drop_s: Option<u32>,
-    /// Whether the guest's clock stays behind by the time that the VM was stopped. Unset: the clock
-    /// is set to the host's if that time was long.
+    /// Whether the guest's clock stays behind by the time for which the save stopped the VM.
+    /// `false`: after a stop of 100 ms or longer, the guest's clock is set to the host's.
     #[serde(default)]
     pub keep_clock: bool,
 }
@@ -68,29 +67,30 @@ impl SaveRequest {
 pub struct RestoreRequest {
     /// Name of the restored VM.
     pub vm: String,
-    /// Which identities of the VM are renewed.
+    /// Which identities of the saved VM are replaced in the restored VM.
     #[serde(default)]
     pub renew: Renew,
-    /// Whether the VM is started even if another VM with the same memory keeps the same identity.
+    /// Whether the VM is started even if another VM runs from the same snapshot and the guest
+    /// cannot renew its identity.
     #[serde(default)]
     pub force: bool,
-    /// Whether the VM is started although the brake is on, or this VM would put it on.
+    /// Whether the VM is started although the brake is on, or would be on with this VM.
     #[serde(default)]
     pub despite_brake: bool,
-    /// Whether the pages that a restored VM accesses first are prefetched, instead of loading each
-    /// page when it is accessed.
+    /// Whether memfold prefetches the pages that an earlier VM of the snapshot accessed first.
+    /// `false`: each page is loaded when the guest accesses it.
     #[serde(default)]
     pub prefetch: bool,
-    /// Whether the guest's clock continues from the moment of the save. Unset: the clock is set to
-    /// the host's when the agent answers.
+    /// Whether the guest's clock continues from the moment of the save. `false`: the guest's clock
+    /// is set to the host's when the agent answers.
     #[serde(default)]
     pub keep_clock: bool,
-    /// Directory for the VM's own copies of its writable disks (`VM-diskN.qcow2`), which remain
-    /// when the VM ends. Unset: writes go to temporary overlays.
+    /// Directory for the restored VM's own copies of its writable disks (`VM-diskN.qcow2`), which
+    /// remain when the VM ends. Unset: the VM writes to temporary overlays.
     #[schema(value_type = Option<String>)]
     pub disks: Option<PathBuf>,
-    /// Host ports to forward into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: any
-    /// free port), instead of those of the saved VM.
+    /// Host ports that are forwarded into the guest, instead of those of the saved VM:
+    /// `[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; PORT 0: any free port.
     #[serde(default)]
     #[schema(value_type = Vec<String>)]
     pub forwards: Vec<Forward>,
@@ -122,10 +122,11 @@ pub struct VerifyReport {
 pub struct PushBody {
     /// URL of the object store: `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://`.
     pub url: String,
-    /// Name of the snapshot in the store; unset: its name here.
+    /// Name that the snapshot gets in the object store; unset: its name on this host.
     #[serde(default)]
     pub to: Option<String>,
-    /// Ed25519 private key in PEM form, with which the snapshot is signed; unset: no signature.
+    /// Ed25519 private key in PEM form, with which the snapshot is signed; unset: the snapshot is
+    /// not signed.
     #[serde(default)]
     pub key: Option<String>,
 }
@@ -136,17 +137,18 @@ pub struct PushBody {
 pub struct PullBody {
     /// URL of the object store.
     pub url: String,
-    /// Name of the snapshot in the store; unset: the name that it gets here.
+    /// Name of the snapshot in the object store; unset: the name that the snapshot gets on this
+    /// host.
     #[serde(default)]
     pub from: Option<String>,
     /// Trust domain of the snapshot on this host; unset: its VMs share no memory with other VMs.
     #[serde(default)]
     pub domain: Option<String>,
-    /// Ed25519 public key in PEM form; a snapshot without a signature of its private key is
+    /// Ed25519 public key in PEM form. A snapshot that the matching private key has not signed is
     /// refused. Unset: signatures are not checked.
     #[serde(default)]
     pub trust: Option<String>,
-    /// Whether a snapshot may bring arguments for QEMU although no signature is checked.
+    /// Whether a pulled snapshot may bring arguments for QEMU although no signature is checked.
     #[serde(default)]
     pub allow_arguments: bool,
 }
@@ -159,7 +161,7 @@ pub struct RemoteStore {
     pub url: String,
 }
 
-/// Status of a VM's boot snapshot, which is saved right after the boot.
+/// Status of a VM's boot snapshot: a snapshot that memfold saves right after the guest's boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum BootSnapshot {
@@ -174,10 +176,10 @@ pub enum BootSnapshot {
 /// `POST /v1/vms/{name}/reboot`
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RebootRequest {
-    /// Whether the VM, disks included, is restored to its state right after its boot, instead of
-    /// rebooting the guest.
+    /// Whether memfold restores the VM, disks included, to its state right after its boot. `false`:
+    /// the guest reboots.
     #[serde(default)]
     pub from_boot_snapshot: bool,
-    /// Longest time until the guest's agent answers again, in seconds.
+    /// Longest wait for the guest's agent to answer after the reboot, in seconds.
     pub timeout_s: f64,
 }
