@@ -1,5 +1,5 @@
-//! Finds where files are stored on the guest's disks. A hot snapshot uses this to refer to a disk
-//! instead of copying the guest's page cache.
+//! Finds where files are stored on the guest's disks. A snapshot can then refer to blocks of a
+//! disk, instead of containing the guest's page cache a second time.
 //!
 //! ```text
 //!   standard input    one path in each line; any byte may be written as \ooo (octal), as in /proc/self/mountinfo
@@ -32,7 +32,8 @@ struct Run {
     block: u64,
 }
 
-/// Reads paths, one in each line, and writes the locations of their files on disks.
+/// Reads paths from `input`, one in each line. Writes a line to `output` for each run of a file's
+/// pages that is contiguous on a disk.
 pub fn write(input: &mut impl BufRead, output: &mut impl Write) -> io::Result<()> {
     write_below(Path::new("/sys"), input, output)
 }
