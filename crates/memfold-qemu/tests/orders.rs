@@ -1,4 +1,4 @@
-//! Tests of the effects and refusals of each order.
+//! Tests of the effects and refusals of each order that the daemon sends to the library in QEMU.
 
 #[path = "../src/preload.rs"]
 mod preload;
