@@ -50,7 +50,7 @@ impl Role {
     }
 }
 
-/// `POST /v1/session`
+/// Request body of `POST /v1/session`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LoginRequest {
@@ -58,7 +58,7 @@ pub struct LoginRequest {
     pub secret: String,
 }
 
-/// `GET /v1/session`
+/// Response of `GET /v1/session`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SessionInfo {
     /// Role of the session, which determines the requests that its client may make.
@@ -69,7 +69,7 @@ pub struct SessionInfo {
     pub via: String,
 }
 
-/// `POST /v1/session/codes`
+/// Request body of `POST /v1/session/codes`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CodeRequest {
@@ -90,7 +90,7 @@ pub struct LoginCode {
     pub valid_s: u64,
 }
 
-/// `POST /v1/hosts`
+/// Request body of `POST /v1/hosts`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HostRequest {

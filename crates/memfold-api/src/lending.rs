@@ -11,7 +11,7 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// `POST /v1/lend`
+/// Request body of `POST /v1/lend`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LendRequest {
@@ -82,7 +82,7 @@ impl LendRequest {
     }
 }
 
-/// `POST /v1/vms/{name}/borrow`
+/// Request body of `POST /v1/vms/{name}/borrow` and of `POST /v1/volumes/{group}/{name}/borrow`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
@@ -150,7 +150,7 @@ impl Borrowed {
     }
 }
 
-/// `GET /v1/leases`
+/// Response of `GET /v1/leases`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LeaseReport {
     /// Name under which this host lends and borrows.

@@ -7,7 +7,7 @@ use memfold_fold::EngineStats;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// `GET /v1/version`
+/// Response of `GET /v1/version`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct VersionInfo {
     /// Package version of the daemon.
@@ -19,7 +19,7 @@ pub struct VersionInfo {
     pub state: PathBuf,
 }
 
-/// `GET /v1/report`
+/// Response of `GET /v1/report`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct FullReport {
     /// Memory use of the host and of each VM.

@@ -29,7 +29,7 @@ pub enum SegmentState {
     Failed(String),
 }
 
-/// `POST /v1/segments`
+/// Request body of `POST /v1/segments`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BuildRequest {
@@ -72,7 +72,7 @@ pub struct BuildResult {
     pub is_new: bool,
 }
 
-/// `POST /v1/segments/rank`
+/// Request body of `POST /v1/segments/rank`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RankRequest {
@@ -87,7 +87,7 @@ pub struct RankRequest {
     pub include: Vec<String>,
 }
 
-/// `POST /v1/vms/{name}/segments`
+/// Request body of `POST /v1/vms/{name}/segments`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AttachSegmentRequest {

@@ -5,7 +5,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// `PUT /v1/fold`: absent fields keep their values.
+/// Request body of `PUT /v1/fold`. Absent fields keep their values.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct FoldRequest {
@@ -17,7 +17,7 @@ pub struct FoldRequest {
     pub pages_per_second: Option<u64>,
 }
 
-/// `POST /v1/ksm/start`
+/// Request body of `POST /v1/ksm/start`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KsmStartRequest {
@@ -33,7 +33,7 @@ pub struct KsmStartRequest {
     pub advisor: bool,
 }
 
-/// `POST /v1/ksm/stop`
+/// Request body of `POST /v1/ksm/stop`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KsmStopRequest {
@@ -43,7 +43,7 @@ pub struct KsmStopRequest {
     pub unmerge: bool,
 }
 
-/// `PUT /v1/debt`: absent fields keep their values.
+/// Request body of `PUT /v1/debt`. Absent fields keep their values.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DebtRequest {

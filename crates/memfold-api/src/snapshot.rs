@@ -25,7 +25,7 @@ pub enum KeepChoice {
     All,
 }
 
-/// `POST /v1/snapshots`
+/// Request body of `POST /v1/snapshots`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct SaveRequest {
     /// Name of the VM to save.
@@ -61,7 +61,7 @@ impl SaveRequest {
     }
 }
 
-/// `POST /v1/snapshots/{name}/restore`
+/// Request body of `POST /v1/snapshots/{name}/restore`.
 #[allow(clippy::struct_excessive_bools)] // what was asked for
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct RestoreRequest {
@@ -107,7 +107,7 @@ impl RestoreRequest {
     }
 }
 
-/// `POST /v1/snapshots/{name}/verify`
+/// Response of `POST /v1/snapshots/{name}/verify`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct VerifyReport {
     /// Name of the snapshot that was verified.
@@ -116,7 +116,7 @@ pub struct VerifyReport {
     pub problems: Vec<String>,
 }
 
-/// `POST /v1/snapshots/{name}/push`
+/// Request body of `POST /v1/snapshots/{name}/push`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PushBody {
@@ -131,7 +131,7 @@ pub struct PushBody {
     pub key: Option<String>,
 }
 
-/// `POST /v1/snapshots/{name}/pull`
+/// Request body of `POST /v1/snapshots/{name}/pull`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PullBody {
@@ -153,7 +153,8 @@ pub struct PullBody {
     pub allow_arguments: bool,
 }
 
-/// `POST /v1/remote-snapshots/list` and `POST /v1/remote-snapshots/{name}/remove`
+/// Request body of `POST /v1/remote-snapshots/list` and of
+/// `POST /v1/remote-snapshots/{name}/remove`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteStore {
@@ -173,7 +174,7 @@ pub enum BootSnapshot {
     Failed(String),
 }
 
-/// `POST /v1/vms/{name}/reboot`
+/// Request body of `POST /v1/vms/{name}/reboot`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RebootRequest {
     /// Whether memfold restores the VM, disks included, to its state right after its boot. `false`:

@@ -38,8 +38,8 @@ pub struct VmInfo {
     /// Reasons why pages that the guest rewrote can be folded again only while the VM is paused;
     /// empty: they can be folded again at any time.
     pub refold_problems: Vec<String>,
-    /// Settings of the VM that cost the host more than memory, as text: for example, CPUs that the
-    /// guest never yields.
+    /// Settings by which the VM burdens the host, as text: for example, CPUs that the guest never
+    /// yields.
     #[serde(default)]
     pub costs: Vec<String>,
     /// Segments that the VM maps, in the order of their device slots in QEMU.
@@ -87,7 +87,7 @@ impl VmInfo {
     }
 }
 
-/// `POST /v1/attach`
+/// Request body of `POST /v1/attach`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AttachRequest {
     /// Path of the QMP socket of a running QEMU.
@@ -99,7 +99,7 @@ pub struct AttachRequest {
     pub domain: Option<String>,
 }
 
-/// `POST /v1/vms/{name}/exec`
+/// Request body of `POST /v1/vms/{name}/exec`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ExecRequest {
     /// Text of a shell script, which `/bin/sh -c` runs in the guest.
@@ -119,7 +119,7 @@ pub struct ExecResult {
     pub code: i32,
 }
 
-/// `POST /v1/vms/{name}/stop`
+/// Request body of `POST /v1/vms/{name}/stop`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopRequest {
     /// Time for the guest to shut down, in seconds, after which QEMU is ended. 0: QEMU is ended
@@ -153,7 +153,7 @@ pub struct RunOptions {
     pub despite_brake: bool,
 }
 
-/// `POST /v1/libvirt/attach`, `POST /v1/libvirt/disable`
+/// Request body of `POST /v1/libvirt/attach` and of `POST /v1/libvirt/disable`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LibvirtRequest {
@@ -161,7 +161,7 @@ pub struct LibvirtRequest {
     pub domain: String,
 }
 
-/// `POST /v1/libvirt/enable`
+/// Request body of `POST /v1/libvirt/enable`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LibvirtEnableRequest {
