@@ -39,8 +39,8 @@ pub struct Commands {
     running: Running,
     sender: SyncSender<(u32, FromAgent)>,
     receiver: Receiver<(u32, FromAgent)>,
-    /// Descriptor that is readable when a message may be ready. Make it unreadable (`Wake::rest`)
-    /// before calling [`Self::next`].
+    /// Descriptor that is readable when a message of a command may be ready. Make it unreadable
+    /// (`Wake::rest`) before calling [`Self::next`].
     pub wake: Arc<Wake>,
     epoch: u32,
 }

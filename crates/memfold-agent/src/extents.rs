@@ -7,8 +7,8 @@
 //!   /sys/dev/block    that device -> disk, and the device's position on the disk
 //!   standard output   one run in each line: number of the path, first page of the file, pages, disk, first page on the disk
 //! ```
-//! No dirty page is written back, no file content is read, and files whose location is not known at
-//! once are left out. The answer may be out of date, so the host compares the bytes.
+//! The agent writes no dirty page back and reads no file content. It leaves out files whose
+//! location is not known at once. The answer may be out of date, so the host compares the bytes.
 
 use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;

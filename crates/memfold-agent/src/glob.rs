@@ -107,7 +107,7 @@ fn in_set(mut set: &[u8], byte: u8) -> bool {
     false
 }
 
-/// Glob patterns of the files that the agent reports and does not report. The daemon sends them in
+/// Glob patterns that decide which files the agent reports to the daemon. The daemon sends them in
 /// `Welcome`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules {

@@ -65,7 +65,7 @@ impl Mount {
     }
 }
 
-/// All mounted disk file systems of the guest.
+/// Table of the guest's mounted disk file systems.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mounts {
     /// Mounted disk file systems, in the order in which they were mounted.

@@ -47,7 +47,7 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// Closes all mount points, so that they can be unmounted.
+    /// Closes all mount points that the resolver keeps open, so that they can be unmounted.
     pub fn close(&mut self) {
         self.open.clear();
     }

@@ -74,8 +74,8 @@ pub struct Worker {
     jobs: Sender<(u32, Job)>,
     findings: Receiver<(u32, Vec<Finding>)>,
     epoch: Arc<AtomicU32>,
-    /// Descriptor that is readable when findings may be ready. Make it unreadable (`Wake::rest`)
-    /// before calling [`Self::next`].
+    /// Descriptor that is readable when findings of the worker thread may be ready. Make it
+    /// unreadable (`Wake::rest`) before calling [`Self::next`].
     pub wake: Arc<Wake>,
 }
 

@@ -112,8 +112,8 @@ impl Facts {
         FileType::from_raw_mode(self.mode as u32)
     }
 
-    /// Returns whether both files look equal to a program. Change times and inode numbers are not
-    /// compared.
+    /// Returns whether a program would take both files for equal, by their metadata. Change times
+    /// and inode numbers are not compared.
     pub fn looks_like(&self, other: &Self) -> bool {
         self.why_different(other, false).is_none()
     }

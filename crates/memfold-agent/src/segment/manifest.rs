@@ -12,7 +12,7 @@ use super::error::{Error, Result, shown};
 
 /// Name of the manifest's file in the root directory of a segment's image.
 pub const FILE: &str = ".memfold-segment";
-/// Maximum length of a manifest, in bytes.
+/// Maximum length of a segment's manifest, in bytes.
 pub const MAX_BYTES: usize = 64 << 10;
 /// Most directories that a manifest may name.
 const MAX_LAY: usize = 64;

@@ -15,8 +15,8 @@ pub struct Mount {
     pub point: Vec<u8>,
     /// Type of the mounted file system, such as `ext4`.
     pub kind: Vec<u8>,
-    /// Device that is mounted or, for a file system without a device, the source that the mount
-    /// names.
+    /// Source of the mount: the mounted device or, for a file system without a device, the text in
+    /// its place.
     pub source: Vec<u8>,
 }
 
