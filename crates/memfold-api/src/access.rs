@@ -94,17 +94,19 @@ pub struct LoginCode {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HostRequest {
-    /// Name under which the other host lends and borrows (`memfold serve --host` on that host).
+    /// Name under which the host that gets the token lends and borrows (`memfold serve --host` on
+    /// that host).
     pub host: String,
 }
 
 /// Credentials with which another host calls this daemon's registry of leases.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct HostToken {
-    /// Name under which the other host lends and borrows.
+    /// Name under which the host that uses the token lends and borrows.
     pub host: String,
-    /// Token of the other host. The daemon does not store the token and cannot show it again.
+    /// Token of the host. The daemon does not store the token and cannot show it again.
     pub token: String,
-    /// URLs of this daemon. The other host's daemon gets one of them as `--registry`.
+    /// URLs of this daemon. The daemon of the host that uses the token gets one of them as
+    /// `--registry`.
     pub urls: Vec<String>,
 }
