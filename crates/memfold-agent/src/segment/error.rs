@@ -50,7 +50,7 @@ impl Error {
     }
 }
 
-/// Adds the operation, as text, to the error of a system call.
+/// Adds a text that names the operation to the error of a system call.
 pub trait During<T> {
     /// Converts an error of a system call into [`Error::Io`] with the text `what`.
     fn during(self, what: impl FnOnce() -> String) -> Result<T>;
