@@ -54,17 +54,17 @@ pub const ORDER_TIME: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Advice {
-    /// Whether `VmFlags` has `mg`: `MADV_MERGEABLE`.
+    /// Whether QEMU gave the block `MADV_MERGEABLE` (`mg` in `VmFlags`).
     pub mergeable: bool,
-    /// Whether `VmFlags` has `hg`: `MADV_HUGEPAGE`.
+    /// Whether QEMU gave the block `MADV_HUGEPAGE` (`hg` in `VmFlags`).
     pub hugepage: bool,
-    /// Whether `VmFlags` has `nh`: `MADV_NOHUGEPAGE`.
+    /// Whether QEMU gave the block `MADV_NOHUGEPAGE` (`nh` in `VmFlags`).
     pub nohugepage: bool,
-    /// Whether `VmFlags` has `dc`: `MADV_DONTFORK`.
+    /// Whether QEMU gave the block `MADV_DONTFORK` (`dc` in `VmFlags`).
     pub dontfork: bool,
-    /// Whether `VmFlags` has `dd`: `MADV_DONTDUMP`.
+    /// Whether QEMU gave the block `MADV_DONTDUMP` (`dd` in `VmFlags`).
     pub dontdump: bool,
-    /// Whether `VmFlags` has `nr`: the block was mapped with `MAP_NORESERVE`.
+    /// Whether QEMU mapped the block with `MAP_NORESERVE` (`nr` in `VmFlags`).
     pub noreserve: bool,
 }
 
