@@ -1,4 +1,8 @@
-//! Main loop of the agent: connects to the daemon, and turns kernel events into messages.
+//! Main loop of the agent in the guest: connects to the daemon, and turns kernel events into
+//! messages.
+//!
+//! The connection goes through these states. It starts again at "host absent" when the daemon
+//! closes its side of the port:
 //!
 //! ```text
 //!   no port --> host absent --> waiting (Hello sent) --> working (Welcome received)
@@ -62,9 +66,9 @@ struct Polled {
 }
 
 impl Agent {
-    /// Sets up tracing and starts the threads. If tracing fails, the agent continues and reports
-    /// the problem in its Hello. With `text`, messages are printed to standard output instead of
-    /// being sent to the port.
+    /// Sets up tracing, waits until the port exists, and starts the threads. If tracing fails, the
+    /// agent continues and reports the problem in its Hello. With `text`, messages are printed to
+    /// standard output instead of being sent to the port.
     pub fn new(text: bool) -> io::Result<Self> {
         // This comes before any thread starts, because threads inherit the signal mask.
         let signals = guest::signal_descriptor(&[
@@ -112,7 +116,7 @@ impl Agent {
         Ok(agent)
     }
 
-    /// Runs until `SIGTERM` or `SIGINT`.
+    /// Runs the agent until `SIGTERM` or `SIGINT`.
     pub fn run(mut self) -> io::Result<()> {
         if matches!(self.sink, Sink::Text) {
             self.welcome(Rules::default());

@@ -1,19 +1,22 @@
-//! Schedules repeated work; the interval doubles as long as the work is of no use.
+//! Schedules repeated work. The interval between two runs doubles as long as the runs are of no
+//! use.
 
 use std::time::{Duration, Instant};
 
-/// Schedule of work that is repeated more rarely if it was of no use.
+/// Schedule of repeated work. The interval between two runs doubles, up to a limit, until a run was
+/// useful.
 #[derive(Debug)]
 pub struct Backoff {
     bounds: (Duration, Duration),
     interval: Duration,
     not_before: Instant,
-    /// Time at which the work is due; `None` if the work was not requested.
+    /// Time at which the work is due next; `None` if nobody requested the work.
     pub due: Option<Instant>,
 }
 
 impl Backoff {
-    /// Creates a schedule with `bounds`, the shortest and the longest interval.
+    /// Creates a schedule. `bounds` are the shortest and the longest interval between two runs of
+    /// the work.
     pub fn new(bounds: (Duration, Duration)) -> Self {
         Self {
             bounds,
@@ -29,13 +32,14 @@ impl Backoff {
         self.due = Some((Instant::now() + delay).max(self.not_before));
     }
 
-    /// Resets the interval to the shortest one, because the last run was useful.
+    /// Sets the interval to the shortest one, because the last run of the work was useful.
     pub fn was_useful(&mut self) {
         self.interval = self.bounds.0;
         self.not_before = self.not_before.min(Instant::now() + self.interval);
     }
 
-    /// Returns true once when the work is due, and starts the next interval.
+    /// Returns whether requested work is due. If so, this ends the request and starts the next
+    /// interval.
     pub fn take(&mut self) -> bool {
         let now = Instant::now();
         if self.due.is_none_or(|due| due > now) {

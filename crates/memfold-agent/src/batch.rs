@@ -1,9 +1,9 @@
-//! Combines many events into few messages.
+//! Combines many page cache events into few messages to the daemon.
 //!
-//! Events between two flushes are sent in this order: files, gone, hints, dirty, clean. Each kind
-//! is sorted and joined into runs. The batch is flushed early if this order would contradict the
-//! order of the events: a frame is freed after it was hinted, or a page is written to after its
-//! file was written back.
+//! A flush turns the collected events into one message of each kind, in this order: files, freed
+//! frames, hints, dirty pages, clean pages. The entries of a message are sorted and joined into
+//! runs. The batch is flushed early if this order would contradict the order of the events: if a
+//! frame is freed after it was hinted, or if a page is written to after its file was written back.
 
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_RUN_PAGES, MAX_RUNS, PfnRun,
@@ -14,7 +14,7 @@ const MAX_PATHS: usize = 64 << 10;
 /// Number of bits in the filter of frames that were hinted since the last flush.
 const FILTER_BITS: u64 = 1 << 16;
 
-/// Events that are not messages yet, and messages that are ready to be sent.
+/// Page cache events that are not messages yet, and messages that are ready to be sent.
 #[derive(Debug)]
 pub struct Batch {
     files: Vec<FileFacts>,
@@ -44,7 +44,7 @@ impl Default for Batch {
 }
 
 impl Batch {
-    /// Adds a file's facts. They are sent before the hints that refer to the file.
+    /// Adds number, path and size of a file. They are sent before the hints that refer to the file.
     pub fn file(&mut self, facts: FileFacts) {
         if self.files.len() >= MAX_RUNS || self.path_bytes + facts.path.len() > MAX_PATHS {
             self.flush();
@@ -53,7 +53,7 @@ impl Batch {
         self.files.push(facts);
     }
 
-    /// Adds pages that are cached now.
+    /// Adds a run of pages that are in the page cache now.
     pub fn hint(&mut self, run: HintRun) {
         self.mark(run.pfn, run.pages);
         let last = self.hints.last_mut();
@@ -73,7 +73,7 @@ impl Batch {
         }
     }
 
-    /// Adds frames that no longer cache a file page.
+    /// Adds a run of page frames that no longer hold a page of a file.
     pub fn gone(&mut self, run: PfnRun) {
         if !self.hints.is_empty()
             && bits(run.pfn, run.pages).any(|b| self.offered[b / 64] >> (b % 64) & 1 != 0)
@@ -90,7 +90,7 @@ impl Batch {
         self.gone.push(run);
     }
 
-    /// Adds pages that were written to.
+    /// Adds a range of file pages that were written to.
     pub fn dirty(&mut self, range: FileRange) {
         if !self.clean.is_empty() || self.dirty.len() >= MAX_RUNS {
             self.flush();
@@ -98,7 +98,7 @@ impl Batch {
         push_range(&mut self.dirty, range);
     }
 
-    /// Adds pages that were written back to disk.
+    /// Adds a range of file pages that were written back to disk.
     pub fn clean(&mut self, range: FileRange) {
         if self.clean.len() >= MAX_RUNS {
             self.flush();
@@ -106,13 +106,14 @@ impl Batch {
         push_range(&mut self.clean, range);
     }
 
-    /// Adds a message of another kind, to be sent after everything added before.
+    /// Adds a message that is no page cache event. It is sent after everything that was added
+    /// before.
     pub fn message(&mut self, message: FromAgent) {
         self.flush();
         self.ready.push(message);
     }
 
-    /// Converts everything that was added into messages.
+    /// Turns all events that were added into messages, which [`Self::take_ready`] returns.
     pub fn flush(&mut self) {
         self.path_bytes = 0;
         if !self.files.is_empty() {
@@ -144,7 +145,7 @@ impl Batch {
         }
     }
 
-    /// Takes the finished messages, in order.
+    /// Returns and removes the messages that are ready, in the order in which they must be sent.
     pub fn take_ready(&mut self) -> Vec<FromAgent> {
         std::mem::take(&mut self.ready)
     }

@@ -1,4 +1,4 @@
-//! Finds the disk that contains a block device, in `/sys/dev/block`.
+//! Finds the disk of a partition, and where the partition begins on the disk, in `/sys/dev/block`.
 //!
 //! Source: `Documentation/ABI/stable/sysfs-block`. The directory of a partition is inside the
 //! directory of its disk.
@@ -10,16 +10,16 @@ use std::path::{Path, PathBuf};
 /// Bytes of a sector in sysfs. It is 512 for every disk.
 const SECTOR: u64 = 512;
 
-/// Position of a block device on its disk.
+/// Position of a block device (a disk or a partition) on its disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Device number of the disk, as `major:minor`.
+    /// Device number of the disk, as text `major:minor`.
     pub disk: String,
-    /// Offset of the device's first byte on the disk, in bytes.
+    /// Offset of the block device's first byte on the disk, in bytes; 0 for the disk itself.
     pub start: u64,
 }
 
-/// Cache of block devices that were looked up.
+/// Cache of the positions of block devices on their disks.
 #[derive(Debug)]
 pub struct BlockDevices {
     sys: PathBuf,
@@ -27,7 +27,7 @@ pub struct BlockDevices {
 }
 
 impl BlockDevices {
-    /// Creates an empty cache. `sys` is `/sys`, another directory in tests.
+    /// Creates an empty cache. `sys` is `/sys`, or another directory in tests.
     pub fn new(sys: &Path) -> Self {
         Self {
             sys: sys.to_owned(),
@@ -35,10 +35,9 @@ impl BlockDevices {
         }
     }
 
-    /// Returns where device `number` (`st_dev`) starts on its disk; `None` if the device is neither
-    /// a disk nor a partition of one. Devices that are built on others (device mapper, md, loop)
-    /// have no hardware directory in sysfs. btrfs and overlays use device numbers that belong to no
-    /// device.
+    /// Returns where the device with number `number` (`st_dev`) starts on its disk. The result is
+    /// `None` if the device is neither a disk nor a partition: a device built on others (device
+    /// mapper, md, loop), or a number without a device (btrfs, overlayfs).
     pub fn place(&mut self, number: u64) -> Option<&Place> {
         let sys = &self.sys;
         let place = self

@@ -33,19 +33,20 @@ const MESSAGES: usize = 8;
 /// started yet.
 type Running = Arc<Mutex<HashMap<(u32, u32), Option<Pid>>>>;
 
-/// Commands that the agent runs for the daemon.
+/// Shell commands that the agent runs for the daemon.
 #[derive(Debug)]
 pub struct Commands {
     running: Running,
     sender: SyncSender<(u32, FromAgent)>,
     receiver: Receiver<(u32, FromAgent)>,
-    /// Readable when a message may be ready. Make it unreadable before calling [`Self::next`].
+    /// Descriptor that is readable when a message of a command may be ready. Make it unreadable
+    /// (`Wake::rest`) before calling [`Self::next`].
     pub wake: Arc<Wake>,
     epoch: u32,
 }
 
 impl Commands {
-    /// Creates an empty set of commands.
+    /// Creates an empty set of running commands.
     pub fn new() -> io::Result<Self> {
         let (sender, receiver) = mpsc::sync_channel(MESSAGES);
         Ok(Self {
@@ -57,8 +58,9 @@ impl Commands {
         })
     }
 
-    /// Starts `/bin/sh -c script`. A failure to start is reported as exit code 127 with a message
-    /// on the command's standard error.
+    /// Starts `/bin/sh -c script` as command number `command`; at most 16 commands run at a time. A
+    /// failure to start is reported as exit code 127 with a message on the command's standard
+    /// error.
     pub fn run(&self, command: u32, script: String) {
         let key = (self.epoch, command);
         let mut task = Task {
@@ -92,7 +94,8 @@ impl Commands {
         }
     }
 
-    /// Kills a command and its children.
+    /// Kills the shell of command number `command` and its children (the process group). Does
+    /// nothing if that command does not run.
     pub fn kill(&self, command: u32) {
         // The entry is removed before the process is reaped, so this process number belongs to the
         // command.
@@ -102,12 +105,13 @@ impl Commands {
         }
     }
 
-    /// Drops the output of the commands of a lost connection. These commands keep running.
+    /// Drops the output of the commands that a lost connection has started. These commands keep
+    /// running.
     pub fn forget(&mut self) {
         self.epoch = self.epoch.wrapping_add(1);
     }
 
-    /// Returns the next message to send; `None` if there is none.
+    /// Returns the next message of a command to send to the daemon; `None` if there is none.
     pub fn next(&self) -> Option<FromAgent> {
         loop {
             let (epoch, message) = self.receiver.try_recv().ok()?;

@@ -1,6 +1,6 @@
-//! Drops files from the guest's page cache, in the order of a list, until a deadline. A cold
-//! snapshot uses this, because `/proc/sys/vm/drop_caches` drops everything and cannot be
-//! interrupted.
+//! Drops files from the guest's page cache, in the order of a list, until a deadline. The daemon
+//! uses this before it saves a snapshot without the page cache, because `/proc/sys/vm/drop_caches`
+//! drops everything and cannot be interrupted.
 
 use std::io::{self, BufRead};
 use std::sync::Mutex;
@@ -17,8 +17,9 @@ const PIECE_BYTES: u64 = 32 << 20;
 /// Most threads. Each thread drops another file, because the kernel locks a file's page cache.
 const MAX_THREADS: usize = 4;
 
-/// Drops the clean pages of files from the page cache. Pages that a process has mapped stay.
-/// Returns whether all files were dropped before the deadline `limit`.
+/// Drops the clean pages of files from the page cache. `input` lists the files, one path in each
+/// line; pages that a process has mapped stay. Returns whether all files were dropped within
+/// `limit`, counted from this call.
 pub fn drop_files(limit: Duration, input: &mut (impl BufRead + Send)) -> io::Result<bool> {
     let end = Instant::now() + limit;
     let (files, is_late) = (Mutex::new(paths(input)), AtomicBool::new(false));

@@ -1,5 +1,5 @@
-//! Finds where files are stored on the guest's disks. A hot snapshot uses this to refer to a disk
-//! instead of copying the guest's page cache.
+//! Finds where files are stored on the guest's disks. A snapshot can then refer to blocks of a
+//! disk, instead of containing the guest's page cache a second time.
 //!
 //! ```text
 //!   standard input    one path in each line; any byte may be written as \ooo (octal), as in /proc/self/mountinfo
@@ -7,8 +7,8 @@
 //!   /sys/dev/block    that device -> disk, and the device's position on the disk
 //!   standard output   one run in each line: number of the path, first page of the file, pages, disk, first page on the disk
 //! ```
-//! No dirty page is written back, no file content is read, and files whose location is not known at
-//! once are left out. The answer may be out of date, so the host compares the bytes.
+//! The agent writes no dirty page back and reads no file content. It leaves out files whose
+//! location is not known at once. The answer may be out of date, so the host compares the bytes.
 
 use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;
@@ -32,7 +32,8 @@ struct Run {
     block: u64,
 }
 
-/// Reads paths, one in each line, and writes the locations of their files on disks.
+/// Reads paths from `input`, one in each line. Writes a line to `output` for each run of a file's
+/// pages that is contiguous on a disk.
 pub fn write(input: &mut impl BufRead, output: &mut impl Write) -> io::Result<()> {
     write_below(Path::new("/sys"), input, output)
 }

@@ -2,38 +2,39 @@
 
 use std::collections::HashMap;
 
-/// Most files in the table (about 5 MB). When the table is full, the least recently used half is
-/// forgotten; these files get new numbers later.
+/// Maximum number of files in the table (about 5 MB). When the table is full, the least recently
+/// used half is removed; these files get new numbers when they are seen again.
 pub const MAX_FILES: usize = 40_000;
 /// Most dirty ranges that are kept for one file. If there are more, the two nearest ranges are
 /// joined.
 const MAX_RANGES: usize = 16;
 
-/// Device number and inode number of a file.
+/// Device number (`major << 20 | minor`) and inode number of a file.
 pub type Inode = (u32, u64);
 
-/// The agent's knowledge of a file.
+/// What the agent knows of a file and has told the daemon.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileEntry {
+    /// Number of the file in messages to the daemon.
     pub number: u32,
-    /// Hash of the path that was sent to the daemon; 0 if none was sent.
+    /// Hash of the file's path that was sent to the daemon; 0 if no path was sent.
     pub path_hash: u64,
-    /// Size that was sent to the daemon, in bytes.
+    /// Size of the file that was sent to the daemon, in bytes.
     pub size: u64,
     /// Whether the daemon's rules allow hints of this file.
     pub allowed: bool,
-    /// Number of directory walks that may still look for the file's path: 0 for a file that has a
-    /// path, or no name.
+    /// Number of further directory walks that may look for the file's path; 0 for a file whose path
+    /// is known.
     pub walks: u8,
-    /// Size of the largest folio of the file that was seen: log2 of its pages.
+    /// Size of the file's largest folio that trace events have shown: log2 of the folio's pages.
     pub order: u8,
     used: u32,
     dirty: Vec<(u64, u64)>,
 }
 
 impl FileEntry {
-    /// Records that pages `[start, end)` are dirty. Returns false if all of them were already
-    /// recorded.
+    /// Records that the file's pages `[start, end)` are dirty. Returns false if all of them were
+    /// already recorded.
     pub fn mark_dirty(&mut self, start: u64, end: u64) -> bool {
         if self.dirty.iter().any(|r| r.0 <= start && end <= r.1) {
             return false;
@@ -58,18 +59,19 @@ impl FileEntry {
         true
     }
 
-    /// Returns and removes the dirty ranges; these pages count as clean from now on.
+    /// Returns and removes the file's dirty ranges `(start, end)`, in pages. These pages count as
+    /// clean from now on.
     pub fn take_dirty(&mut self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.dirty)
     }
 
-    /// Returns whether the file has dirty pages.
+    /// Returns whether dirty pages of the file are recorded.
     pub fn is_dirty(&self) -> bool {
         !self.dirty.is_empty()
     }
 }
 
-/// Table of files by inode.
+/// Table of the files that the agent has reported, by inode.
 #[derive(Debug, Default)]
 pub struct Files {
     map: HashMap<Inode, FileEntry>,
@@ -78,17 +80,17 @@ pub struct Files {
 }
 
 impl Files {
-    /// Forgets all files; they get new numbers when they are seen again.
+    /// Removes all files from the table. A file gets a new number when it is seen again.
     pub fn forget_all(&mut self) {
         self.map = HashMap::new();
     }
 
-    /// Advances the clock that decides which files were used last.
+    /// Advances the clock by which the table knows the least recently used files.
     pub const fn tick(&mut self) {
         self.now = self.now.wrapping_add(1);
     }
 
-    /// Returns the entry of an inode, and whether it is new.
+    /// Returns the table's entry of an inode, and whether this call has created the entry.
     pub fn entry(&mut self, inode: Inode) -> (&mut FileEntry, bool) {
         if self.map.len() >= MAX_FILES && !self.map.contains_key(&inode) {
             self.forget_half();
@@ -110,7 +112,7 @@ impl Files {
         (entry, new)
     }
 
-    /// Returns the entry of an inode; `None` if it is not in the table.
+    /// Returns the table's entry of an inode; `None` if the inode is not in the table.
     pub fn get(&mut self, inode: Inode) -> Option<&mut FileEntry> {
         self.map.get_mut(&inode)
     }

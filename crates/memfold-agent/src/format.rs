@@ -3,10 +3,10 @@
 //! The layout is read at run time, because it differs between kernels: page-cache events have a
 //! field `order` in Linux 6.18, and none in 6.1.
 
-/// One field of an event.
+/// Position and length of one field in the records of a trace event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
-    /// Position of the field in bytes from the start of the record.
+    /// Offset of the field from the start of the record, in bytes.
     pub offset: usize,
     /// Length of the field in bytes.
     pub size: usize,
@@ -31,16 +31,17 @@ impl Field {
         })
     }
 
-    /// Returns the field as text up to its first NUL byte.
+    /// Returns the field's bytes in `record` up to the first NUL byte; `None` if the record is too
+    /// short.
     pub fn text<'a>(&self, record: &'a [u8]) -> Option<&'a [u8]> {
         self.bytes(record)?.split(|b| *b == 0).next()
     }
 }
 
-/// Layout of an event's records, from its `format` file.
+/// Layout of a trace event's records, from the event's `format` file in tracefs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EventFormat {
-    /// Value of the field `common_type` in records of this event.
+    /// Number of the trace event: the value of the field `common_type` in its records.
     pub id: u16,
     fields: Vec<(String, Field)>,
 }
@@ -60,7 +61,7 @@ impl EventFormat {
         })
     }
 
-    /// Returns the position and length of the field of this name.
+    /// Returns position and length of the field `name`; `None` if the event has no such field.
     pub fn field(&self, name: &str) -> Option<Field> {
         self.fields.iter().find(|(n, _)| n == name).map(|(_, f)| *f)
     }
@@ -83,17 +84,18 @@ fn field(line: &str) -> Option<(String, Field)> {
     Some((name.to_owned(), Field { offset, size }))
 }
 
-/// Layout of a ring-buffer page, from `events/header_page`.
+/// Layout of a page of the trace ring buffer, from `events/header_page` in tracefs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFormat {
-    /// The commit word of a page: number of bytes of data that follow, and flags.
+    /// Position of the page's commit word, which has the number of bytes of data that follow, and
+    /// flags.
     pub commit: Field,
-    /// Offset of the data in the page, in bytes.
+    /// Offset of the data in the ring-buffer page, in bytes.
     pub data: usize,
 }
 
 impl PageFormat {
-    /// Parses the text of `events/header_page`.
+    /// Parses the text of `events/header_page`; `None` if it lacks a necessary field.
     pub fn parse(text: &str) -> Option<Self> {
         // The field's type comes first (`field: u64 timestamp`). Except for a space, this is the
         // syntax of other fields.

@@ -27,7 +27,8 @@ const WORD: usize = 8;
 /// Options of the kernel's command line that make the kernel check the bytes of free pages.
 const CHECKED: [&str; 3] = ["page_poison", "debug_pagealloc", "slub_debug"];
 
-/// Writes all runs of free frames, one in each line: first frame and number of frames.
+/// Writes the runs of page frames that the guest's kernel has free, one run in each line: first
+/// frame and number of frames.
 ///
 /// # Errors
 ///

@@ -1,11 +1,12 @@
-//! Matches paths against shell globs, on bytes. The daemon's rules use them to include and exclude
-//! files.
+//! Matches paths against shell globs, byte by byte. The daemon's rules use globs to include and
+//! exclude files.
 //!
 //! `?` and `*` match within a path component, `**` across components. `[a-z]` matches one byte of a
 //! set, `[!a-z]` one byte outside it. A pattern without a slash is matched with the file name, any
 //! other pattern with the whole path.
 
-/// Returns whether `pattern` matches the whole of `path`.
+/// Returns whether `pattern` matches `path`. A pattern without a slash must match the file name,
+/// any other pattern the whole path.
 pub fn matches(pattern: &[u8], path: &[u8]) -> bool {
     let text = if pattern.contains(&b'/') {
         path
@@ -106,7 +107,8 @@ fn in_set(mut set: &[u8], byte: u8) -> bool {
     false
 }
 
-/// Include and exclude glob patterns, which the daemon sends in `Welcome`.
+/// Glob patterns that decide which files the agent reports to the daemon. The daemon sends them in
+/// `Welcome`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rules {
     include: Vec<String>,
@@ -114,13 +116,14 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Creates rules. An empty `include` allows every path; `exclude` takes precedence.
+    /// Creates rules. An empty `include` allows every path; a path that matches `exclude` is not
+    /// allowed in any case.
     pub const fn new(include: Vec<String>, exclude: Vec<String>) -> Self {
         Self { include, exclude }
     }
 
-    /// Returns whether a file of this path is reported. A file without a path is reported unless
-    /// `include` names paths.
+    /// Returns whether the agent reports a file with this path. A file without a path (`path` is
+    /// empty) is reported only if `include` is empty.
     pub fn allow(&self, path: &[u8]) -> bool {
         let any = |list: &[String]| list.iter().any(|p| matches(p.as_bytes(), path));
         if path.is_empty() {

@@ -21,7 +21,7 @@
 //! | [`drop_caches`] | files are dropped from the page cache, until a deadline |
 //! | `file_list` | lists of paths that the host sends |
 //! | [`segment`] | read-only images shared with other VMs, mounted over the guest's own directories; not part of the main loop |
-//! | `wake`, `backoff` | waking the main loop; schedule of its rare work |
+//! | `wake`, `backoff` | waking the main loop; the schedule of its repeated work |
 
 /// Writes a line to standard error, which goes to a log. Unlike `eprintln!`, it does not panic if
 /// the log cannot be written.

@@ -1,18 +1,18 @@
-//! Table of the mounted disk file systems, whose page cache can be hinted, from
-//! `/proc/self/mountinfo`.
+//! Table of the mounted disk file systems, from `/proc/self/mountinfo`. The agent reports only the
+//! page cache of files on these file systems.
 
 use std::fs;
 use std::io;
 
-/// Device number that stands for files of overlays in hints. The page cache of these files belongs
-/// to a file system that may be mounted nowhere else, so all overlays share this number. No real
-/// device number is that high (20 bits of minor, 12 of major).
+/// Device number under which hints report the files of all overlays. The page cache of these files
+/// belongs to a file system that may be mounted nowhere else. No real device number is that high
+/// (20 bits of minor, 12 of major).
 pub const OVERLAY_DEVICE: u32 = u32::MAX;
 
 /// Prefix of the mount source of an overlay that shows a segment over a directory.
 pub(crate) const LAID_SOURCE: &str = "memfold:";
 
-/// Kind of a file system, by the way in which a file is found from its inode number.
+/// Kind of a file system: it decides how the agent finds a file by the inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// ext4, ext3, ext2, f2fs: a file handle is the inode number and generation 0.
@@ -30,30 +30,33 @@ pub enum Kind {
 /// A mounted disk file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Mount ID, as in `statx`.
+    /// ID of the mount, as in `statx` (`stx_mnt_id`).
     pub id: u64,
-    /// Device number in the kernel's internal form (`major << 20 | minor`), as in trace events.
+    /// Device number of the file system in the kernel's internal form (`major << 20 | minor`), as
+    /// in trace events.
     pub device: u32,
-    /// Directory of the file system that is mounted here (`/` for the whole file system).
+    /// Directory of the file system that this mount shows (`/` for the whole file system).
     pub root: Vec<u8>,
-    /// Path of the mount point.
+    /// Path of the mount point in the guest.
     pub point: Vec<u8>,
-    /// Kind of the file system.
+    /// Kind of the mounted file system.
     pub kind: Kind,
-    /// Subvolume of a btrfs mount (`subvolid=`).
+    /// Number of the mounted btrfs subvolume (`subvolid=`); `None` for other file systems.
     pub subvolume: Option<u64>,
-    /// Whether this mount is a segment's image, whose files need no page cache, or an overlay that
-    /// shows a segment over a directory. Walks leave both out. The files of the overlay's other
-    /// layers are found on their own mounts. A walk of the overlay would make the kernel look up
-    /// every name of every merged directory: 15 MiB of slab in an idle guest.
+    /// Whether this mount is a segment's image, or the overlay that shows a segment over a
+    /// directory. Directory walks leave out both: the image's files need no page cache, and the
+    /// files of the overlay's other layers are found on their own mounts. (A walk of the overlay
+    /// would cost 15 MiB of slab in an idle guest, because the kernel looks up every name of every
+    /// merged directory.)
     pub laid: bool,
     /// Whether a segment is mounted over a directory of this mount. Programs then read the files of
-    /// this directory through an overlay.
+    /// that directory through an overlay.
     pub is_laid_over: bool,
 }
 
 impl Mount {
-    /// Returns the device number that hints use for files of this mount.
+    /// Returns the device number under which hints report files of this mount: the file system's,
+    /// or [`OVERLAY_DEVICE`].
     pub fn hint_device(&self) -> u32 {
         match self.kind {
             Kind::Overlay => OVERLAY_DEVICE,
@@ -62,15 +65,15 @@ impl Mount {
     }
 }
 
-/// Mounts of known disk file systems, in mount order.
+/// Table of the guest's mounted disk file systems.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mounts {
-    /// The mounts, in mount order.
+    /// Mounted disk file systems, in the order in which they were mounted.
     pub list: Vec<Mount>,
 }
 
 impl Mounts {
-    /// Reads `/proc/self/mountinfo`.
+    /// Reads the table from `/proc/self/mountinfo`.
     pub fn read() -> io::Result<Self> {
         Ok(Self::parse(&fs::read("/proc/self/mountinfo")?))
     }
@@ -89,8 +92,9 @@ impl Mounts {
         Self { list }
     }
 
-    /// Returns the device number that hints use for the device of an event; `None` for devices
-    /// without a disk file system (tmpfs, proc, block devices).
+    /// Returns the device number under which hints report files of `event_device`, the device of a
+    /// trace event. The result is `None` for devices without a disk file system (tmpfs, proc, block
+    /// devices).
     pub fn hint_device(&self, event_device: u32) -> Option<u32> {
         if self
             .list
@@ -105,8 +109,8 @@ impl Mounts {
         (overlay && event_device >> 20 != 0).then_some(OVERLAY_DEVICE)
     }
 
-    /// Returns the mounts to walk, without segments: each part of a file system once, through the
-    /// mount that shows most of it.
+    /// Returns the mounts whose directories a walk has to read, without segments. Each part of a
+    /// file system is walked once, through the mount that shows most of it.
     pub fn to_walk(&self) -> Vec<&Mount> {
         let mut chosen: Vec<&Mount> = Vec::new();
         let mut sorted: Vec<&Mount> = self.list.iter().filter(|m| !m.laid).collect();

@@ -1,6 +1,7 @@
-//! Tells the host which files the guest's page cache holds: turns the kernel's trace events about
-//! cached pages, and the paths that the worker thread has found for them, into messages. Keeps the
-//! number of each file and what the host already knows about the file.
+//! Tells the daemon which files the guest's page cache holds. For this, the module turns the
+//! kernel's trace events about cached pages, and the paths that the worker thread finds, into
+//! messages. It also keeps the number of each file, and what the daemon already knows about the
+//! file.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -28,21 +29,21 @@ const MAX_GROWN: usize = 64;
 /// Number of walks that look for a file before the agent stops searching for its path.
 const WALKS: u8 = 4;
 
-/// The guest's page cache, as reported in one connection.
+/// What the agent reports of the guest's page cache in one connection to the daemon.
 #[derive(Debug, Default)]
 pub struct PageCache {
     /// Messages of this connection that are not sent yet.
     pub batch: Batch,
-    /// Counters since this agent's start. The fields `cpu_us` and `rss_bytes` are zero here; they
+    /// Counters since the agent's start. The fields `cpu_us` and `rss_bytes` are zero here; they
     /// are filled in when the counters are sent.
     pub counters: AgentCounters,
     files: Files,
-    /// Current table of mounts; [`Self::set_mounts`] replaces it.
+    /// Current table of the guest's mounts; [`Self::set_mounts`] replaces it.
     pub mounts: Mounts,
     /// Device numbers of the file systems on each disk, because writeback events name only the
     /// disk.
     disks: HashMap<u32, Vec<u32>>,
-    /// The daemon's current rules for paths.
+    /// Rules of the daemon for the files that the agent reports.
     pub rules: Rules,
     wanted: HashSet<Inode>,
     /// Files with cached pages beyond the size that was reported.
@@ -64,7 +65,7 @@ struct Last {
 }
 
 impl PageCache {
-    /// Forgets everything that was reported, for a new connection.
+    /// Forgets everything that was reported, and sets the daemon's rules, for a new connection.
     pub fn reset(&mut self, rules: Rules) {
         self.batch = Batch::default();
         self.files = Files::default();
@@ -74,7 +75,7 @@ impl PageCache {
         self.last = None;
     }
 
-    /// Replaces the table of mounts after a mount or unmount.
+    /// Replaces the table of the guest's mounts, after a mount or unmount.
     pub fn set_mounts(&mut self, mounts: Mounts) {
         self.disks.clear();
         for mount in &mounts.list {
@@ -92,17 +93,18 @@ impl PageCache {
         self.last_device = None;
     }
 
-    /// Returns and removes the files that a walk has to find; `None` if there are none.
+    /// Returns and removes the files whose paths a directory walk has to find; `None` if there are
+    /// none.
     pub fn take_wanted(&mut self) -> Option<HashSet<Inode>> {
         (!self.wanted.is_empty()).then(|| std::mem::take(&mut self.wanted))
     }
 
-    /// Returns whether a walk has files to find.
+    /// Returns whether there are files whose paths a directory walk has to find.
     pub fn wants(&self) -> bool {
         !self.wanted.is_empty()
     }
 
-    /// Handles the events of one round.
+    /// Turns the trace events that were read in one round into messages.
     pub fn events(&mut self, events: &[Event]) {
         self.files.tick();
         for event in events {
@@ -129,8 +131,8 @@ impl PageCache {
         self.last = None;
     }
 
-    /// Ends a round: looks up files again that have grown, and closes all mount points so that they
-    /// can be unmounted.
+    /// Ends a round of reading trace events: looks up files again that have grown, and closes all
+    /// mount points so that they can be unmounted.
     pub fn end_round(&mut self) {
         // These files were looked up while they were being written, and writeback did not report
         // their full size. They are looked up once a round, because a growing file has a page
@@ -321,7 +323,8 @@ impl PageCache {
         }
     }
 
-    /// Handles a finding of the worker. (The main loop handles the ends of jobs.)
+    /// Turns a finding of the worker thread into messages and counts. (The main loop handles the
+    /// ends of jobs.)
     pub fn finding(&mut self, finding: Finding) {
         match finding {
             Finding::Cached {

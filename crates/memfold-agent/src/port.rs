@@ -1,4 +1,5 @@
-//! The virtio-serial port to the daemon, and its send queue.
+//! The virtio-serial port through which the agent talks to the daemon, and the queue of messages to
+//! send.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,7 +18,8 @@ const EVENTS_LIMIT: usize = LIMIT / 2;
 /// commands) are not added.
 const QUIET_LIMIT: usize = 128 << 10;
 
-/// Finds the device of the agent's port, by udev's link or by the port names in sysfs.
+/// Finds the device file of the agent's virtio-serial port, by udev's link or by the port names in
+/// sysfs; `None` if there is no such port.
 pub fn find() -> Option<PathBuf> {
     find_under(Path::new("/"))
 }
@@ -36,7 +38,7 @@ fn find_under(root: &Path) -> Option<PathBuf> {
         .map(|e| root.join("dev").join(e.file_name()))
 }
 
-/// An open port with its send queue.
+/// The open virtio-serial port to the daemon, with its send queue.
 #[derive(Debug)]
 pub struct Port {
     file: File,
@@ -46,7 +48,7 @@ pub struct Port {
 }
 
 impl Port {
-    /// Opens the device of the port.
+    /// Opens the port's device file `path`.
     ///
     /// # Errors
     ///
@@ -92,7 +94,7 @@ impl Port {
         while self.file.read(&mut scrap).is_ok_and(|n| n > 0) {}
     }
 
-    /// Reads data from the host. Returns the number of bytes; 0 if there was none.
+    /// Reads data that the daemon has sent. Returns the number of bytes; 0 if there was none.
     pub fn receive(&mut self) -> io::Result<usize> {
         let mut buffer = [0; 4096];
         let n = match self.file.read(&mut buffer) {
@@ -103,12 +105,12 @@ impl Port {
         Ok(n)
     }
 
-    /// Returns the next complete message from the host; `None` if there is none.
+    /// Returns the next complete message from the daemon; `None` if there is none.
     pub fn order(&mut self) -> Result<Option<ToAgent>, FrameError> {
         self.decoder.next()
     }
 
-    /// Adds a message to the send queue. Returns false if the queue has no space for it.
+    /// Adds a message to the send queue. Returns false if the queue has no space for the message.
     pub fn push(&mut self, message: &FromAgent) -> bool {
         let event = matches!(
             message,
@@ -134,12 +136,13 @@ impl Port {
         self.waiting.len() - self.sent
     }
 
-    /// Returns whether the send queue has space for messages that can wait.
+    /// Returns whether the send queue has space for messages that can wait (inventory, output of
+    /// commands).
     pub fn has_room(&self) -> bool {
         self.backlog() < QUIET_LIMIT
     }
 
-    /// Returns whether the send queue is so long that messages about events are dropped.
+    /// Returns whether the send queue is so long that messages about page cache events are dropped.
     pub fn is_full(&self) -> bool {
         self.backlog() > EVENTS_LIMIT
     }
@@ -161,7 +164,8 @@ impl Port {
         Ok(())
     }
 
-    /// Returns the entry for `poll`: for input always, for output if the send queue is not empty.
+    /// Returns the port's entry for `poll`: it waits for input and, if the send queue is not empty,
+    /// for space to write.
     pub fn poll_fd(&self) -> PollFd<'_> {
         let mut flags = PollFlags::IN;
         flags.set(PollFlags::OUT, self.backlog() > 0);

@@ -10,7 +10,8 @@ use std::io::{self, Read, Write};
 /// Most bytes that are mixed in.
 const MOST: u64 = 4096;
 
-/// Mixes `seed` into the pool and reseeds the kernel's random number generator.
+/// Mixes up to 4,096 bytes of `seed` into the kernel's pool, and reseeds the kernel's random number
+/// generator.
 pub fn reseed(seed: &mut impl Read) -> io::Result<()> {
     let mut bytes = Vec::new();
     seed.take(MOST).read_to_end(&mut bytes)?;

@@ -15,7 +15,7 @@ const WINDOW: u64 = 1024;
 /// frame, number of pages.
 pub type Run = (u64, u64, u32);
 
-/// Finds out which pages of files are cached.
+/// Finds out which pages of a file are cached, and in which page frames.
 #[derive(Debug)]
 pub struct Residency {
     pagemap: Pagemap,
@@ -25,7 +25,7 @@ pub struct Residency {
 }
 
 impl Residency {
-    /// Opens `/proc/self/pagemap`. Only root reads frame numbers from it.
+    /// Opens `/proc/self/pagemap`, from which only root can read frame numbers.
     pub fn new() -> io::Result<Self> {
         Ok(Self {
             pagemap: Pagemap::open(rustix::process::getpid())?,
@@ -34,8 +34,9 @@ impl Residency {
         })
     }
 
-    /// Returns the number of cached pages of a file by `cachestat`; `None` if the call fails. Not
-    /// for files on an overlay: `cachestat` would examine the overlay's own empty mapping.
+    /// Returns the number of cached pages of a file by `cachestat`; `None` if the call fails. Do
+    /// not use this for files on an overlay: `cachestat` would examine the overlay's own mapping,
+    /// which is empty.
     pub fn quick(&mut self, file: impl AsFd) -> Option<u64> {
         if !self.has_cachestat {
             return None;
@@ -50,8 +51,8 @@ impl Residency {
         }
     }
 
-    /// Calls `run` for every run of cached pages of a file with `pages` pages, until `run` returns
-    /// false. Calls `pause` between steps of 1024 pages; `pause` may sleep.
+    /// Calls `run` for each run of cached pages of a file, until `run` returns false. `pages` is
+    /// the file's length in pages. Calls `pause` after each step of 1,024 pages; `pause` may sleep.
     pub fn runs(
         &mut self,
         file: impl AsFd,

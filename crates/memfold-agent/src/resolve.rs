@@ -39,20 +39,20 @@ pub enum Found {
     Unknown,
 }
 
-/// Finds paths of inodes. Keeps mount points open until [`Resolver::close`]; an open mount cannot
-/// be unmounted.
+/// Finds paths of inodes by file handle. It keeps mount points open until [`Resolver::close`]; an
+/// open mount cannot be unmounted.
 #[derive(Debug, Default)]
 pub struct Resolver {
     open: HashMap<u64, File>,
 }
 
 impl Resolver {
-    /// Closes all mount points.
+    /// Closes all mount points that the resolver keeps open, so that they can be unmounted.
     pub fn close(&mut self) {
         self.open.clear();
     }
 
-    /// Finds the path of inode number `inode` on `device` (`major << 20 | minor`).
+    /// Finds the path of the file with inode number `inode` on `device` (`major << 20 | minor`).
     pub fn by_handle(&mut self, mounts: &Mounts, device: u32, inode: u64) -> Found {
         for mount in mounts.by_device(device) {
             let found = self.on_mount(mount, inode).unwrap_or(Found::Unknown);

@@ -1,4 +1,5 @@
-//! Decodes pages of the kernel's trace ring buffer, as read from `trace_pipe_raw`.
+//! Decodes pages of the kernel's trace ring buffer, as read from `trace_pipe_raw`. A page has a
+//! timestamp, a commit word and records:
 //!
 //! ```text
 //!   +-----------+--------------+---------+--------------------+---------+-----
@@ -26,18 +27,18 @@ const TIME_STAMP: u32 = 31;
 /// Number of bits of the time difference in an event's header.
 const TIME_BITS: u32 = 27;
 
-/// One page of the ring buffer.
+/// One page of the kernel's trace ring buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct RingPage<'a> {
     timestamp: u64,
     data: &'a [u8],
-    /// Number of events lost before this page: `None` if none were lost, `Some(0)` if the number is
-    /// unknown.
+    /// Number of trace events that were lost before this page: `None` if none were lost, `Some(0)`
+    /// if the number is unknown.
     pub lost: Option<u64>,
 }
 
 impl<'a> RingPage<'a> {
-    /// Parses the header of a page; `None` if `bytes` is too short for one.
+    /// Parses the header of a ring-buffer page; `None` if `bytes` is too short for one.
     pub fn parse(bytes: &'a [u8], format: &PageFormat) -> Option<Self> {
         let timestamp = u64_at(bytes, 0)?;
         let commit = format.commit.number(bytes)?;
@@ -57,7 +58,7 @@ impl<'a> RingPage<'a> {
         })
     }
 
-    /// Returns the records of the page, oldest first.
+    /// Returns the records of the page, the oldest first.
     pub const fn records(&self) -> Records<'a> {
         Records {
             time: self.timestamp,
@@ -71,7 +72,8 @@ fn u64_at(bytes: &[u8], offset: usize) -> Option<u64> {
     Some(u64::from_ne_bytes(*bytes))
 }
 
-/// Iterator over a page's records: time in the unit of the trace clock (ns), and bytes.
+/// Iterator over the records of a ring-buffer page. An item is the record's time by the trace
+/// clock, in ns, and the record's bytes.
 #[derive(Clone, Debug)]
 pub struct Records<'a> {
     time: u64,

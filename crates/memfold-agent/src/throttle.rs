@@ -22,7 +22,7 @@ fn cpu(clock: ClockId) -> Duration {
     Duration::try_from(clock_gettime(clock)).unwrap_or_default()
 }
 
-/// Returns the CPU time that the whole process has used.
+/// Returns the CPU time that the whole agent process has used since its start.
 pub fn process_cpu() -> Duration {
     cpu(ClockId::ProcessCPUTime)
 }
@@ -42,7 +42,8 @@ impl Throttle {
         }
     }
 
-    /// Sleeps if a pause is due. Call it after every small step.
+    /// Sleeps if the thread has worked for 5 ms since the last sleep. Call this after every small
+    /// step of the work.
     pub fn step(&mut self) {
         self.calls += 1;
         if self.calls % 8 != 0 {

@@ -32,41 +32,44 @@ const DELETE: &str = "filemap/mm_filemap_delete_from_page_cache";
 const DIRTY: &str = "writeback/writeback_dirty_folio";
 const WRITTEN: &str = "writeback/writeback_single_inode";
 
-/// Device number that stands for every backing device that is no block device (btrfs has one of its
-/// own).
+/// Device number that stands for every backing device that is no block device, such as the one that
+/// btrfs has for itself.
 pub const UNNAMED_DISK: u32 = u32::MAX;
 
-/// Kind of an event.
+/// Kind of a trace event about cached pages. Names of fields are those of [`Event`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// 2^`order` page frames from `pfn` on cache the file from page `page` on. `device`: device
-    /// number of the file system.
+    /// The 2^`order` page frames from `pfn` on now cache the file's pages from `page` on. `device`
+    /// is the number of the file system's device.
     Add,
-    /// These page frames no longer cache the file.
+    /// The 2^`order` page frames from `pfn` on no longer cache the file's pages from `page` on.
+    /// `device` is the number of the file system's device.
     Delete,
-    /// A program wrote to the folio at page `page`. `device`: number of the disk (not of the
-    /// partition), or [`UNNAMED_DISK`].
+    /// A program wrote to the folio that begins at the file's page `page`. `device` is the number
+    /// of the disk (not of the partition), or [`UNNAMED_DISK`].
     Dirty,
-    /// All dirty pages of the inode were written back to disk. `device`: as for `Dirty`.
+    /// All dirty pages of the inode were written back to disk. `device` is the number of the disk
+    /// (not of the partition), or [`UNNAMED_DISK`].
     Written,
 }
 
-/// One decoded trace event.
+/// One decoded trace event about cached pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Time of the event by the trace clock, in ns.
+    /// Time of the event by the trace clock, in nanoseconds.
     pub time: u64,
-    /// Inode number of the file.
+    /// Inode number of the file whose pages the event concerns.
     pub inode: u64,
-    /// Number of the first page in the file (`Add`, `Delete`, `Dirty`).
+    /// Position in the file of the event's first page, in pages; 0 for [`What::Written`].
     pub page: u64,
-    /// Number of the first page frame (`Add`, `Delete`).
+    /// Number of the event's first page frame; 0 for [`What::Dirty`] and [`What::Written`].
     pub pfn: u64,
-    /// Device number, `major << 20 | minor`.
+    /// Device number, `major << 20 | minor`, of the file system or of the disk; the kind of the
+    /// event says which.
     pub device: u32,
-    /// Number of pages, as log2.
+    /// Number of the event's pages, as log2, 0 to 18; 0 for [`What::Dirty`] and [`What::Written`].
     pub order: u8,
-    /// Kind of the event.
+    /// Kind of the event, which decides what the other fields mean.
     pub what: What,
 }
 
@@ -122,14 +125,14 @@ impl Layout {
     }
 }
 
-/// Decodes records into events, by the event formats of the running kernel.
+/// Decodes ring-buffer records into events, by the event formats of the running kernel.
 #[derive(Clone, Debug)]
 pub struct EventDecoder(Vec<Layout>);
 
 impl EventDecoder {
-    /// Creates a decoder. `format` returns the text of the format file of an event, given as
-    /// `system/event`. `None` if the kernel has no page-cache events; the writeback events may be
-    /// missing.
+    /// Creates a decoder. `format` returns the text of an event's format file; its argument names
+    /// the event as `system/event`. The result is `None` if the kernel has no page-cache events;
+    /// the writeback events may be missing.
     pub fn new(format: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let layout = |what, name| Layout::new(what, &EventFormat::parse(&format(name)?)?);
         let mut layouts = vec![layout(What::Add, ADD)?, layout(What::Delete, DELETE)?];
@@ -138,7 +141,8 @@ impl EventDecoder {
         Some(Self(layouts))
     }
 
-    /// Decodes a record; returns `None` for malformed records and for those of other events.
+    /// Decodes a record of a ring-buffer page. Returns `None` if the record is malformed or is of
+    /// an event of no interest.
     pub fn decode(&self, time: u64, record: &[u8]) -> Option<Event> {
         let id = u16::from_ne_bytes(*record.first_chunk()?);
         let f = self.0.iter().find(|f| f.id == id)?;
@@ -177,21 +181,21 @@ fn disk(name: &[u8]) -> u32 {
     parse().unwrap_or(UNNAMED_DISK)
 }
 
-/// Events read in one round.
+/// Trace events that were read from all ring buffers in one round.
 #[derive(Debug, Default)]
 pub struct Round {
-    /// Events of all CPUs in order of time.
+    /// Decoded events of all CPUs, in the order of time.
     pub events: Vec<Event>,
-    /// Number of records read, of any event.
+    /// Number of ring-buffer records that were read, of any kind of event.
     pub records: u64,
-    /// Number of events that the kernel overwrote before they were read; 1 if their number is
+    /// Number of trace events that the kernel overwrote before they were read; 1 if their number is
     /// unknown.
     pub lost: u64,
-    /// Whether more events may be waiting.
+    /// Whether more events may be waiting in the ring buffers.
     pub more: bool,
 }
 
-/// Tracing instance `memfold` in tracefs.
+/// The tracing instance `memfold` in tracefs, from which the agent reads events.
 #[derive(Debug)]
 pub struct Tracer {
     instance: PathBuf,
@@ -202,8 +206,8 @@ pub struct Tracer {
 }
 
 impl Tracer {
-    /// Creates the tracing instance (and mounts tracefs if needed), or takes over the instance of
-    /// an earlier agent. No event is enabled yet.
+    /// Creates the tracing instance `memfold` (and mounts tracefs if needed), or takes over the
+    /// instance of an earlier agent. No event is enabled yet.
     pub fn new() -> io::Result<Self> {
         let tracefs = Path::new(TRACEFS);
         if !tracefs.join("events").exists() {
@@ -254,8 +258,8 @@ impl Tracer {
         fs::write(file, if on { "1" } else { "0" })
     }
 
-    /// Empties the ring buffers and enables the events. If the writeback events are missing,
-    /// returns a message about it.
+    /// Empties the ring buffers and enables the trace events. If the kernel has no writeback
+    /// events, returns a message about it.
     pub fn start(&mut self) -> io::Result<Option<String>> {
         self.stop();
         self.set("trace", "\n")?;
@@ -280,7 +284,8 @@ impl Tracer {
         Ok(problem)
     }
 
-    /// Disables the events, so that tracing costs the guest nothing while no daemon is connected.
+    /// Disables the trace events, so that tracing costs the guest nothing while no daemon is
+    /// connected.
     pub fn stop(&mut self) {
         for event in [ADD, DELETE, DIRTY, WRITTEN] {
             // `start` reports missing events; other failures cannot be repaired here.
@@ -295,18 +300,19 @@ impl Tracer {
         let _ = fs::remove_dir(&self.instance);
     }
 
-    /// Returns the descriptors to poll for events.
+    /// Returns the descriptors of all ring buffers. They are readable when events wait.
     pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.pipes.iter().map(AsFd::as_fd)
     }
 
-    /// Reads the waiting events into `round`, at most 128 ring-buffer pages of them. Earlier
+    /// Reads waiting events into `round`, at most about 128 ring-buffer pages of them. Earlier
     /// contents of `round` are replaced.
     pub fn read(&mut self, round: &mut Round) -> io::Result<()> {
         self.read_pages(round, |_| {})
     }
 
-    /// Reads like [`Self::read`], and passes each raw page to `page` (for fixtures and tests).
+    /// Reads like [`Self::read`], and passes the bytes of each ring-buffer page to `page` (for
+    /// fixtures and tests).
     pub fn read_pages(&mut self, round: &mut Round, mut page: impl FnMut(&[u8])) -> io::Result<()> {
         round.events.clear();
         (round.records, round.lost, round.more) = (0, 0, false);
@@ -337,7 +343,7 @@ impl Tracer {
     }
 }
 
-/// Adds one page's events to `round`.
+/// Decodes `bytes`, one page of a ring buffer, and adds the page's events to `round`.
 pub fn decode_page(bytes: &[u8], format: &PageFormat, decoder: &EventDecoder, round: &mut Round) {
     let Some(page) = RingPage::parse(bytes, format) else {
         return;

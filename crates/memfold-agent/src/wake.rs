@@ -5,7 +5,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-/// An eventfd that is readable from [`Wake::up`] until [`Wake::rest`].
+/// An eventfd that one thread makes readable to wake another: it is readable from [`Wake::up`]
+/// until [`Wake::rest`].
 #[derive(Debug)]
 pub struct Wake(OwnedFd);
 
@@ -18,14 +19,14 @@ impl Wake {
         )?))
     }
 
-    /// Makes the descriptor readable.
+    /// Makes the eventfd readable.
     pub fn up(&self) {
         // This fails only if the counter would exceed 2^64, and then the descriptor is readable
         // already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Makes the descriptor unreadable until the next [`Wake::up`].
+    /// Makes the eventfd unreadable until the next [`Wake::up`].
     pub fn rest(&self) {
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }

@@ -21,22 +21,23 @@ use crate::mounts::Mount;
 /// Most levels of directories that the walk descends. This limits the memory for a path.
 const MAX_DEPTH: usize = 64;
 
-/// A regular file that the walk found.
+/// A regular file that a directory walk found.
 pub struct Entry<'a> {
     pub directory: BorrowedFd<'a>,
-    /// Name of the file in its directory.
+    /// Name of the file in the directory that contains it.
     pub name: &'a CStr,
-    /// Inode number of the file according to the directory entry (`d_ino`).
+    /// Inode number of the file according to its directory entry (`d_ino`).
     pub inode: u64,
-    /// Path of the file's directory below the mount, without slashes at its ends.
+    /// Path of the directory that contains the file, relative to the mount point, without slashes
+    /// at its ends.
     pub parent: &'a [u8],
     /// Flags for `openat2` that forbid leaving this mount.
     stay: ResolveFlags,
 }
 
 impl Entry<'_> {
-    /// Opens the file for reading; returns `None` if its inode or dentry is not in memory, or if
-    /// opening it is not permitted.
+    /// Opens the file for reading. Returns `None` if the file's inode or dentry is not in memory,
+    /// or if opening the file is not permitted.
     pub fn open(&self) -> Option<OwnedFd> {
         open(self.directory, self.name, OFlags::RDONLY, self.stay)
     }

@@ -1,5 +1,5 @@
-//! Background thread that makes inventories of the page cache, and walks directories to find paths
-//! of files.
+//! Background thread of the agent. It makes inventories of the page cache, and walks directories to
+//! find the paths of files.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -26,16 +26,16 @@ const WEIGHT: usize = 1024;
 /// Number of hand-overs that may wait for the main thread before the worker blocks.
 const FINDINGS: usize = 4;
 
-/// A job of the worker.
+/// A job for the worker thread.
 #[derive(Debug)]
 pub enum Job {
-    /// Reports all pages that are cached on these mounts and allowed by the rules.
+    /// Reports all cached pages of the files that are on these mounts and that the rules allow.
     Inventory(Mounts, Rules),
-    /// Finds the paths of these inodes.
+    /// Finds the paths of these inodes on these mounts.
     Find(Mounts, HashSet<Inode>),
 }
 
-/// Result of a job, or a part of one.
+/// Result of a worker's job, or a part of the result.
 #[derive(Debug)]
 pub enum Finding {
     /// Cached pages of a file, found by an inventory. A file with many runs is reported in several
@@ -47,23 +47,23 @@ pub enum Finding {
         path: Vec<u8>,
         /// Size of the file in bytes.
         size: u64,
-        /// Cached pages of the file.
+        /// Runs of cached pages of the file.
         runs: Vec<Run>,
     },
-    /// Number of cached pages that the rules exclude.
+    /// Number of cached pages of a file that the rules exclude.
     Excluded(u64),
-    /// End of an inventory.
+    /// End of an inventory ([`Job::Inventory`]).
     InventoryDone {
         /// Number of files that the inventory examined.
         files: u64,
         /// Number of cached pages that the inventory found.
         pages: u64,
     },
-    /// Path and size of a wanted file.
+    /// Inode, path and size in bytes of a file that [`Job::Find`] looked for.
     Path(Inode, Vec<u8>, u64),
-    /// End of a search for paths.
+    /// End of a search for paths ([`Job::Find`]).
     FindDone {
-        /// Number of files that were not found.
+        /// Number of wanted files that the search did not find.
         missing: u64,
     },
 }
@@ -74,12 +74,13 @@ pub struct Worker {
     jobs: Sender<(u32, Job)>,
     findings: Receiver<(u32, Vec<Finding>)>,
     epoch: Arc<AtomicU32>,
-    /// Readable when findings may be ready. Make it unreadable before calling [`Self::next`].
+    /// Descriptor that is readable when findings of the worker thread may be ready. Make it
+    /// unreadable (`Wake::rest`) before calling [`Self::next`].
     pub wake: Arc<Wake>,
 }
 
 impl Worker {
-    /// Starts the thread, which runs until the worker is dropped.
+    /// Starts the worker thread, which runs until this value is dropped.
     pub fn start() -> io::Result<Self> {
         let (jobs, to_do) = mpsc::channel();
         let (found, findings) = mpsc::sync_channel(FINDINGS);
@@ -104,7 +105,7 @@ impl Worker {
         })
     }
 
-    /// Queues a job, after the jobs that were submitted before.
+    /// Queues a job for the worker thread, after the jobs that were submitted before.
     pub fn submit(&self, job: Job) {
         let _ = self.jobs.send((self.epoch.load(Ordering::Relaxed), job));
     }
@@ -115,7 +116,7 @@ impl Worker {
         while self.findings.try_recv().is_ok() {}
     }
 
-    /// Returns the next findings; `None` if there are none.
+    /// Returns the next findings of the worker thread; `None` if there are none.
     pub fn next(&self) -> Option<Vec<Finding>> {
         loop {
             let (epoch, findings) = self.findings.try_recv().ok()?;
@@ -307,8 +308,8 @@ struct Offer<'a> {
     pages: &'a mut u64,
 }
 
-/// Returns device and inode number of a file; on an overlay, the inode number without its highest
-/// bits. With `xino`, overlayfs stores the number of the layer's file system there
+/// Returns device number and inode number of a file. On an overlay, the inode number's upper 32
+/// bits are cleared: with `xino`, overlayfs stores the number of the layer's file system there
 /// (Documentation/filesystems/overlayfs.rst).
 pub fn inode_on(device: u32, inode: u64) -> Inode {
     let is_overlay = device == OVERLAY_DEVICE;

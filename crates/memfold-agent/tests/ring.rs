@@ -1,8 +1,8 @@
-//! Tests of the decoders on raw ring-buffer pages of real kernels.
+//! Tests that decode raw pages of real kernels' trace ring buffers.
 //!
-//! `fixtures/KERNEL/` was recorded in Debian guests by `guest.rs` (`MEMFOLD_FIXTURES`): event
-//! formats, and two pages that hold the events of a file of 40 pages being written, synced and
-//! removed.
+//! `fixtures/KERNEL/` was recorded in Debian guests by the tests in `guest/` (`MEMFOLD_FIXTURES`).
+//! It contains event formats, and two pages with the events of a file of 40 pages that was written,
+//! synced and removed.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -29,7 +29,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the role's name.
+    /// Returns the role's name in JSON and on the command line: `host`, `read` or `operate`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -39,7 +39,7 @@ impl Role {
         }
     }
 
-    /// Returns whether this role permits requests that need `other`.
+    /// Returns whether a client of this role may make requests that need the role `other`.
     #[must_use]
     pub const fn may(self, other: Self) -> bool {
         match other {
@@ -50,60 +50,63 @@ impl Role {
     }
 }
 
-/// `POST /v1/session`
+/// Request body of `POST /v1/session`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LoginRequest {
-    /// A token, or a login code, which is valid once.
+    /// The client's token, or a login code. A login code is valid once.
     pub secret: String,
 }
 
-/// `GET /v1/session`
+/// Response of `GET /v1/session`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SessionInfo {
-    /// Role of the session.
+    /// Role of the session, which determines the requests that its client may make.
     pub role: Role,
     /// Name of the client in the audit log.
     pub who: String,
-    /// Endpoint of the client's connection: `socket` or `tcp`.
+    /// Endpoint to which the client is connected: `socket` (the daemon's Unix socket) or `tcp`.
     pub via: String,
 }
 
-/// `POST /v1/session/codes`
+/// Request body of `POST /v1/session/codes`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CodeRequest {
-    /// Role of the session that is opened with this login code; it cannot exceed the caller's own
-    /// role.
+    /// Role of the session that a client opens with the new login code. It cannot exceed the
+    /// caller's own role.
     pub role: Role,
 }
 
-/// A login code, which is valid once.
+/// A code with which a browser opens a session of the dashboard. The code is valid once.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct LoginCode {
-    /// URLs of the dashboard with the code after `#`. Browsers do not send this part to any server.
+    /// URLs of the dashboard, each with the login code after `#`. Browsers do not send this part of
+    /// a URL to any server.
     pub urls: Vec<String>,
-    /// Role of the session that is opened with this code.
+    /// Role of the session that a client opens with this login code.
     pub role: Role,
-    /// Time for which the code is valid, in seconds.
+    /// Time for which the login code is valid, in seconds.
     pub valid_s: u64,
 }
 
-/// `POST /v1/hosts`
+/// Request body of `POST /v1/hosts`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct HostRequest {
-    /// Name under which the host lends and borrows (`memfold serve --host` on that host).
+    /// Name under which the host that gets the token lends and borrows (`memfold serve --host` on
+    /// that host).
     pub host: String,
 }
 
-/// Credentials with which a host calls the registry.
+/// Credentials with which another host calls this daemon's registry of leases.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct HostToken {
-    /// Name under which this host lends and borrows.
+    /// Name under which the host that uses the token lends and borrows.
     pub host: String,
-    /// The host's token. The daemon does not store it and cannot show it again.
+    /// Token of the host. The daemon does not store the token and cannot show it again.
     pub token: String,
-    /// URLs of this daemon; pass one of them to the host as `--registry`.
+    /// URLs of this daemon. The daemon of the host that uses the token gets one of them as
+    /// `--registry`.
     pub urls: Vec<String>,
 }

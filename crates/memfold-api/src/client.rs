@@ -12,14 +12,14 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The body of a response with an HTTP status of 400 and above.
+/// Body of an HTTP response with a status of 400 or above.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
-    /// Message that names the failed condition.
+    /// Message that names the condition that failed.
     pub error: String,
-    /// Action that would fix the failed condition, if known.
+    /// Action that would change the failed condition; null: unknown.
     pub hint: Option<String>,
-    /// Whether the request is impossible on this host (the command line exits with 3).
+    /// Whether the request is impossible on this host. The command line then exits with code 3.
     #[serde(default)]
     pub impossible_here: bool,
 }
@@ -48,7 +48,7 @@ pub enum ClientError {
 
 type Result<T> = std::result::Result<T, ClientError>;
 
-/// A blocking client of the daemon.
+/// A blocking HTTP client of the daemon's API.
 #[derive(Debug)]
 pub struct Client {
     socket: PathBuf,
@@ -57,8 +57,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Returns a client of the daemon at `socket`. The client opens a new connection for each
-    /// request.
+    /// Returns a client of the daemon that listens on the Unix socket `socket`. The client opens a
+    /// new connection for each request.
     pub fn new(socket: &Path) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -71,29 +71,29 @@ impl Client {
         })
     }
 
-    /// Sets the time limit of each request.
+    /// Sets the time limit of each request. Without this call, requests have no time limit.
     #[must_use]
     pub fn within(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
 
-    /// Sends `GET path`.
+    /// Sends `GET path`, and returns the parsed JSON of the answer.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T> {
         self.request(Method::GET, path, Bytes::new())
     }
 
-    /// Sends `POST path` with a JSON body.
+    /// Sends `POST path` with `body` as JSON, and returns the parsed JSON of the answer.
     pub fn post<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T> {
         self.request(Method::POST, path, serde_json::to_vec(body)?.into())
     }
 
-    /// Sends `PUT path` with a JSON body.
+    /// Sends `PUT path` with `body` as JSON, and returns the parsed JSON of the answer.
     pub fn put<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T> {
         self.request(Method::PUT, path, serde_json::to_vec(body)?.into())
     }
 
-    /// Sends `DELETE path`.
+    /// Sends `DELETE path`, and returns the parsed JSON of the answer.
     pub fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T> {
         self.request(Method::DELETE, path, Bytes::new())
     }

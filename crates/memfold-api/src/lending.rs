@@ -11,24 +11,24 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// `POST /v1/lend`
+/// Request body of `POST /v1/lend`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LendRequest {
-    /// Most bytes to lend.
+    /// Maximum amount of this host's RAM to lend, in bytes.
     pub max_bytes: u64,
-    /// Address on which exports listen, each with TLS and a key of its own; null: Unix sockets, for
-    /// borrowers on this host.
+    /// IP address on which the exports of lent RAM listen. With NBD, each export has TLS and a key
+    /// of its own. Null: the exports are Unix sockets, for borrowers on this host.
     #[schema(value_type = Option<String>)]
     pub listen: Option<IpAddr>,
-    /// Address that is announced to borrowers instead of `listen`, if a forwarder is in between;
-    /// null: `listen`.
+    /// IP address that borrowers get instead of `listen`, if a port forwarder is in between. Null:
+    /// borrowers get `listen`.
     #[schema(value_type = Option<String>)]
     pub announce: Option<IpAddr>,
-    /// First and last port for exports; null: any free port.
+    /// First and last TCP port on which exports of lent RAM may listen; null: any free port.
     #[schema(value_type = Option<Vec<u16>>)]
     pub ports: Option<(u16, u16)>,
-    /// Protocol of exports. With iSCSI, a null `listen` means 127.0.0.1.
+    /// Protocol by which borrowers access lent RAM. With iSCSI, a null `listen` means 127.0.0.1.
     #[serde(default)]
     pub transport: Transport,
     /// Whether the operator accepts that VMs' swapped memory is sent unencrypted (iSCSI to other
@@ -38,11 +38,11 @@ pub struct LendRequest {
 }
 
 impl LendRequest {
-    /// Returns the address that exports listen on.
+    /// Returns the sockets on which the exports of lent RAM listen.
     ///
     /// # Errors
-    /// A message if borrowers could not reach the exports, or if the settings contradict each
-    /// other.
+    /// A message if borrowers could not reach the exports, if the settings contradict each other,
+    /// or if iSCSI would send memory to another host unencrypted without `cleartext`.
     pub fn listens(&self) -> Result<Listen, &'static str> {
         let is_iscsi = self.transport == Transport::Iscsi;
         if self.cleartext && !is_iscsi {
@@ -82,46 +82,49 @@ impl LendRequest {
     }
 }
 
-/// `POST /v1/vms/{name}/borrow`
+/// Request body of `POST /v1/vms/{name}/borrow` and of `POST /v1/volumes/{group}/{name}/borrow`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
-    /// Bytes to borrow, at least the size of the VM's swap disk; absent: the size of the disk.
+    /// Amount of lent RAM to borrow, in bytes. Less than the size of the VM's swap disk is refused.
+    /// Null: the size of the swap disk.
     pub bytes: Option<u64>,
-    /// Protection of the data if a lender dies.
+    /// Protection of the swapped data against a lender's death: a copy on this host's disk, a copy
+    /// at a second lender, or none.
     #[serde(default)]
     pub durability: Durability,
-    /// Number of lenders over which the disk is striped, 1 to 8; absent: as few lenders as can hold
-    /// the disk, or one if there is no copy on this host's disk.
+    /// Number of lenders over which the swap disk is striped, 1 to 8. Null: as few lenders as can
+    /// hold the disk, or one if there is no copy on this host's disk.
     pub stripes: Option<u8>,
 }
 
-/// RAM that a VM, or a swap volume of the host, has borrowed.
+/// RAM that a VM, or a swap volume of this host, has borrowed from other hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Borrowed {
-    /// Name of the VM, or `VG/LV` for a swap volume of the host.
+    /// Name of the VM that borrows, or `VG/LV` for an LVM swap volume of the host.
     pub vm: String,
-    /// Location of the swap disk.
+    /// Where the data of the swap disk is now.
     pub place: SwapPlace,
     /// Size of the swap disk, in bytes.
     pub bytes: u64,
-    /// Protection of the data if a lender dies; null: nothing is lent.
+    /// Protection of the swapped data against a lender's death; null: the disk is not on lent RAM.
     pub durability: Option<Durability>,
-    /// Names of the hosts that lend the RAM.
+    /// Names of the hosts whose RAM holds the swap disk.
     pub lenders: Vec<String>,
-    /// Number of lenders over which each copy of the disk is striped; null: nothing is lent.
+    /// Number of lenders over which each copy of the swap disk is striped; null: the disk is not on
+    /// lent RAM.
     pub stripes: Option<u8>,
-    /// Time that the guest has waited for the swap disk since it first borrowed; null: unknown, or
-    /// nothing is lent.
+    /// Time for which the guest has waited for its swap disk, since it first borrowed RAM; null:
+    /// unknown, or the disk is not on lent RAM.
     pub waits: Option<Waits>,
-    /// Whether this request changed anything.
+    /// Whether the request moved the swap disk. In a list of loans, this is false.
     pub changed: bool,
-    /// Duration of the request, in milliseconds.
+    /// Duration of the request, in milliseconds. In a list of loans, this is 0.
     pub took_ms: u64,
 }
 
 impl Borrowed {
-    /// Returns the location of the swap disk as text.
+    /// Returns a text for people that says where the data of the swap disk is.
     #[must_use]
     pub fn where_it_is(&self) -> String {
         match self.place {
@@ -147,26 +150,26 @@ impl Borrowed {
     }
 }
 
-/// `GET /v1/leases`
+/// Response of `GET /v1/leases`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LeaseReport {
     /// Name under which this host lends and borrows.
     pub host: String,
-    /// Address of the registry.
+    /// Address of the registry in which this host looks for lenders and leases.
     pub registry: String,
-    /// Why the registry cannot be used now; lenders, leases and blast radius are then unknown.
-    /// Null: the registry answers.
+    /// Why the registry of leases cannot be used now; lenders, leases and blast radius are then
+    /// unknown. Null: the registry answers.
     pub registry_away: Option<String>,
-    /// RAM that this host lends; null: this host does not lend.
+    /// Status of this host as a lender; null: this host does not lend.
     #[schema(value_type = Option<Object>)]
     pub lending: Option<LenderStatus>,
-    /// The request by which this host lends, to be repeated with another `max_bytes`. Null: this
-    /// host does not lend, or is recalling all its memory.
+    /// Current settings of lending, as a request that can be repeated with another `max_bytes`.
+    /// Null: this host does not lend, or is recalling all its memory.
     pub lends_as: Option<LendRequest>,
-    /// Loans of this host's VMs and volumes.
+    /// RAM that VMs and swap volumes of this host have borrowed.
     pub borrowed: Vec<Borrowed>,
-    /// VMs of this host that swap to their own disk although lent RAM was requested. They borrow
-    /// again when a lender has room.
+    /// Names of VMs that swap to this host's disk although lent RAM was requested for them. The VMs
+    /// borrow again when a lender has room.
     #[serde(default)]
     pub again: Vec<String>,
     /// All lenders that the registry knows.
@@ -175,57 +178,58 @@ pub struct LeaseReport {
     /// All leases that the registry knows.
     #[schema(value_type = Vec<Object>)]
     pub leases: Vec<Lease>,
-    /// The blast radius: for each lender, the effect of its death.
+    /// Effects of each lender's death (its blast radius): one entry for each lender.
     #[schema(value_type = Vec<Object>)]
     pub blast: Vec<Blast>,
-    /// Lenders that served wrong bytes to VMs of this host, and from which nothing is borrowed now.
+    /// Lenders that have served wrong bytes to VMs of this host. This host borrows nothing from
+    /// them now.
     #[schema(value_type = Vec<Object>)]
     pub distrusted: Vec<Distrusted>,
-    /// Number of times that lenders served wrong bytes to VMs of this host since its daemon
-    /// started. No VM received any.
+    /// Number of times that lenders served wrong bytes to VMs of this host since the daemon's
+    /// start. No VM received these bytes.
     pub lies: u64,
 }
 
-/// Status of a VM's swap disk. Its contents do not count as guest RAM.
+/// Status of a VM's swap disk. The disk's contents do not count as guest RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmSwap {
-    /// Size of the disk, in bytes.
+    /// Size of the swap disk, in bytes.
     pub bytes: u64,
-    /// Location of the disk's data.
+    /// Where the data of the swap disk is now.
     pub place: SwapPlace,
-    /// Protection of the data if a lender dies; null: nothing is lent.
+    /// Protection of the swapped data against a lender's death; null: the disk is not on lent RAM.
     pub durability: Option<Durability>,
-    /// Parts of the disk on lent memory, one for each lender: all parts of the first copy, then
-    /// those of the second.
+    /// Parts of the swap disk that lenders hold, one for each lender: all parts of the first copy,
+    /// then those of the second.
     pub lent: Vec<LentPart>,
 }
 
-/// Part of a VM's swap disk that one lender holds.
+/// Part of a VM's swap disk that one lender holds in its RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LentPart {
     /// Name of the lending host.
     pub lender: String,
-    /// Bytes of the disk that this lender holds; rounded up if the disk is striped over several
-    /// lenders.
+    /// Bytes of the swap disk that this lender holds; rounded up if the disk is striped over
+    /// several lenders.
     pub bytes: u64,
-    /// Number of the copy that this part belongs to: 0 or 1.
+    /// Number of the swap disk's copy to which this part belongs: 0 or 1.
     pub copy: usize,
 }
 
-/// Location of a VM's swap disk.
+/// Where the data of a VM's swap disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SwapPlace {
-    /// The data is on lent RAM.
+    /// The swap disk's data is on lent RAM.
     Lent,
-    /// The data is on lent RAM, with fewer copies than requested.
+    /// The swap disk's data is on lent RAM, with fewer copies than requested.
     Degraded,
-    /// The data is on this host's disk although lent RAM was requested, because the lender died or
-    /// recalled its RAM.
+    /// The swap disk's data is on this host's disk although lent RAM was requested, because the
+    /// lender died or recalled its RAM.
     OnCopy,
-    /// The data is on this host's disk.
+    /// The swap disk's data is on this host's disk, and no RAM is borrowed.
     OnDisk,
-    /// The data is lost with its lender.
+    /// The swap disk's data is lost with its lender.
     Lost,
 }
 

@@ -1,5 +1,5 @@
 //! Request and response types of the daemon's HTTP API, and the client that the command line uses.
-//! The crate contains no server code. Field names contain the units.
+//! The crate contains no server code. The name of a field contains its unit (`_bytes`, `_ms`).
 
 mod access;
 mod client;
@@ -24,9 +24,9 @@ pub use vm::*;
 /// Default path of the daemon's Unix socket.
 pub const DEFAULT_SOCKET: &str = "/run/memfold/memfold.sock";
 
-/// Default directory of the daemon's VMs.
+/// Default state directory of the daemon, which holds the files of its VMs.
 pub use memfold_vm::DEFAULT_STATE;
 
-/// Default directory of the daemon's history and audit log, used if neither that directory nor the
-/// state directory is given. Its contents survive a reboot.
+/// Default directory of the daemon's history and audit log, used if neither a directory for them
+/// nor a state directory is given. Its contents survive a reboot.
 pub const DEFAULT_RECORDS: &str = "/var/lib/memfold";

@@ -14,13 +14,13 @@ use memfold_lend::{EtcdRegistry, Registry, RegistryAt};
 
 use crate::client::{Client, ErrorBody};
 
-/// Path of the registry in the API of a daemon that serves one.
+/// URL path of the registry of leases, in the API of a daemon that serves a registry.
 pub const REGISTRY_PATH: &str = "/v1/registry";
 
 /// Time limit of a request to another daemon's registry.
 const REGISTRY_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Returns a client of the registry at `at`.
+/// Returns a client of the registry of leases at address `at`.
 pub fn registry_at(at: &RegistryAt) -> Arc<dyn Registry> {
     let place = at.to_string();
     match at {

@@ -7,24 +7,24 @@ use memfold_fold::EngineStats;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// `GET /v1/version`
+/// Response of `GET /v1/version`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct VersionInfo {
     /// Package version of the daemon.
     pub version: String,
     /// Process ID of the daemon.
     pub pid: i32,
-    /// State directory of the daemon's VMs.
+    /// State directory of the daemon, which holds the files of its VMs.
     #[schema(value_type = String)]
     pub state: PathBuf,
 }
 
-/// `GET /v1/report`
+/// Response of `GET /v1/report`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct FullReport {
     /// Memory use of the host and of each VM.
     #[schema(value_type = Object)]
     pub ledger: memfold_ledger::Report,
-    /// Counters of folding.
+    /// Counters and settings of folding.
     pub fold: EngineStats,
 }

@@ -25,21 +25,21 @@ pub enum KeepChoice {
     All,
 }
 
-/// `POST /v1/snapshots`
+/// Request body of `POST /v1/snapshots`.
 #[allow(clippy::struct_excessive_bools)] // what was asked for
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct SaveRequest {
     /// Name of the VM to save.
     pub vm: String,
-    /// Name of the snapshot.
+    /// Name that the snapshot gets.
     pub name: String,
     /// Which of the guest's caches the snapshot keeps.
     #[serde(default)]
     pub keep: KeepChoice,
-    /// Whether the VM runs while its RAM is copied. The snapshot is still of one instant.
+    /// Whether the VM runs while its RAM is copied. The snapshot is of one instant in either case.
     #[serde(default)]
     pub live: bool,
-    /// Whether the RAM image is compressed. A compressed snapshot has no parent.
+    /// Whether the snapshot's RAM image is compressed. A compressed snapshot has no parent.
     #[serde(default)]
     pub compress: bool,
     /// Snapshot whose pages the new one refers to instead of saving them again. Unset: the snapshot
@@ -48,12 +48,11 @@ pub struct SaveRequest {
     /// Whether all pages are saved, even if the VM runs from a snapshot.
     #[serde(default)]
     pub whole: bool,
-    /// Longest time for the guest to drop its caches, in seconds. Unset: the time that the disk
-    /// with the snapshots takes to write the page cache, from 5 s to 120 s. Caches that are not
-    /// dropped by then are saved.
+    /// Longest time for the guest to drop its caches, in seconds; caches that remain are saved.
+    /// Unset: the time to write the page cache to the disk with the snapshots, 5 s to 120 s.
     pub drop_s: Option<u32>,
-    /// Whether the guest's clock stays behind by the time that the VM was stopped. Unset: the clock
-    /// is set to the host's if that time was long.
+    /// Whether the guest's clock stays behind by the time for which the save stopped the VM.
+    /// `false`: after a stop of 100 ms or longer, the guest's clock is set to the host's.
     #[serde(default)]
     pub keep_clock: bool,
 }
@@ -79,7 +78,7 @@ pub struct RemoveOptions {
     pub merge: bool,
 }
 
-/// `POST /v1/vms/{name}/fork`
+/// Request body of `POST /v1/vms/{name}/fork`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ForkRequest {
@@ -89,7 +88,7 @@ pub struct ForkRequest {
     pub keep: bool,
 }
 
-/// Answer to `POST /v1/vms/{name}/fork`.
+/// Response of `POST /v1/vms/{name}/fork`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ForkReport {
     /// Snapshot of the VM at the instant of the fork; `POST /v1/snapshots/{name}/restore` starts
@@ -110,35 +109,36 @@ pub struct ForkReport {
     pub not_shared: Option<String>,
 }
 
-/// `POST /v1/snapshots/{name}/restore`
+/// Request body of `POST /v1/snapshots/{name}/restore`.
 #[allow(clippy::struct_excessive_bools)] // what was asked for
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct RestoreRequest {
     /// Name of the restored VM.
     pub vm: String,
-    /// Which identities of the VM are renewed.
+    /// Which identities of the saved VM are replaced in the restored VM.
     #[serde(default)]
     pub renew: Renew,
-    /// Whether the VM is started even if another VM with the same memory keeps the same identity.
+    /// Whether the VM is started even if another VM runs from the same snapshot and the guest
+    /// cannot renew its identity.
     #[serde(default)]
     pub force: bool,
-    /// Whether the VM is started although the brake is on, or this VM would put it on.
+    /// Whether the VM is started although the brake is on, or would be on with this VM.
     #[serde(default)]
     pub despite_brake: bool,
-    /// Whether the pages that a restored VM accesses first are prefetched, instead of loading each
-    /// page when it is accessed.
+    /// Whether memfold prefetches the pages that an earlier VM of the snapshot accessed first.
+    /// `false`: each page is loaded when the guest accesses it.
     #[serde(default)]
     pub prefetch: bool,
-    /// Whether the guest's clock continues from the moment of the save. Unset: the clock is set to
-    /// the host's when the agent answers.
+    /// Whether the guest's clock continues from the moment of the save. `false`: the guest's clock
+    /// is set to the host's when the agent answers.
     #[serde(default)]
     pub keep_clock: bool,
-    /// Directory for the VM's own copies of its writable disks (`VM-diskN.qcow2`), which remain
-    /// when the VM ends. Unset: writes go to temporary overlays.
+    /// Directory for the restored VM's own copies of its writable disks (`VM-diskN.qcow2`), which
+    /// remain when the VM ends. Unset: the VM writes to temporary overlays.
     #[schema(value_type = Option<String>)]
     pub disks: Option<PathBuf>,
-    /// Host ports to forward into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: any
-    /// free port), instead of those of the saved VM.
+    /// Host ports that are forwarded into the guest, instead of those of the saved VM:
+    /// `[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; PORT 0: any free port.
     #[serde(default)]
     #[schema(value_type = Vec<String>)]
     pub forwards: Vec<Forward>,
@@ -155,7 +155,7 @@ impl RestoreRequest {
     }
 }
 
-/// `POST /v1/snapshots/{name}/verify`
+/// Response of `POST /v1/snapshots/{name}/verify`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct VerifyReport {
     /// Name of the snapshot that was verified.
@@ -164,42 +164,45 @@ pub struct VerifyReport {
     pub problems: Vec<String>,
 }
 
-/// `POST /v1/snapshots/{name}/push`
+/// Request body of `POST /v1/snapshots/{name}/push`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PushBody {
     /// URL of the object store: `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://`.
     pub url: String,
-    /// Name of the snapshot in the store; unset: its name here.
+    /// Name that the snapshot gets in the object store; unset: its name on this host.
     #[serde(default)]
     pub to: Option<String>,
-    /// Ed25519 private key in PEM form, with which the snapshot is signed; unset: no signature.
+    /// Ed25519 private key in PEM form, with which the snapshot is signed; unset: the snapshot is
+    /// not signed.
     #[serde(default)]
     pub key: Option<String>,
 }
 
-/// `POST /v1/snapshots/{name}/pull`
+/// Request body of `POST /v1/snapshots/{name}/pull`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PullBody {
     /// URL of the object store.
     pub url: String,
-    /// Name of the snapshot in the store; unset: the name that it gets here.
+    /// Name of the snapshot in the object store; unset: the name that the snapshot gets on this
+    /// host.
     #[serde(default)]
     pub from: Option<String>,
     /// Trust domain of the snapshot on this host; unset: its VMs share no memory with other VMs.
     #[serde(default)]
     pub domain: Option<String>,
-    /// Ed25519 public key in PEM form; a snapshot without a signature of its private key is
+    /// Ed25519 public key in PEM form. A snapshot that the matching private key has not signed is
     /// refused. Unset: signatures are not checked.
     #[serde(default)]
     pub trust: Option<String>,
-    /// Whether a snapshot may bring arguments for QEMU although no signature is checked.
+    /// Whether a pulled snapshot may bring arguments for QEMU although no signature is checked.
     #[serde(default)]
     pub allow_arguments: bool,
 }
 
-/// `POST /v1/remote-snapshots/list` and `POST /v1/remote-snapshots/{name}/remove`
+/// Request body of `POST /v1/remote-snapshots/list` and of
+/// `POST /v1/remote-snapshots/{name}/remove`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteStore {
@@ -207,7 +210,7 @@ pub struct RemoteStore {
     pub url: String,
 }
 
-/// Status of a VM's boot snapshot, which is saved right after the boot.
+/// Status of a VM's boot snapshot: a snapshot that memfold saves right after the guest's boot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum BootSnapshot {
@@ -219,13 +222,13 @@ pub enum BootSnapshot {
     Failed(String),
 }
 
-/// `POST /v1/vms/{name}/reboot`
+/// Request body of `POST /v1/vms/{name}/reboot`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct RebootRequest {
-    /// Whether the VM, disks included, is restored to its state right after its boot, instead of
-    /// rebooting the guest.
+    /// Whether memfold restores the VM, disks included, to its state right after its boot. `false`:
+    /// the guest reboots.
     #[serde(default)]
     pub from_boot_snapshot: bool,
-    /// Longest time until the guest's agent answers again, in seconds.
+    /// Longest wait for the guest's agent to answer after the reboot, in seconds.
     pub timeout_s: f64,
 }

@@ -18,60 +18,64 @@ pub struct VmInfo {
     pub name: String,
     /// Trust domain of the VM; `null`: the VM shares memory with no other.
     pub domain: Option<String>,
-    /// QEMU's process ID.
+    /// Process ID of the VM's QEMU.
     pub pid: i32,
-    /// Guest RAM in bytes.
+    /// Size of the VM's guest RAM, in bytes.
     pub ram_bytes: u64,
-    /// `started` if memfold started the VM, or `attached`.
+    /// Origin of the VM: `started` if memfold started the VM, or `attached`.
     pub origin: String,
     /// Name of the domain in libvirt, if libvirt started the VM.
     pub libvirt: Option<String>,
-    /// QEMU's version.
+    /// Version of the VM's QEMU.
     pub qemu: String,
-    /// Kernel version of the guest, as its agent reports it; unset if no agent is connected.
+    /// Kernel version of the guest, as the guest's agent reports it; unset if no agent is
+    /// connected.
     pub agent: Option<String>,
-    /// Problems that the agent reports, as text.
+    /// Problems that the guest's agent reports, as text.
     pub agent_problems: Vec<String>,
-    /// Reasons why the VM's RAM is not folded; empty: it is folded.
+    /// Reasons why memfold does not fold the VM's RAM; empty: memfold folds it.
     pub fold_problems: Vec<String>,
-    /// Reasons why folded pages can be folded again only while the VM is paused; empty: they can be
-    /// folded again at any time.
+    /// Reasons why pages that the guest rewrote can be folded again only while the VM is paused;
+    /// empty: they can be folded again at any time.
     pub refold_problems: Vec<String>,
-    /// Settings that cost the host other resources, such as CPUs that the guest never yields.
+    /// Settings by which the VM burdens the host, as text: for example, CPUs that the guest never
+    /// yields.
     #[serde(default)]
     pub costs: Vec<String>,
-    /// Segments that the VM maps, in the order of their slots.
+    /// Segments that the VM maps, in the order of their device slots in QEMU.
     #[serde(default)]
     pub segments: Vec<VmSegment>,
-    /// Identities renewed when the VM was restored, if this daemon restored it.
+    /// Identities that were renewed when the VM was restored; unset if this daemon did not restore
+    /// the VM.
     pub renewal: Option<Renewal>,
     /// Correction of the guest's wall clock after the VM was stopped. Unset: the VM was not
     /// stopped, or keeps its clock.
     pub clock: Option<ClockStep>,
     /// The VM's swap disk, if memfold created one.
     pub swap: Option<VmSwap>,
-    /// Status of the boot snapshot, if the VM was started with `boot_snapshot`.
+    /// Status of the VM's boot snapshot; unset if the VM's description did not ask for one.
     pub boot_snapshot: Option<BootSnapshot>,
     /// State of the VM: `running`; another run state of QEMU (`paused`, `io-error`,
     /// `guest-panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`;
     /// `taking-over`; or `silent` if QEMU does not answer.
     #[serde(default)]
     pub state: String,
-    /// Cause of the state, if known.
+    /// Cause of the VM's `state`, as text, if known.
     pub state_cause: Option<String>,
-    /// Action that would make the VM run again.
+    /// Action that would make the VM run again, as text.
     pub state_fix: Option<String>,
     /// Host ports forwarded into the guest: `ADDRESS:PORT:GUEST-PORT`.
     #[serde(default)]
     pub forwards: Vec<String>,
     /// Host resources that the saved VM had and this restored VM lacks, because only one VM can
-    /// have them.
+    /// have each of them.
     #[serde(default)]
     pub left_out: Vec<String>,
 }
 
 impl VmInfo {
-    /// Returns the facts for `memfold libvirt status`, if libvirt started the VM.
+    /// Returns what `memfold libvirt status` shows about this VM; `None` if libvirt did not start
+    /// the VM.
     #[must_use]
     pub fn of_libvirt(&self) -> Option<KnownVm> {
         Some(KnownVm {
@@ -83,7 +87,7 @@ impl VmInfo {
     }
 }
 
-/// `POST /v1/attach`
+/// Request body of `POST /v1/attach`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AttachRequest {
     /// Path of the QMP socket of a running QEMU.
@@ -95,16 +99,16 @@ pub struct AttachRequest {
     pub domain: Option<String>,
 }
 
-/// `POST /v1/vms/{name}/exec`
+/// Request body of `POST /v1/vms/{name}/exec`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ExecRequest {
     /// Text of a shell script, which `/bin/sh -c` runs in the guest.
     pub script: String,
-    /// Time limit in seconds, after which the command is killed.
+    /// Time limit of the command in seconds. A command that runs longer is killed.
     pub timeout_s: f64,
 }
 
-/// Result of a command in a guest. Invalid UTF-8 in its output is replaced.
+/// Result of a command that ran in a guest. Invalid UTF-8 in the command's output is replaced.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ExecResult {
     /// Standard output of the command.
@@ -115,31 +119,31 @@ pub struct ExecResult {
     pub code: i32,
 }
 
-/// `POST /v1/vms/{name}/stop`
+/// Request body of `POST /v1/vms/{name}/stop`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopRequest {
-    /// Time for the guest to shut down, in seconds, before QEMU is ended; 0: the guest is not
-    /// asked.
+    /// Time for the guest to shut down, in seconds, after which QEMU is ended. 0: QEMU is ended
+    /// without asking the guest.
     pub timeout_s: f64,
 }
 
 /// Result of stopping a VM.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopReport {
-    /// Name of the VM.
+    /// Name of the VM that was stopped.
     pub name: String,
     /// How the VM ended: `powered_down`: the guest shut down; `already`: the VM had ended before;
     /// `quit`: QEMU was told to quit; `killed`: QEMU did not answer and was killed.
     pub how: String,
     /// Whether the guest was asked to shut down and did not do so in time.
     pub overdue: bool,
-    /// Time until the VM had ended, in seconds.
+    /// Time from the request to the VM's end, in seconds.
     pub took_s: f64,
-    /// Why QEMU was told to quit or killed, as text.
+    /// Why QEMU was told to quit or was killed, as text; null: it was not.
     pub why: Option<String>,
 }
 
-/// `POST /v1/vms`, beside the VM's description.
+/// Query parameters of `POST /v1/vms`, whose body describes the VM.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]
 #[serde(deny_unknown_fields)]
@@ -149,7 +153,7 @@ pub struct RunOptions {
     pub despite_brake: bool,
 }
 
-/// `POST /v1/libvirt/attach`, `POST /v1/libvirt/disable`
+/// Request body of `POST /v1/libvirt/attach` and of `POST /v1/libvirt/disable`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LibvirtRequest {
@@ -157,12 +161,12 @@ pub struct LibvirtRequest {
     pub domain: String,
 }
 
-/// `POST /v1/libvirt/enable`
+/// Request body of `POST /v1/libvirt/enable`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct LibvirtEnableRequest {
     /// Name of the domain in libvirt.
     pub domain: String,
-    /// Trust domain of the VM; null: it shares memory with no other.
+    /// Trust domain of the VM; null: the VM shares memory with no other.
     pub trust_domain: Option<String>,
 }

@@ -1,5 +1,6 @@
-//! memfold's library in QEMU. QEMU preloads the library (`LD_PRELOAD`). The library executes the
-//! daemon's orders on the VM's RAM; without the variable `MEMFOLD_QEMU_SOCKET` it does nothing.
-//! This crate contains the entry points into QEMU; `memfold-folder` contains the rest.
+//! memfold's library in QEMU, which QEMU preloads (`LD_PRELOAD`). The library executes the daemon's
+//! orders on the VM's RAM. If the environment variable `MEMFOLD_QEMU_SOCKET` is not set, the
+//! library does nothing. This crate contains the entry points into the library; `memfold-folder`
+//! contains the rest.
 
 pub mod preload;

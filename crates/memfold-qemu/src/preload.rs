@@ -1,5 +1,5 @@
-//! Entry points of the preloaded library: the constructor, which starts the library's thread, and
-//! the interposed `madvise`, which sees QEMU's discards.
+//! Entry points of the library that QEMU preloads: the constructor, which starts the library's
+//! thread, and a replacement of `madvise`, which notices QEMU's discards of pages.
 
 use std::env;
 use std::ffi::{CString, OsStr, OsString, c_int, c_void};
@@ -17,8 +17,8 @@ use rustix::io::Errno;
 
 use memfold_folder::{Folder, Monitor, say, serve};
 
-/// Environment variable with the descriptor number of an open `/dev/userfaultfd`, for a QEMU that
-/// may not open the device itself.
+/// Environment variable of QEMU with the descriptor number of an open `/dev/userfaultfd`, for a
+/// QEMU that may not open the device itself.
 pub const DEVICE_VARIABLE: &str = "MEMFOLD_UFFD";
 
 /// Values of the library's environment variables, which the constructor has read.
@@ -135,13 +135,14 @@ fn start_thread() {
     }
 }
 
-/// Sets the folder that `madvise` calls. Tests call this function in their own process.
+/// Sets the [`Folder`] that the replacement of `madvise` calls from now on. Tests call this
+/// function in their own process.
 pub fn install(folder: &'static Folder) {
     FOLDER.store(std::ptr::from_ref(folder).cast_mut(), Ordering::Release);
 }
 
-/// Interposes `madvise(2)`. The folder handles discards of folded pages; all other calls go to the
-/// kernel unchanged. Safe at any time, even before the constructor.
+/// Replaces the C library's `madvise(2)`. The [`Folder`] handles discards of folded pages; all
+/// other calls go to the kernel unchanged. Calls are safe at any time, even before the constructor.
 ///
 /// # Safety
 /// The conditions of `madvise(2)` apply.

@@ -1,4 +1,4 @@
-//! Test of folding when the process has no mappings left (`vm.max_map_count`). The test has a
+//! Test of folding when the process cannot have more mappings (`vm.max_map_count`). The test has a
 //! program of its own, because it uses up all mappings of the process.
 
 mod support;

@@ -1,5 +1,5 @@
-//! Sends and receives bytes with file descriptors over a Unix stream socket (`SCM_RIGHTS`), and
-//! waits for descriptors.
+//! Sends and receives bytes and file descriptors over a Unix stream socket (`SCM_RIGHTS`), and
+//! waits until a descriptor is readable.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,7 +14,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-/// Writes all of `bytes`, and sends `descriptor`, if there is one, together with the first byte.
+/// Writes all of `bytes` to `socket`, and sends `descriptor`, if there is one, together with the
+/// first byte.
 pub fn send(
     socket: &UnixStream,
     bytes: &[u8],
@@ -40,8 +41,8 @@ pub fn send(
     io::Write::write_all(&mut &*socket, &bytes[sent..])
 }
 
-/// Reads up to `buffer.len()` bytes, and the descriptor that came with them, if there is one. 0
-/// bytes mean that the peer has closed the connection.
+/// Reads up to `buffer.len()` bytes from `socket`. Returns their number, 0 if the peer has closed
+/// the connection, and the file descriptor that came with them, if there is one.
 pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -61,8 +62,8 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Opt
     Ok((got.bytes, descriptor))
 }
 
-/// Waits until a descriptor can be read, is at its end, or (a pidfd) its process has ended. Returns
-/// false after `timeout`.
+/// Waits until `descriptor` is readable: it has data or is at its end or, for a pidfd, its process
+/// has ended. Returns false if `timeout` is over before.
 pub fn wait_readable(descriptor: impl AsFd, timeout: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + timeout;
     loop {

@@ -1,4 +1,4 @@
-//! Finds the extents of a file on the device of its file system: `FS_IOC_FIEMAP`.
+//! Finds where a file's bytes are on the block device of its file system, with `FS_IOC_FIEMAP`.
 //!
 //! Sources: `Documentation/filesystems/fiemap.rst`, `include/uapi/linux/fiemap.h`.
 
@@ -12,31 +12,32 @@ use crate::result::check;
 const FS_IOC_FIEMAP: libc::c_ulong = 0xC020_660B;
 const _: () = assert!(size_of::<Header>() == 0x20);
 
-/// Most extents returned by one call.
+/// Maximum number of extents that one call of [`extents`] returns.
 pub const AT_ONCE: u32 = 256;
 
-/// Bytes that are consecutive in the file and on the device (`struct fiemap_extent`).
+/// An extent of a file: bytes that are consecutive in the file and on the device
+/// (`struct fiemap_extent`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
-    /// Offset of the first byte in the file.
+    /// Offset of the extent's first byte in the file.
     pub logical: u64,
-    /// Offset of the first byte on the device.
+    /// Offset of the extent's first byte on the device.
     pub physical: u64,
     /// Length of the extent in bytes.
     pub length: u64,
-    /// Reserved by the kernel.
+    /// Fields that the kernel reserves; without meaning.
     pub reserved64: [u64; 2],
     /// Flags of the extent (`FIEMAP_EXTENT_*`).
     pub flags: u32,
-    /// Reserved by the kernel.
+    /// Fields that the kernel reserves; without meaning.
     pub reserved: [u32; 3],
 }
 const _: () = assert!(size_of::<Extent>() == 56);
 
 impl Extent {
-    /// Returns whether the device holds the file's bytes unchanged in this extent. Unknown flags
-    /// count as no.
+    /// Returns whether the device holds the file's bytes unchanged in this extent. If the extent
+    /// has an unknown flag, the result is false.
     #[must_use]
     pub const fn is_plain(&self) -> bool {
         // The flags FIEMAP_EXTENT_LAST, _MERGED and _SHARED. Other flags mark extents without a
@@ -70,12 +71,13 @@ struct Request {
 }
 const _: () = assert!(std::mem::offset_of!(Request, extents) == 0x20);
 
-/// Returns the extents of a file that end after byte `start`, ascending, at most [`AT_ONCE`]. This
-/// call does not write back dirty pages; extents of such pages may have no place yet.
+/// Returns the extents of a file that end after byte `start`, in ascending order, at most
+/// [`AT_ONCE`]. The call does not write back dirty pages; extents of dirty pages may have no
+/// location on the device yet.
 ///
 /// # Errors
 ///
-/// `EOPNOTSUPP` on file systems without this call; `EBADF` for an `O_PATH` descriptor.
+/// `EOPNOTSUPP` on file systems without `FS_IOC_FIEMAP`; `EBADF` for an `O_PATH` descriptor.
 pub fn extents(file: impl AsFd, start: u64) -> io::Result<Vec<Extent>> {
     let mut request = Request {
         header: Header {

@@ -14,7 +14,7 @@ use rustix::mm::Advice;
 use crate::region::{Area, Mapping};
 use crate::result::{check, descriptor};
 
-/// Most bytes of a file handle (`MAX_HANDLE_SZ`).
+/// Maximum length of a file handle, in bytes (`MAX_HANDLE_SZ`).
 pub const MAX_HANDLE: usize = 128;
 
 /// The structure `struct file_handle` with space for the largest handle.
@@ -26,7 +26,8 @@ struct FileHandle {
 }
 const _: () = assert!(std::mem::offset_of!(FileHandle, f_handle) == 8);
 
-/// Opens the file with this handle, as an `O_PATH` descriptor, on the file system of `mount`. Needs
+/// Opens the file that a file handle names, as an `O_PATH` descriptor (`open_by_handle_at(2)`).
+/// `mount` is an open file on the same file system; `bytes` is the handle without its header. Needs
 /// `CAP_DAC_READ_SEARCH`.
 ///
 /// # Errors
@@ -59,8 +60,8 @@ pub fn open_by_handle(mount: impl AsFd, handle_type: i32, bytes: &[u8]) -> io::R
     Ok(descriptor(fd)?)
 }
 
-/// Reseeds the kernel's random number generator from its pool (`RNDRESEEDCRNG`, `random(4)`). Needs
-/// `CAP_SYS_ADMIN`.
+/// Reseeds the kernel's random number generator from its entropy pool (`RNDRESEEDCRNG`,
+/// `random(4)`). `urandom` is the open `/dev/urandom`. Needs `CAP_SYS_ADMIN`.
 pub fn reseed_random(urandom: impl AsFd) -> io::Result<()> {
     const RNDRESEEDCRNG: libc::Ioctl = 0x5207;
     // SAFETY: this request has no argument.
@@ -78,11 +79,11 @@ pub fn set_read_only(device: impl AsFd) -> io::Result<()> {
     Ok(check(result)?)
 }
 
-/// Returns whether any process has this regular file open for writing, or mapped for writing: the
-/// kernel then refuses a read lease (`F_SETLEASE`, `fcntl(2)`). The lease ends at once, when `file`
-/// is closed. `SIGIO` must be blocked, because the kernel sends it to this process if another
-/// process opens the file at that moment. Needs `CAP_LEASE` for other users' files, and a `file`
-/// that is open for reading only.
+/// Returns whether any process has this regular file open for writing, or mapped for writing. Such
+/// a file gets no read lease from the kernel (`F_SETLEASE`, `fcntl(2)`). The function ends its
+/// lease at once, by closing `file`. The caller must block `SIGIO`, because the kernel sends that
+/// signal if another process opens the file during the lease. Needs `CAP_LEASE` for other users'
+/// files, and a `file` that is open for reading only.
 pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
     // SAFETY: the argument of this request is a number.
     let lease = check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK) });
@@ -94,8 +95,8 @@ pub fn is_open_for_writing(file: OwnedFd) -> io::Result<bool> {
     }
 }
 
-/// A mapping of a file for checking which of its pages are cached. The mapped bytes are never read,
-/// so truncation of the file does no harm.
+/// A mapping of a file, by which this process finds out which pages of the file are cached. The
+/// mapped bytes are never read, so truncation of the file does no harm.
 ///
 /// With `MADV_RANDOM`, an access to a page starts no readahead and, since Linux 6.3, does not count
 /// as a use of the page.
@@ -122,7 +123,8 @@ impl FileView {
         Ok(whole.part(first, count))
     }
 
-    /// Sets bit 0 of one byte of `states` for each cached page, beginning with page `first`.
+    /// Writes one byte to `states` for each page of the file, beginning with page `first`. Bit 0 of
+    /// the byte is set if the page is cached (`mincore(2)`).
     pub fn resident(&self, first: u64, states: &mut [u8]) -> io::Result<()> {
         let part = self.part(first, states.len() as u64)?;
         // SAFETY: the kernel writes one byte a page of the range into `states`.
@@ -130,26 +132,28 @@ impl FileView {
         Ok(check(result)?)
     }
 
-    /// Maps pages into the page tables, so that `/proc/self/pagemap` shows their frames
-    /// (`MADV_POPULATE_READ`, Linux >= 5.14). Pages that are not cached would be read from disk, so
-    /// check [`Self::resident`] first.
+    /// Maps `count` pages of the file, from page `first` on, into this process's page tables
+    /// (`MADV_POPULATE_READ`, Linux >= 5.14). `/proc/self/pagemap` then shows their frames. Check
+    /// [`Self::resident`] first, because the kernel would read pages that are not cached from disk.
     pub fn populate(&self, first: u64, count: u64) -> io::Result<()> {
         Ok(self.part(first, count)?.advise(Advice::LinuxPopulateRead)?)
     }
 
-    /// Removes pages from the page tables, and so from this process's resident set.
+    /// Removes `count` pages of the file, from page `first` on, from this process's page tables,
+    /// and so from its resident set.
     pub fn release(&self, first: u64, count: u64) -> io::Result<()> {
         Ok(self.part(first, count)?.advise(Advice::LinuxDontNeed)?)
     }
 
-    /// Returns the address at which page `page` is mapped, for [`crate::pagemap::Pagemap`].
+    /// Returns the address at which page `page` of the file is mapped, for
+    /// [`crate::pagemap::Pagemap`].
     pub fn hva(&self, page: u64) -> Hva {
         self.0.area().start().add_pages(page)
     }
 }
 
-/// Blocks `signals` in this thread (and in threads that it starts later). Returns a descriptor that
-/// becomes readable when one of them arrives.
+/// Blocks `signals` in this thread and in threads that it starts later. Returns a signalfd, which
+/// is readable when one of these signals has arrived.
 pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     // SAFETY: a zeroed sigset_t is valid, and sigemptyset makes it a proper empty set.
     let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
@@ -168,8 +172,8 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     }
 }
 
-/// Returns the number of one signal that `descriptor` (of [`signal_descriptor`]) holds; `None` if
-/// it holds none.
+/// Reads one signal from a descriptor that [`signal_descriptor`] returned. Returns the signal's
+/// number; `None` if no signal has arrived.
 pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
     /// Size of `struct signalfd_siginfo`, whose first field is the signal's number.
     const SIZE: usize = 128;
@@ -181,13 +185,14 @@ pub fn next_signal(descriptor: impl AsFd) -> io::Result<Option<i32>> {
     }
 }
 
-/// Signals that the agent waits for.
+/// Numbers of the signals that the guest agent handles.
 pub mod signal {
-    /// Signal that announces an event on a descriptor of [`signal_changes`](super::signal_changes).
+    /// Number of `SIGIO`, which announces an event on a file after
+    /// [`signal_changes`](super::signal_changes).
     pub const IO: i32 = libc::SIGIO;
-    /// Signal that asks the program to end.
+    /// Number of `SIGTERM`, which asks the program to end.
     pub const TERM: i32 = libc::SIGTERM;
-    /// Signal of an interrupt from a terminal (Ctrl-C).
+    /// Number of `SIGINT`, which Ctrl-C in a terminal sends.
     pub const INT: i32 = libc::SIGINT;
 }
 

@@ -4,8 +4,8 @@
 //! | module | kernel interface |
 //! |---|---|
 //! | [`cpu`] | CPU time of threads, `clock_gettime(2)` |
-//! | [`memory`] | another process's memory, `process_vm_readv(2)` |
-//! | [`page_cache`] | how much of a file is cached, `cachestat(2)` |
+//! | [`memory`] | reading and writing another process's memory, `process_vm_readv(2)` |
+//! | [`page_cache`] | number of a file's cached pages, `cachestat(2)` |
 //! | [`pagemap`] | the memory behind each page of a process, `PAGEMAP_SCAN` on `/proc/PID/pagemap` |
 //! | [`extents`] | positions of a file's bytes on a device, `FS_IOC_FIEMAP` |
 //! | [`session`] | child processes that outlive their parent, `setsid(2)` |

@@ -1,4 +1,5 @@
-//! Locked memory that another process can read and write through a file without a name.
+//! Memory that is locked in RAM and that other processes can read and write, because it belongs to
+//! a memfd.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -8,9 +9,9 @@ use rustix::io::Errno;
 
 use crate::region::Mapping;
 
-/// A memfd whose pages are all allocated and locked (`mlock(2)`). A process that has the file open
-/// may write to it and punch holes, but not change its length. The pages become free when this
-/// value is dropped and no process has the file open.
+/// A memfd whose pages are all allocated and locked in RAM (`mlock(2)`). A process that has the
+/// memfd open may write to it and punch holes, but not change its length. The pages become free
+/// when this value is dropped and no process has the memfd open.
 #[derive(Debug)]
 pub struct LockedFile {
     file: OwnedFd,
@@ -19,7 +20,8 @@ pub struct LockedFile {
 }
 
 impl LockedFile {
-    /// Allocates, clears and locks `bytes`, rounded up to pages. Takes some 0.3 s for each GiB.
+    /// Creates a memfd of `bytes` bytes, rounded up to pages, and allocates, clears and locks its
+    /// pages. That takes some 0.3 s for each GiB.
     ///
     /// # Errors
     ///

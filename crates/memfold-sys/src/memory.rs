@@ -6,20 +6,19 @@ use memfold_units::Hva;
 use rustix::process::Pid;
 
 /// Copies `buffer.len()` bytes at address `from` of process `pid` into `buffer`. Returns the number
-/// of bytes copied, which is less if a later page is not mapped. Needs the right to trace the
-/// process (root).
+/// of bytes copied, which is less if a later page is not mapped. The caller needs the right to
+/// trace the process (root).
 ///
-/// Swapped pages are read back into memory. Holes in anonymous memory read as zeroes and are mapped
-/// to the zero page.
+/// The kernel reads swapped pages back into memory. Holes in anonymous memory read as zeroes, and
+/// the kernel maps the zero page there.
 pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
     let length = buffer.len();
     read_many(pid, &[(from, length)], buffer)
 }
 
-/// Copies ranges of a process's memory, each given by address and length in bytes, one after
-/// another into `buffer`, which must be long enough for all. Returns the number of bytes copied.
-/// The copy stops in the first range that cannot be read completely. At most 1,024 ranges
-/// (`IOV_MAX`).
+/// Copies up to 1,024 ranges (`IOV_MAX`) of process `pid` into `buffer`, one after another. Each
+/// range is an address and a length in bytes; `buffer` must be long enough for all. Returns the
+/// number of bytes copied. The copy stops in the first range that cannot be read completely.
 pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Result<usize> {
     let local = entry(buffer.as_mut_ptr(), buffer.len());
     let remote = ranges.iter().map(|&(from, length)| remote(from, length));
@@ -28,9 +27,9 @@ pub fn read_many(pid: Pid, ranges: &[(Hva, usize)], buffer: &mut [u8]) -> io::Re
     unsafe { transfer(libc::process_vm_readv, pid, &[local], &remote) }
 }
 
-/// Copies several ranges of a process's memory, each to a buffer of its own, with one system call.
-/// Returns the number of bytes copied. The copy stops in the first range that cannot be read
-/// completely. At most 1,024 ranges (`IOV_MAX`).
+/// Copies up to 1,024 ranges (`IOV_MAX`) of process `pid`, each to a buffer of its own, with one
+/// system call. Returns the number of bytes copied. The copy stops in the first range that cannot
+/// be read completely.
 pub fn read_parts(pid: Pid, parts: &mut [(Hva, &mut [u8])]) -> io::Result<usize> {
     let remote = parts.iter().map(|(from, part)| remote(*from, part.len()));
     let remote = remote.collect::<io::Result<Vec<_>>>()?;

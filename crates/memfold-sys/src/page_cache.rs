@@ -31,8 +31,8 @@ struct Counts {
     recently_evicted: u64,
 }
 
-/// Returns how many pages of a file the page cache holds (`cachestat(2)`); for a file that is read
-/// in place (DAX), none.
+/// Returns the number of a file's pages that the page cache holds (`cachestat(2)`). For a file that
+/// is read in place (DAX), the result is 0.
 ///
 /// A DAX file is never passed to the kernel: `filemap_cachestat` would take its DAX entries for
 /// those of evicted pages and dereference a null pointer (seen in Linux 6.12.117).

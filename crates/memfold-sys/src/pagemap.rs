@@ -33,7 +33,7 @@ struct ScanArgument {
 const PAGEMAP_SCAN: libc::c_ulong = 0xC060_6610;
 const _: () = assert!(size_of::<ScanArgument>() == 0x60);
 
-/// Categories of pages, as bits (`PAGE_IS_*`).
+/// Categories of pages in the arguments and results of `PAGEMAP_SCAN`, as bits (`PAGE_IS_*`).
 pub mod category {
     /// The page is in a range whose writes are tracked (`Userfaultfd::open_async`).
     pub const WRITES_TOLD: u64 = 1 << 0;
@@ -47,28 +47,29 @@ pub mod category {
     pub const PRESENT: u64 = 1 << 3;
     /// The page is in swap.
     pub const SWAPPED: u64 = 1 << 4;
-    /// The page is the kernel's shared page of zeroes.
+    /// The page maps the kernel's shared page of zeroes.
     pub const ZERO: u64 = 1 << 5;
-    /// A huge page maps the page.
+    /// The page is mapped as a part of a huge page.
     pub const HUGE: u64 = 1 << 6;
 }
 
-/// Consecutive pages with the same categories.
+/// Consecutive pages of a process that have the same categories.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Region {
-    /// Address of the first byte.
+    /// Address of the region's first byte.
     pub start: Hva,
-    /// Address after the last byte.
+    /// Address after the region's last byte.
     pub end: Hva,
-    /// Categories of the pages, as [`category`] bits, among those that the scan returns.
+    /// Categories of the region's pages, as [`category`] bits. Categories that the scan does not
+    /// report are 0.
     pub categories: u64,
 }
 const _: () = assert!(size_of::<Region>() == 24);
 
 impl Filter {
-    /// Matches pages that a userfaultfd write-protects: pages in memory, pages in swap, and pages
-    /// that have only a marker in the page table.
+    /// Condition for pages that a userfaultfd write-protects: pages in memory, pages in swap, and
+    /// pages that have only a marker in the page table.
     pub const PROTECTED: Self = Self {
         all_of: 0,
         any_of: category::PRESENT | category::SWAPPED,
@@ -82,14 +83,16 @@ impl Filter {
         none_of: 0,
     };
 
-    /// Condition for pages in memory except the kernel's page of zeroes; `Rss` counts these.
+    /// Condition for pages in memory, except the kernel's page of zeroes. These are the pages that
+    /// `Rss` in `/proc/PID/smaps` counts.
     pub const RESIDENT: Self = Self {
         all_of: category::PRESENT,
         any_of: 0,
         none_of: category::ZERO,
     };
 
-    /// Condition for private pages of a process: in memory, and not of a file.
+    /// Condition for a process's private pages in memory: pages that belong to no file and are not
+    /// the kernel's page of zeroes.
     pub const COPIES: Self = Self {
         all_of: category::PRESENT,
         any_of: 0,
@@ -98,42 +101,43 @@ impl Filter {
 }
 
 impl Region {
-    /// Returns the length in pages.
+    /// Returns the length of the region in pages.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         (self.end.0 - self.start.0) / PAGE_SIZE
     }
 
-    /// Returns whether every bit of `mask` is set in the region's categories.
+    /// Returns whether the region's pages have every category in `mask` ([`category`] bits).
     #[must_use]
     pub const fn is(&self, mask: u64) -> bool {
         self.categories & mask == mask
     }
 }
 
-/// Condition for the pages that a scan returns.
+/// Condition on a page's categories, by which a scan chooses the pages that it returns.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Filter {
-    /// Categories all of which a page must have.
+    /// Categories ([`category`] bits) of which a page must have all.
     pub all_of: u64,
-    /// Categories of which a page must have at least one; 0: no such condition.
+    /// Categories ([`category`] bits) of which a page must have at least one; 0: no such condition.
     pub any_of: u64,
-    /// Categories that a page must not have.
+    /// Categories ([`category`] bits) of which a page must have none.
     pub none_of: u64,
 }
 
-/// An open `/proc/PID/pagemap`.
+/// An open `/proc/PID/pagemap`, the page map of one process.
 #[derive(Debug)]
 pub struct Pagemap(File);
 
 impl Pagemap {
-    /// Opens the page map of process `pid`. Frame numbers need root (`CAP_SYS_ADMIN`).
+    /// Opens the page map of process `pid`. The kernel shows frame numbers only to root
+    /// (`CAP_SYS_ADMIN`).
     pub fn open(pid: Pid) -> io::Result<Self> {
         File::open(format!("/proc/{}/pagemap", pid.as_raw_nonzero())).map(Self)
     }
 
-    /// Returns all regions in `[start, end)` that pass `filter`, sorted by address, with the
-    /// categories `FILE`, `PRESENT`, `SWAPPED`, `ZERO` and `HUGE`.
+    /// Returns all regions in `[start, end)` whose pages pass `filter`, sorted by address. The scan
+    /// reports the categories `FILE`, `PRESENT`, `SWAPPED`, `ZERO` and `HUGE`.
     pub fn scan(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<Vec<Region>> {
         let mut found = Vec::new();
         let mut buffer = [Region::default(); 512];
@@ -146,7 +150,8 @@ impl Pagemap {
         Ok(found)
     }
 
-    /// Returns whether all pages of `[start, end)` pass `filter`. Allocates no memory.
+    /// Returns whether all pages of `[start, end)` pass `filter`. This function allocates no
+    /// memory.
     pub fn all_pass(&self, start: Hva, end: Hva, filter: Filter) -> io::Result<bool> {
         let mut next = start;
         while next < end {
@@ -201,8 +206,8 @@ impl Pagemap {
         Ok((n, Hva(argument.walk_end)))
     }
 
-    /// Returns the raw entries of `count` pages from `start` (`pagemap.rst`: bits 0-54 frame
-    /// number, 61 file, 62 swapped, 63 present).
+    /// Returns the 64-bit page map entries of `count` pages from address `start` on (`pagemap.rst`:
+    /// bits 0-54 frame number, 61 file, 62 swapped, 63 present).
     pub fn entries(&self, start: Hva, count: usize) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; count * 8];
         self.0.read_exact_at(&mut bytes, start.0 / PAGE_SIZE * 8)?;
@@ -212,8 +217,8 @@ impl Pagemap {
             .collect())
     }
 
-    /// Returns the frame numbers of `count` pages from `start`; `None` for pages that are not in
-    /// memory, or if this process may not see frame numbers.
+    /// Returns the frame numbers of `count` pages from address `start` on. A frame number is `None`
+    /// if the page is not in memory, or if this process may not see frame numbers.
     pub fn frames(&self, start: Hva, count: usize) -> io::Result<Vec<Option<u64>>> {
         const PRESENT: u64 = 1 << 63;
         const FRAME: u64 = (1 << 55) - 1;

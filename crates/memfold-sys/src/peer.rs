@@ -1,4 +1,5 @@
-//! Looks up the groups of a Unix socket's peer, and the numbers and names of users and groups.
+//! Looks up the groups of the process at the other end of a Unix socket, and the numbers and names
+//! of users and groups.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -12,9 +13,9 @@ const MOST_GROUPS: usize = 65_536;
 /// Largest entry of the user and group databases that is read, in bytes.
 const MOST_BYTES: usize = 1 << 20;
 
-/// Returns the supplementary groups that the peer of a Unix stream socket had when it connected
-/// (`SO_PEERGROUPS`, Linux >= 4.13). Unlike the groups in `/proc/PID/status`, these groups cannot
-/// belong to a later process with the same number.
+/// Returns the supplementary groups that the peer process of a Unix stream socket had when it
+/// connected (`SO_PEERGROUPS`, Linux >= 4.13). Groups from `/proc/PID/status` could belong to a
+/// later process with the same process ID; these cannot.
 pub fn groups(socket: impl AsFd) -> io::Result<Vec<u32>> {
     let fd = socket.as_fd().as_raw_fd();
     let mut groups = vec![0u32; 64];

@@ -58,7 +58,7 @@ impl Area {
         Hva(self.start)
     }
 
-    /// Returns the address after the last byte.
+    /// Returns the address after the last byte of the area.
     #[must_use]
     pub const fn end(self) -> Hva {
         Hva(self.start + self.bytes())
@@ -82,8 +82,8 @@ impl Area {
         self.pages == 0
     }
 
-    /// Returns the part of `pages` pages from page `first` on, cut at the end of this area. Never
-    /// fails, because a panic here could leave a guest without its memory.
+    /// Returns the part of `pages` pages from page `first` of this area on, cut at the end of the
+    /// area. Never fails, because a panic here could leave a guest without its memory.
     #[must_use]
     pub fn part(self, first: u64, pages: u64) -> Self {
         let first = first.min(self.pages);
@@ -107,8 +107,8 @@ impl Area {
         usize::try_from(self.bytes()).unwrap_or(0)
     }
 
-    /// Maps a private, writable view of `file` from page `first` over the area, and replaces any
-    /// mapping there.
+    /// Maps a private, writable view of `file`, from page `first` of the file on, over the area.
+    /// The view replaces any mapping there.
     pub fn map_file(self, file: BorrowedFd<'_>, first: u64) -> Result<(), Errno> {
         if self.is_empty() {
             return Ok(());
@@ -127,7 +127,8 @@ impl Area {
         .map(drop)
     }
 
-    /// Maps fresh anonymous memory over the area, and replaces any mapping there.
+    /// Maps fresh anonymous memory over the area, with `MAP_NORESERVE` if `noreserve` is true. The
+    /// memory replaces any mapping there.
     pub fn map_anonymous(self, noreserve: bool) -> Result<(), Errno> {
         if self.is_empty() {
             return Ok(());
@@ -147,8 +148,8 @@ impl Area {
         unsafe { rustix::mm::madvise(self.pointer(), self.length(), advice) }
     }
 
-    /// Returns the number of equal pages from the start of both areas. The result is reliable only
-    /// if neither area changes meanwhile.
+    /// Compares both areas page by page, and returns the number of pages before the first page that
+    /// differs. The result is reliable only if neither area changes meanwhile.
     #[must_use]
     pub fn equal_pages(self, other: Self) -> u64 {
         let pages = self.pages.min(other.pages);
@@ -161,8 +162,8 @@ impl Area {
             .unwrap_or(pages)
     }
 
-    /// Returns the number of pages from the start that hold only zeroes. If other threads write to
-    /// the memory, the result is only a guess.
+    /// Returns the number of zero pages at the start of the area: pages before the first page that
+    /// does not hold only zeroes. If other threads write to the memory, the result is only a guess.
     #[must_use]
     pub fn zero_pages(self) -> u64 {
         (0..self.pages)
@@ -170,8 +171,8 @@ impl Area {
             .unwrap_or(self.pages)
     }
 
-    /// Returns whether the first page holds only zeroes. Checks the page's first word before the
-    /// rest.
+    /// Returns whether the first page of the area holds only zeroes; false if the area is empty.
+    /// Reads the page's first word before the rest.
     #[must_use]
     pub fn is_zero(self) -> bool {
         if self.is_empty() {
@@ -186,7 +187,7 @@ impl Area {
             && unsafe { libc::memcmp(self.pointer(), ZERO_PAGE.as_ptr().cast(), PAGE_BYTES) == 0 }
     }
 
-    /// Copies the pages that do not hold only zeroes to the same places in `target`.
+    /// Copies each page that does not hold only zeroes to the page with the same index in `target`.
     pub fn copy_nonzero(self, target: Self) {
         for page in 0..self.pages.min(target.pages) {
             let from = self.part(page, 1);
@@ -204,8 +205,8 @@ impl Area {
         }
     }
 
-    /// Writes the area's bytes to `file` from byte `offset` on. The bytes are of one moment only if
-    /// no thread writes to the area meanwhile.
+    /// Writes the area's bytes to `file`, from byte `offset` of the file on. The bytes are of one
+    /// moment only if no thread writes to the area meanwhile.
     pub fn save(self, file: impl AsFd, offset: u64) -> Result<(), Errno> {
         let mut done = 0;
         while done < self.length() {
@@ -232,8 +233,8 @@ impl Area {
         Ok(())
     }
 
-    /// Copies `words` to the start of the area, for tests and measurements that use memory of their
-    /// own.
+    /// Copies `words` to the start of the area; words beyond the area's end are dropped. For tests
+    /// and measurements that use memory of their own.
     pub fn write(self, words: &[u64]) {
         let count = words.len().min(self.length() / 8);
         // SAFETY: the area is mapped and at least `count` words long; no reference points into it.
@@ -262,7 +263,8 @@ pub unsafe fn madvise(address: usize, length: usize, advice: i32) -> Result<(), 
     check(unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) })
 }
 
-/// A mapping at an address that the kernel chose. Dropping it unmaps it.
+/// Memory that was mapped at an address that the kernel chose. Dropping the value unmaps the
+/// memory.
 #[derive(Debug)]
 pub struct Mapping {
     whole: Area,
@@ -270,8 +272,8 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Maps anonymous private memory, aligned to a huge page if it is at least that long.
-    /// `noreserve`: use `MAP_NORESERVE`.
+    /// Maps `pages` pages of anonymous private memory, with `MAP_NORESERVE` if `noreserve` is true.
+    /// The address is aligned to 2 MiB if the memory is at least that long.
     pub fn anonymous(pages: u64, noreserve: bool) -> Result<Self, Errno> {
         let slack = if pages >= HUGE_PAGE_PAGES {
             HUGE_PAGE_PAGES
@@ -332,8 +334,8 @@ impl Mapping {
         self.area
     }
 
-    /// Moves the first pages of the mapping, as many as `target` has, over `target`. This replaces
-    /// the mapping there in one step (`mremap(2)`).
+    /// Moves the first pages of the mapping, as many as `target` has, over `target`, and unmaps the
+    /// rest. The move replaces the mapping at `target` in one step (`mremap(2)`).
     pub fn move_over(self, target: Area) -> Result<(), Errno> {
         let from = self.area.part(0, target.pages);
         // SAFETY: the mapping is ours and is given up here; the maker of `target` agreed to its

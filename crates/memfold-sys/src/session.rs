@@ -4,8 +4,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Makes the child the leader of a session of its own (`setsid(2)`), so that neither a terminal's
-/// hang-up nor Ctrl-C reaches it.
+/// Makes the child that `command` will start the leader of a session of its own (`setsid(2)`), so
+/// that neither a terminal's hang-up nor Ctrl-C reaches the child.
 pub fn detach(command: &mut Command) -> &mut Command {
     // SAFETY: between fork and exec only setsid(2) is called, which is async-signal-safe and takes
     // no lock.
@@ -17,8 +17,8 @@ pub fn detach(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Passes a descriptor to the child under the same number, and to no other process that is started
-/// meanwhile. Returns this number.
+/// Passes `descriptor` to the child that `command` will start, under the same number. No other
+/// child that this process starts meanwhile gets the descriptor. Returns the number.
 pub fn pass(command: &mut Command, descriptor: OwnedFd) -> RawFd {
     let number = descriptor.as_raw_fd();
     // SAFETY: between fork and exec only fcntl(2) is called, which is async-signal-safe and takes

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use crate::region::Mapping;
 
-/// The first pages of a memfd as 32-bit words.
+/// The first pages of a memfd, mapped as 32-bit words that several processes change atomically.
 #[derive(Debug)]
 pub struct SharedWords {
     mapping: Mapping,
@@ -21,8 +21,8 @@ impl SharedWords {
     ///
     /// # Errors
     ///
-    /// `EINVAL` if the file is shorter than that, or is no memfd sealed against shrinking. (Access
-    /// beyond the end of a file kills the process.)
+    /// `EINVAL` if the file is shorter than `pages` pages, or is no memfd sealed against shrinking.
+    /// (Access beyond the end of a file kills the process.)
     pub fn map(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         let length = u64::try_from(rustix::fs::fstat(&file)?.st_size).map_err(|_| Errno::INVAL)?;
         let sealed = fcntl_get_seals(&file)?.contains(SealFlags::SHRINK);
@@ -35,7 +35,7 @@ impl SharedWords {
         })
     }
 
-    /// Returns word `index`; `None` if the file has fewer words.
+    /// Returns the 32-bit word number `index`, from 0; `None` if the mapped pages have fewer words.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<&AtomicU32> {
         if index >= self.words {

@@ -3,8 +3,8 @@
 use std::mem::MaybeUninit;
 
 /// Runs `body` with every signal blocked in this thread, and then restores the old signal mask. In
-/// a thread that `body` starts, every signal stays blocked, so that no handler of the host program
-/// ever runs on it.
+/// a thread that `body` starts, every signal stays blocked, so that this thread never runs a signal
+/// handler of the host program.
 pub fn with_all_blocked<T>(body: impl FnOnce() -> T) -> T {
     struct Restore(libc::sigset_t);
     impl Drop for Restore {

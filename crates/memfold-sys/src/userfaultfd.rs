@@ -3,9 +3,10 @@
 //! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`,
 //! `mm/userfaultfd.c`.
 //!
-//! While pages are frozen for folding, nobody reads events from the descriptor. A thread that
-//! touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`], and then faults again.
-//! Only the thread of copy before write reads events ([`Userfaultfd::next_fault`]).
+//! While the library in QEMU freezes pages for folding, nobody reads events from the descriptor. A
+//! thread that touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`], and then
+//! faults again. Only the thread that copies pages before a VM writes to them reads events
+//! ([`Userfaultfd::next_fault`]).
 
 use std::fs::File;
 use std::io;
@@ -89,7 +90,7 @@ const FEATURE_MOVE: u64 = 1 << 16;
 const FEATURES_WP: u64 =
     FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED;
 
-/// Kind of page faults that a range reports.
+/// Kind of page fault that a userfaultfd catches in a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Faults on missing pages (`UFFDIO_REGISTER_MODE_MISSING`).
@@ -110,8 +111,8 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// Opens a userfaultfd for this process: tries `device` (an open `/dev/userfaultfd` that was
-    /// passed in), then the system call, then `/dev/userfaultfd`.
+    /// Opens a userfaultfd for this process. Tries first `device` (an open `/dev/userfaultfd` that
+    /// this process got from another), then the system call, then `/dev/userfaultfd`.
     ///
     /// # Errors
     ///
@@ -125,9 +126,9 @@ impl Userfaultfd {
         )
     }
 
-    /// Opens a userfaultfd for tracking writes. Its write protection stops no thread: the kernel
-    /// lifts the protection of a page that is written to, and `PAGEMAP_SCAN` shows these pages
-    /// (Linux >= 6.7). In all other respects, this is [`Self::open`].
+    /// Opens a userfaultfd for tracking writes (Linux >= 6.7), as [`Self::open`] does. Its write
+    /// protection stops no thread: the kernel lifts the protection of a page that is written to,
+    /// and `PAGEMAP_SCAN` shows such pages.
     pub fn open_async(device: Option<RawFd>) -> io::Result<Self> {
         Self::open_with(device, &[FEATURES_WP | FEATURE_WP_ASYNC])
     }
@@ -186,9 +187,9 @@ impl Userfaultfd {
         self.features & FEATURES_WP == FEATURES_WP
     }
 
-    /// Returns whether write protection works and is reliable in memory that is not
+    /// Returns whether write protection works, and stays in place in memory that is not
     /// `MADV_MERGEABLE`. KSM replaces a protected page by an unprotected one (`replace_page` in
-    /// `mm/ksm.c`); in some processes, KSM may do so in all memory.
+    /// `mm/ksm.c`); the result is false if KSM may do so in all memory of this process.
     #[must_use]
     pub const fn protection_lasts(&self) -> bool {
         self.can_write_protect() && !self.merged
@@ -225,24 +226,29 @@ impl Userfaultfd {
         ioctl(self.fd.as_fd(), UFFDIO_WAKE, &mut range(area))
     }
 
-    /// Moves the pages of `from` to the same places in `to`, which must be as long, empty and
-    /// registered here. Pages leave and arrive atomically; swapped pages move as such. No thread is
-    /// woken.
+    /// Moves the pages of `from` to `to` (`UFFDIO_MOVE`). `to` must have the same length, hold no
+    /// pages, and be registered with this userfaultfd. Each page leaves and arrives atomically; a
+    /// swapped page stays in swap. The move wakes no thread.
     ///
-    /// Returns the number of pages moved, from the start, and why the move stopped early: `ENOENT`:
-    /// a hole. `EBUSY`: a page is pinned (DMA), shared after `fork(2)` or merged by KSM. `EAGAIN`:
-    /// try again (also after *any* stop after the first page; the next call then returns the
-    /// reason). `EINVAL`: the range is not one anonymous mapping. In Linux 6.18 the number may be
-    /// too small: pages that the next call finds at their target (`EEXIST`) may have been moved by
-    /// this one.
+    /// Returns the number of pages moved, counted from the start, and the reason if the move
+    /// stopped early:
+    ///
+    /// * `ENOENT`: a page is not in memory.
+    /// * `EBUSY`: a page is pinned (DMA), shared after `fork(2)` or merged by KSM.
+    /// * `EAGAIN`: call again. The kernel also returns `EAGAIN` if any page but the first stops the
+    ///   move; the next call then returns the reason.
+    /// * `EINVAL`: the range is not one anonymous mapping.
+    ///
+    /// In Linux 6.18 the number may be too small: pages that the next call finds at their target
+    /// (`EEXIST`) may have been moved by this call.
     pub fn move_pages(&self, from: Area, to: Area) -> (u64, Option<Errno>) {
         /// Flag `UFFDIO_MOVE_MODE_DONTWAKE`.
         const DONTWAKE: u64 = 1;
         self.transfer(UFFDIO_MOVE, from, to, DONTWAKE)
     }
 
-    /// Fills the missing pages of `to` (registered for [`Mode::Missing`]) with a copy of `from`,
-    /// atomically page by page.
+    /// Fills the missing pages of `to`, which is registered for [`Mode::Missing`], with the bytes
+    /// of `from`. Each page appears atomically (`UFFDIO_COPY`).
     pub fn copy(&self, from: Area, to: Area) -> Result<(), Errno> {
         let (_, stopped) = self.transfer(UFFDIO_COPY, from, to, 0);
         stopped.map_or(Ok(()), Err)
@@ -273,13 +279,13 @@ impl Userfaultfd {
         }
     }
 
-    /// Lifts the write protection of `area` and wakes the threads that wait for it.
+    /// Lifts the write protection of `area`, and wakes the threads that wait to write there.
     pub fn lift(&self, area: Area) -> Result<(), Errno> {
         self.set_protection(area, 0)
     }
 
-    /// Returns the address of the page of the next unread fault, for which a thread waits; `None`
-    /// if there is none.
+    /// Reads the next event. Returns the address of the page for which a thread waits; `None` if
+    /// there is no event, or if the event is no page fault.
     pub fn next_fault(&self) -> Result<Option<Hva>, Errno> {
         // The structure `struct uffd_msg`: the kind of event at 0, the address of a fault at 16.
         let mut message = [0; 32];
@@ -295,8 +301,8 @@ impl Userfaultfd {
         Ok((message[0] == EVENT_PAGEFAULT).then_some(page))
     }
 
-    /// Protects every page of `area` (registered for [`Mode::WriteProtect`]) against writes,
-    /// missing pages included.
+    /// Protects every page of `area` against writes, missing pages included. The area must be
+    /// registered for [`Mode::WriteProtect`].
     pub fn write_protect(&self, area: Area) -> Result<(), Errno> {
         self.set_protection(area, 1)
     }

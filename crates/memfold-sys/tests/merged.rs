@@ -1,5 +1,5 @@
 //! Tests write protection in a process whose memory KSM may merge. This is a separate program,
-//! because the setting applies to all memory of the process.
+//! because that setting (`PR_SET_MEMORY_MERGE`) applies to all memory of the process.
 
 use memfold_sys::userfaultfd::Userfaultfd;
 

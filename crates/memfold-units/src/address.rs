@@ -1,4 +1,5 @@
-//! Address types: guest-physical, host-virtual and page-store.
+//! Types for addresses: guest-physical addresses, virtual addresses of a process, and pages of a
+//! page-store file.
 
 use std::fmt;
 
@@ -14,7 +15,8 @@ macro_rules! address {
         pub struct $name(pub u64);
 
         impl $name {
-            /// Returns the address `pages` pages further; `None` on overflow.
+            /// Returns the address that is `pages` pages after this one; `None` if that exceeds 64
+            /// bits.
             #[must_use]
             pub const fn checked_add_pages(self, pages: PageCount) -> Option<Self> {
                 let Some(step) = pages.0.checked_mul($unit) else { return None };
@@ -24,14 +26,15 @@ macro_rules! address {
                 }
             }
 
-            /// Returns the address `pages` pages further, at most the end of the space.
+            /// Returns the address that is `pages` pages after this one, or the largest 64-bit
+            /// number if that exceeds 64 bits.
             #[must_use]
             pub const fn add_pages(self, pages: u64) -> Self {
                 Self(self.0.saturating_add(pages.saturating_mul($unit)))
             }
 
-            /// Returns the number of whole pages from `start` to this address; zero if it is before
-            /// `start`.
+            /// Returns the number of whole pages from `start` to this address; 0 if this address is
+            /// before `start`.
             #[must_use]
             pub const fn pages_since(self, start: Self) -> u64 {
                 self.0.saturating_sub(start.0) / $unit
@@ -51,8 +54,8 @@ address! {
     Gpa, PAGE_SIZE
 }
 address! {
-    /// A virtual address in bytes, in the process that the context names (a QEMU process unless
-    /// said otherwise).
+    /// A virtual address in bytes, in one process: a QEMU process, unless a doc names another
+    /// process.
     Hva, PAGE_SIZE
 }
 address! {
@@ -60,12 +63,12 @@ address! {
     Pfn, 1
 }
 address! {
-    /// A page of a page-store file: file offset divided by [`PAGE_SIZE`].
+    /// The number of a page in a page-store file: file offset divided by [`PAGE_SIZE`].
     StorePage, 1
 }
 
 impl Gpa {
-    /// Returns the page frame that contains this address.
+    /// Returns the number of the page frame that contains this guest-physical address.
     #[must_use]
     pub const fn pfn(self) -> Pfn {
         Pfn(self.0 / PAGE_SIZE)
@@ -73,7 +76,8 @@ impl Gpa {
 }
 
 impl Pfn {
-    /// Returns the first address of the page frame; `None` beyond the 64-bit space.
+    /// Returns the guest-physical address at which the page frame begins; `None` if that exceeds 64
+    /// bits.
     #[must_use]
     pub const fn gpa(self) -> Option<Gpa> {
         match self.0.checked_mul(PAGE_SIZE) {
@@ -84,7 +88,7 @@ impl Pfn {
 }
 
 impl StorePage {
-    /// Returns the byte offset in the store file.
+    /// Returns the offset of this page in the page-store file, in bytes.
     #[must_use]
     pub const fn offset(self) -> u64 {
         self.0 * PAGE_SIZE
@@ -92,7 +96,7 @@ impl StorePage {
 }
 
 impl Hva {
-    /// Returns whether the address is the start of a page.
+    /// Returns whether the address is the first of a page, a multiple of [`PAGE_SIZE`].
     #[must_use]
     pub const fn is_page_aligned(self) -> bool {
         self.0 % PAGE_SIZE == 0

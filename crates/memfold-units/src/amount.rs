@@ -27,7 +27,7 @@ macro_rules! amount {
                 self.0 += other.0;
             }
         }
-        /// Saturates at zero: amounts are never negative.
+        /// Subtraction saturates at zero, because amounts are never negative.
         impl Sub for $name {
             type Output = Self;
             fn sub(self, other: Self) -> Self {
@@ -72,13 +72,13 @@ impl ByteSize {
         Self(n << 20)
     }
 
-    /// Returns the number of whole pages in this amount.
+    /// Returns the number of whole 4 KiB pages in this amount.
     #[must_use]
     pub const fn pages(self) -> PageCount {
         PageCount(self.0 / PAGE_SIZE)
     }
 
-    /// Returns the amount in MiB.
+    /// Returns the amount in MiB, with its fraction.
     #[must_use]
     pub fn as_mib(self) -> f64 {
         self.0 as f64 / f64::from(1 << 20)
@@ -86,7 +86,8 @@ impl ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// Writes three significant digits and a binary unit: `37.5 MiB`. Honours width and alignment.
+    /// Writes three significant digits and a binary unit, such as `37.5 MiB`. Width and alignment
+    /// of the format string apply.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
         let mut value = self.0 as f64;
@@ -105,7 +106,7 @@ impl fmt::Display for ByteSize {
     }
 }
 
-/// Error of parsing a size; contains the text.
+/// Error of parsing a text that is not a size, such as `1.5G`. The error contains the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParseByteSizeError(String);
 
@@ -124,7 +125,8 @@ impl std::error::Error for ParseByteSizeError {}
 impl FromStr for ByteSize {
     type Err = ParseByteSizeError;
 
-    /// Parses `4096`, `512M`, `2G`, `512MiB`. All units are binary, as in QEMU's `-m`.
+    /// Parses a whole number with an optional unit: `4096` (bytes), `512M`, `2G`, `512MiB`. Units
+    /// are powers of 1024.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let bad = || ParseByteSizeError(text.to_owned());
         let trimmed = text.trim();

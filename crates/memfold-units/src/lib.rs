@@ -1,7 +1,8 @@
 //! Newtypes for pages and addresses, so that guest-physical, host-virtual and page-store addresses
 //! cannot be confused.
 //!
-//! No I/O, no state. A bare `u64` address exists only at a system call or on the wire.
+//! The crate does no I/O and has no state. Other crates use a bare `u64` as an address only for a
+//! system call or in a message.
 //!
 //! | type | unit | space |
 //! |---|---|---|

@@ -1,12 +1,13 @@
-//! Protocol between the daemon and the guest agent.
+//! Protocol between the daemon and the guest agent, over a virtio-serial port.
 //!
-//! The agent speaks first, with [`FromAgent::Hello`], whenever the host side of its port opens.
-//! Every Hello starts a new session; the receiver discards all earlier messages. The daemon answers
+//! The agent sends [`FromAgent::Hello`] whenever the host side of the port opens. Each Hello starts
+//! a new session: the daemon discards all that it received before. The daemon answers with
 //! [`ToAgent::Welcome`] and asks for an inventory: hints for all pages that are in the guest's page
-//! cache now. From then on the agent reports changes of the page cache as they happen. If the host
-//! side closes and quickly opens again, the agent notices late or, rarely, never, and may be in the
-//! middle of a frame. So a daemon whose first received message is not a Hello closes its side,
-//! waits, and opens it again.
+//! cache now. From then on, the agent reports changes of the page cache as they happen.
+//!
+//! If the host side closes and quickly opens again, the agent may notice this late or never. In
+//! that case the daemon receives the rest of a frame, and no Hello. So a daemon whose first
+//! received message is not a Hello closes its side, waits, and opens it again.
 //!
 //! A *hint* says that a *run* of guest pages caches consecutive pages of a file. Everything in
 //! [`FromAgent`] is untrusted: the daemon checks each hint against the VM's RAM layout and budget,
@@ -19,23 +20,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
 
-/// Version of this protocol. Both sides must have the same version; otherwise the older side needs
-/// an update.
+/// Version of the protocol between the daemon and the guest agent. Both sides must have the same
+/// version; otherwise the older side needs an update.
 pub const VERSION: u16 = 1;
 
-/// Name of the virtio-serial port (`/dev/virtio-ports/<name>` in the guest).
+/// Name of the virtio-serial port between the agent and the daemon (`/dev/virtio-ports/<name>` in
+/// the guest).
 pub const PORT_NAME: &str = "org.memfold.agent.0";
 
-/// Maximum number of runs, ranges or files in one message.
+/// Maximum number of runs, ranges or files in one message between agent and daemon.
 pub const MAX_RUNS: usize = 4096;
 
-/// Maximum length of a path in bytes (Linux `PATH_MAX`).
+/// Maximum length of a file's path in a message, in bytes (Linux `PATH_MAX`).
 pub const MAX_PATH: usize = 4096;
 
-/// Maximum length in bytes of any other text, and of one message of command output.
+/// Maximum length in bytes of a text that is not a path, and of the command output in one message.
 pub const MAX_TEXT: usize = 64 << 10;
 
-/// Maximum length of a run in pages: 1 GiB, the size of the largest folio.
+/// Maximum length of a run in pages: 2^18 pages are 1 GiB, the size of the largest folio.
 pub const MAX_RUN_PAGES: u32 = 1 << 18;
 
 /// Number of a file in the guest, chosen by the agent and valid within one connection.
@@ -44,33 +46,33 @@ pub type FileNumber = u32;
 /// Pages of the guest's page cache that are consecutive in a file and in guest-physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HintRun {
-    /// File whose pages the run caches.
+    /// Number of the file whose pages the run's frames cache.
     pub file: FileNumber,
-    /// Index in the file of the run's first page, in pages.
+    /// Position in the file of the run's first page, in pages.
     pub page: u64,
     /// Guest page frame number of the run's first page.
     pub pfn: u64,
-    /// Number of pages, 1 to [`MAX_RUN_PAGES`].
+    /// Length of the run in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
 }
 
 /// A run of consecutive guest page frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PfnRun {
-    /// Number of the first page frame.
+    /// Guest page frame number of the run's first frame.
     pub pfn: u64,
-    /// Number of pages, 1 to [`MAX_RUN_PAGES`].
+    /// Length of the run in page frames, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
 }
 
 /// Consecutive pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRange {
-    /// File that contains the range.
+    /// Number of the file that contains the range.
     pub file: FileNumber,
-    /// Index in the file of the range's first page, in pages.
+    /// Position in the file of the range's first page, in pages.
     pub page: u64,
-    /// Number of pages, 1 to [`MAX_RUN_PAGES`].
+    /// Length of the range in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
 }
 
@@ -79,27 +81,28 @@ pub struct FileRange {
 pub struct FileFacts {
     /// Number by which later hints name the file.
     pub file: FileNumber,
-    /// Absolute path in the guest's root, not necessarily UTF-8; empty when the agent could not
-    /// find a path (file deleted, hidden by another mount).
+    /// Absolute path of the file in the guest, not necessarily UTF-8. The path is empty if the
+    /// agent found none, because the file is deleted or hidden by another mount.
     pub path: Vec<u8>,
-    /// `st_size` in bytes when the agent looked the file up; 0 with an empty path.
+    /// Size of the file in bytes (`st_size`) when the agent looked the file up; 0 with an empty
+    /// path.
     pub size_bytes: u64,
 }
 
-/// Counters of the agent since its start. The agent never resets a counter.
+/// Counters of the guest agent since its start. The agent never resets a counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentCounters {
-    /// Page cache events that the agent read from the kernel's trace ring buffers.
+    /// Number of page cache events that the agent read from the kernel's trace ring buffers.
     pub events: u64,
-    /// Page cache events that the kernel overwrote before the agent read them.
+    /// Number of page cache events that the kernel overwrote before the agent read them.
     pub events_lost: u64,
-    /// Inventories of the guest's page cache that the agent has made.
+    /// Number of inventories of the guest's page cache that the agent has made.
     pub inventories: u64,
-    /// Files whose path the agent found.
+    /// Number of files whose path the agent found.
     pub files_resolved: u64,
-    /// Inodes whose path the agent did not find.
+    /// Number of inodes whose path the agent did not find.
     pub files_unresolved: u64,
-    /// Cached pages that the agent did not report because of an include or exclude rule.
+    /// Number of cached pages that the agent did not report because of an include or exclude rule.
     pub pages_excluded: u64,
     /// CPU time of the agent process in microseconds (user and system).
     pub cpu_us: u64,
@@ -138,43 +141,43 @@ pub enum FromAgent {
     /// Introduces files that later messages refer to. The agent sends a number again, with a new
     /// path or size, when the file was renamed or has grown.
     Files(Vec<FileFacts>),
-    /// Pages that are in the page cache now.
+    /// Hints: pages of files that are in the page cache now.
     Hints(Vec<HintRun>),
-    /// Page frames that no longer cache a page of a file.
+    /// Page frames that no longer hold a page of a file.
     Gone(Vec<PfnRun>),
     /// Cached pages that the guest wrote to. The daemon must not fold these pages until the agent
     /// hints them again.
     Dirty(Vec<FileRange>),
     /// Cached pages that were written back to disk and may be folded again.
     Clean(Vec<FileRange>),
-    /// Begin of an inventory of the page cache. Earlier hints of this VM that the inventory does
-    /// not repeat are obsolete at its end.
+    /// Begin of an inventory of the page cache. When the inventory ends, earlier hints of this VM
+    /// that the inventory did not repeat are obsolete.
     InventoryBegin,
     /// End of an inventory of the page cache.
     InventoryEnd {
-        /// Files that the agent looked at for the inventory.
+        /// Number of files that the agent examined for the inventory.
         files: u64,
-        /// Cached pages that the inventory hinted.
+        /// Number of cached pages that the agent reported for the inventory.
         pages: u64,
     },
-    /// Counters of the agent. The agent sends this message at most once a second and only after a
-    /// change, and as the answer to a ping.
+    /// Counters of the agent. The agent sends this message after a change, at most once a second,
+    /// and as the answer to [`ToAgent::Ping`].
     Counters(AgentCounters),
     /// Output of a command that the daemon started with [`ToAgent::Run`].
     Output {
         /// Number of the command, from [`ToAgent::Run`].
         command: u32,
-        /// Stream that the command wrote to.
+        /// Stream to which the command wrote: standard output or standard error.
         stream: OutputStream,
-        /// Output bytes, at most [`MAX_TEXT`].
+        /// Bytes that the command wrote, at most [`MAX_TEXT`].
         bytes: Vec<u8>,
     },
     /// End of a command that the daemon started with [`ToAgent::Run`].
     Exited {
         /// Number of the command, from [`ToAgent::Run`].
         command: u32,
-        /// Exit code; 128 + signal number if a signal killed the command; 127, with a text on
-        /// stderr, if the agent could not start the command.
+        /// Exit code of the command: 128 + signal number if a signal killed the command; 127, with
+        /// a text on stderr, if the agent could not start the command.
         code: i32,
     },
 }
@@ -182,13 +185,14 @@ pub enum FromAgent {
 /// Messages from the daemon to the agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToAgent {
-    /// Answer to Hello: the agent may start to report.
+    /// Answer to [`FromAgent::Hello`]: the agent may start to report.
     Welcome {
         /// [`VERSION`] of the daemon.
         version: u16,
-        /// Globs of the paths to report; an empty list means all paths.
+        /// Globs for the paths of files that the agent reports; an empty list means all files.
         include: Vec<String>,
-        /// Globs of the paths to leave out. An exclude glob wins over an include glob.
+        /// Globs for the paths of files that the agent does not report. An exclude glob wins over
+        /// an include glob.
         exclude: Vec<String>,
     },
     /// Refusal of the session because the versions differ. The agent waits until the host side
@@ -203,12 +207,12 @@ pub enum ToAgent {
     Ping,
     /// Runs `/bin/sh -c script`, with empty standard input.
     Run {
-        /// Number of the command, chosen by the daemon.
+        /// Number of the command, chosen by the daemon, by which later messages name the command.
         command: u32,
-        /// Script for the shell.
+        /// Shell script that the guest runs.
         script: String,
     },
-    /// Kills a running command and its children.
+    /// Kills a command that [`ToAgent::Run`] started, and its children.
     Kill {
         /// Number of the command, from [`ToAgent::Run`].
         command: u32,

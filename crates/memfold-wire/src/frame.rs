@@ -1,9 +1,10 @@
-//! Framing of both protocols: a little-endian `u32` body length, then the body.
+//! Framing of messages in both protocols, with the guest agent and with the library in QEMU. A
+//! frame is a little-endian `u32`, the length of the body in bytes, and then the body.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Maximum length of a frame's body in bytes, in both protocols and directions.
+/// Maximum length of a frame's body in bytes, in both protocols and both directions.
 pub const MAX_BODY: usize = 256 << 10;
 
 /// Length of a frame's header in bytes.
@@ -15,21 +16,22 @@ pub enum FrameError {
     /// The body is longer than [`MAX_BODY`].
     #[error("message of {0} bytes; at most {MAX_BODY} bytes are allowed")]
     TooLong(usize),
-    /// The body is not a message of the expected kind.
+    /// The body is no message of the protocol.
     #[error("received bytes are not a valid message")]
     Malformed(#[source] postcard::Error),
-    /// The message was decoded, but exceeds a limit of its protocol.
+    /// The message was decoded, but exceeds a limit of its protocol, which the text names.
     #[error("message exceeds a limit of the protocol: {0}")]
     Limit(&'static str),
 }
 
-/// A message whose lists and ranges have limits.
+/// A message whose protocol limits the lengths of its lists, ranges and texts.
 pub trait Validate {
     /// Checks the message against every limit of the message's protocol.
     fn validate(&self) -> Result<(), FrameError>;
 }
 
-/// Encodes `message` as a frame, with its header.
+/// Encodes `message` as a frame: the header, then the body. Fails if the body is longer than
+/// [`MAX_BODY`].
 pub fn encode<M: Serialize>(message: &M) -> Result<Vec<u8>, FrameError> {
     let frame = postcard::to_extend(message, vec![0; HEADER]).map_err(FrameError::Malformed)?;
     seal(frame)
@@ -60,7 +62,7 @@ impl Decoder {
         Self::default()
     }
 
-    /// Adds bytes that were received from the peer.
+    /// Adds bytes that were received from the peer to the decoder's buffer.
     pub fn push(&mut self, bytes: &[u8]) {
         if self.start > 0 {
             self.bytes.drain(..self.start);
@@ -94,7 +96,8 @@ impl Decoder {
     }
 }
 
-/// Decodes one body (a frame without its header) and checks its limits.
+/// Decodes the body of a frame, without the header, and checks the message against the limits of
+/// its protocol.
 pub fn decode_body<M: DeserializeOwned + Validate>(body: &[u8]) -> Result<M, FrameError> {
     let (message, rest) = postcard::take_from_bytes::<M>(body).map_err(FrameError::Malformed)?;
     if !rest.is_empty() {

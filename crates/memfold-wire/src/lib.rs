@@ -1,5 +1,9 @@
-//! The two protocols of memfold, between daemon and guest agent and between daemon and library in
-//! QEMU: types, framing and limits, without I/O.
+//! Messages of memfold's two protocols: between the daemon and the guest agent, and between the
+//! daemon and memfold's library in QEMU. The crate defines types, framing and limits; it does no
+//! I/O.
+//!
+//! The agent reports what the guest's page cache holds, the daemon decides which pages to fold, and
+//! the library changes QEMU's mappings:
 //!
 //! ```text
 //!   guest                        host

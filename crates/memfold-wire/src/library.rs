@@ -1,9 +1,10 @@
 //! Protocol between the daemon and memfold's library in QEMU, which changes mappings of guest RAM.
 //!
 //! The library listens on a Unix stream socket and serves one daemon at a time; a second connection
-//! waits until the first ends. The daemon sends one [`Order`] at a time and reads one [`Reply`]. An
-//! order's file descriptors are sent with the order (`SCM_RIGHTS`). The library makes no decisions.
-//! The kernel knows all mappings (`/proc/PID/maps`), so a new daemon reads them from there.
+//! waits until the first ends. The daemon sends one [`Order`] at a time and waits for its
+//! [`Reply`]. If an order has a file descriptor, the daemon sends the descriptor with the order
+//! (`SCM_RIGHTS`). The library makes no decisions. A new daemon reads all mappings from the kernel
+//! (`/proc/PID/maps`).
 //!
 //! To *fold* a run of RAM pages is to replace the run by a private mapping of the same bytes in a
 //! *page store*, a file whose pages many VMs map.
@@ -14,11 +15,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
 
-/// Version of this protocol. The library refuses other versions.
+/// Version of the protocol between the daemon and the library in QEMU. The library refuses a daemon
+/// with another version.
 pub const VERSION: u16 = 4;
 
-/// Environment variable of QEMU with the path of the library's socket. The library does nothing if
-/// the variable is not set.
+/// Environment variable of QEMU with the path of the socket on which the library listens. The
+/// library does nothing if the variable is not set.
 pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
 
 /// Environment variable of QEMU that gives the library a QMP connection of its own, by which the
@@ -27,11 +29,11 @@ pub const SOCKET_VARIABLE: &str = "MEMFOLD_QEMU_SOCKET";
 /// refuses orders with [`Freeze::Stopped`].
 pub const MONITOR_VARIABLE: &str = "MEMFOLD_QEMU_MONITOR";
 
-/// Maximum number of runs in one order.
+/// Maximum number of runs or ranges in one order to the library.
 pub const MAX_RUNS: usize = 1024;
 
-/// Maximum length of a run in pages. The limit bounds the time that a vCPU may wait for a frozen
-/// page.
+/// Maximum length in pages of a run to fold or a range to release. The limit bounds the time that a
+/// vCPU may wait for a frozen page.
 pub const MAX_RUN_PAGES: u32 = 512;
 
 /// Maximum number of RAM blocks of a VM: 256 memory slots, and devices with memory of their own.
@@ -40,48 +42,49 @@ pub const MAX_BLOCKS: usize = 512;
 /// Maximum number of page stores of a VM.
 pub const MAX_STORES: usize = 64;
 
-/// Maximum time for which an order may stop the VM, in microseconds.
+/// Maximum of `limit_us` in [`Freeze::Stopped`], in microseconds: one second.
 pub const MAX_STOP_US: u32 = 1_000_000;
 
-/// Time limit of an order, after which the library starts no further run. On a host without a free
-/// core a run takes milliseconds, and the daemon waits for a reply only for a limited time.
+/// Time after which the library starts no further run of an order, because the daemon waits for a
+/// reply only for a limited time. On a host without a free core, one run takes milliseconds.
 pub const ORDER_TIME: Duration = Duration::from_secs(1);
 
 /// `madvise` advice that QEMU gave a RAM block (from `VmFlags` in `/proc/PID/smaps`). A mapping
-/// that replaces part of the block needs the same advice.
+/// that replaces a part of the block needs the same advice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Advice {
-    /// Whether `VmFlags` has `mg`: `MADV_MERGEABLE`.
+    /// Whether QEMU gave the block `MADV_MERGEABLE` (`mg` in `VmFlags`).
     pub mergeable: bool,
-    /// Whether `VmFlags` has `hg`: `MADV_HUGEPAGE`.
+    /// Whether QEMU gave the block `MADV_HUGEPAGE` (`hg` in `VmFlags`).
     pub hugepage: bool,
-    /// Whether `VmFlags` has `nh`: `MADV_NOHUGEPAGE`.
+    /// Whether QEMU gave the block `MADV_NOHUGEPAGE` (`nh` in `VmFlags`).
     pub nohugepage: bool,
-    /// Whether `VmFlags` has `dc`: `MADV_DONTFORK`.
+    /// Whether QEMU gave the block `MADV_DONTFORK` (`dc` in `VmFlags`).
     pub dontfork: bool,
-    /// Whether `VmFlags` has `dd`: `MADV_DONTDUMP`.
+    /// Whether QEMU gave the block `MADV_DONTDUMP` (`dd` in `VmFlags`).
     pub dontdump: bool,
-    /// Whether `VmFlags` has `nr`: mapped with `MAP_NORESERVE`.
+    /// Whether QEMU mapped the block with `MAP_NORESERVE` (`nr` in `VmFlags`).
     pub noreserve: bool,
 }
 
-/// Way in which the library freezes a run of pages while it compares them with the store.
+/// Method by which the library keeps a run of pages from changing while it compares them with the
+/// page store and replaces them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Freeze {
-    /// `UFFDIO_MOVE` to a staging area, for anonymous memory. This way is safe with DMA, because
-    /// the kernel refuses to move pinned pages.
+    /// Moves the pages to a staging area (`UFFDIO_MOVE`), for anonymous memory. A move is safe with
+    /// DMA, because the kernel refuses to move pinned pages.
     Move,
-    /// `UFFDIO_WRITEPROTECT`, for ranges that were folded before. Allowed only if no block node of
-    /// the VM uses direct I/O.
+    /// Write-protects the pages (`UFFDIO_WRITEPROTECT`), for ranges that were folded before.
+    /// Allowed only if no block node of the VM uses direct I/O.
     WriteProtect,
-    /// Pause of the VM: the library stops the VM by QMP for this order, so that vCPUs and I/O are
-    /// at rest, and resumes the VM even if the daemon dies. If the VM does not run, the library
-    /// does nothing: each outcome is [`Outcome::Late`].
+    /// Stops the VM by QMP for this order, so that vCPUs and I/O are at rest. The library resumes
+    /// the VM even if the daemon dies. If the VM does not run, the library does nothing, and each
+    /// outcome is [`Outcome::Late`].
     Stopped {
-        /// Time in microseconds after the stop at which the library starts no further run, at most
-        /// [`MAX_STOP_US`]. The VM is stopped for longer, because QEMU also needs time to stop (it
-        /// drains I/O) and to resume.
+        /// Time in microseconds, counted from the stop, after which the library starts no further
+        /// run; at most [`MAX_STOP_US`]. The VM is stopped for longer, because QEMU also needs time
+        /// to stop (it drains I/O) and to resume.
         limit_us: u32,
     },
 }
@@ -92,76 +95,80 @@ impl Freeze {
     }
 }
 
-/// Run of RAM pages to fold, with the place of the same bytes in a page store.
+/// Run of RAM pages to fold, and the pages of a page store that have the same bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FoldRun {
     /// Host virtual address of the run in QEMU; page-aligned, inside one RAM block.
     pub hva: u64,
     /// Length of the run in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
-    /// Number of the page store, from [`Order::AddStore`].
+    /// Number of the page store that has the run's bytes, from [`Order::AddStore`].
     pub store: u32,
-    /// Index in the store of the run's first page.
+    /// Index in the page store of the page with the bytes of the run's first page: file offset
+    /// divided by 4096.
     pub store_page: u64,
 }
 
-/// Range of guest RAM in QEMU's memory.
+/// Range of guest RAM in QEMU's address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Range {
-    /// Host virtual address of the range; page-aligned, inside one RAM block.
+    /// Host virtual address of the range in QEMU; page-aligned, inside one RAM block.
     pub hva: u64,
     /// Length of the range in pages.
     pub pages: u64,
 }
 
-/// Range of guest RAM and the part of a file to map there, for [`Order::MapRuns`].
+/// Range of guest RAM, and the part of a file to map there, for [`Order::MapRuns`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MapRun {
     /// Host virtual address of the range in QEMU; page-aligned, inside one RAM block.
     pub hva: u64,
     /// Length of the range in pages.
     pub pages: u64,
-    /// Index in the file of the first page to map.
+    /// Index in the file of the page to map at the start of the range: file offset divided by 4096.
     pub file_page: u64,
 }
 
 /// Orders from the daemon to the library.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
-    /// First order on a connection: the daemon tells its version.
+    /// First order on a connection: the daemon tells the library its version. An open
+    /// `/dev/userfaultfd` may come with the order, for a QEMU that may not open the device itself.
     Hello {
         /// [`VERSION`] of the daemon.
         version: u16,
     },
     /// Adds a block of guest RAM, which the daemon may fold from now on.
     AddRam {
-        /// Host virtual address of the block in QEMU.
+        /// Host virtual address of the RAM block in QEMU.
         hva: u64,
-        /// Length of the block in pages.
+        /// Length of the RAM block in pages.
         pages: u64,
-        /// Advice to repeat on mappings that replace parts of the block.
+        /// `madvise` advice that the library repeats for mappings that replace parts of the block.
         advice: Advice,
     },
-    /// Adds a page store, whose read-only descriptor comes with the order. A number that is in use
-    /// gets a new descriptor only if both descriptors are of the same file (device and inode).
+    /// Adds a page store, whose read-only descriptor comes with the order. If the number is in use
+    /// for another file (device and inode), the library refuses the order; for the same file, it
+    /// takes the new descriptor.
     AddStore {
-        /// Number by which fold runs name the store.
+        /// Number by which [`FoldRun::store`] names the page store, chosen by the daemon.
         store: u32,
-        /// Maximum number of pages that the store may ever have; the library refuses runs beyond.
+        /// Maximum number of pages that the page store may ever have. The library refuses to fold
+        /// onto later pages.
         max_pages: u64,
     },
     /// Folds the runs, in the order of the list.
     Fold {
-        /// Way to freeze the runs.
+        /// Method by which the library freezes each run.
         freeze: Freeze,
         /// Runs to fold, at most [`MAX_RUNS`].
         runs: Vec<FoldRun>,
     },
     /// Replaces folded ranges by anonymous memory with the same bytes.
     Release {
-        /// Way to freeze the ranges (not `Move`).
+        /// Method by which the library freezes each range; [`Freeze::Move`] is refused.
         freeze: Freeze,
-        /// Folded ranges, at most [`MAX_RUNS`], each of at most [`MAX_RUN_PAGES`] pages.
+        /// Folded ranges to release, at most [`MAX_RUNS`], each of at most [`MAX_RUN_PAGES`] pages.
         ranges: Vec<Range>,
     },
     /// Discards anonymous pages that hold only zeroes. The order takes at most [`ORDER_TIME`].
@@ -169,103 +176,108 @@ pub enum Order {
         /// Ranges to search, at most [`MAX_RUNS`], each of at most 2^18 pages.
         ranges: Vec<Range>,
     },
-    /// Maps a private view of the file that comes with the order (a template's RAM) over a range,
-    /// and replaces any mapping there. Allowed only before the VM runs, or if the file has the same
-    /// bytes as the range and nobody writes to the range (QEMU's copy of a kernel).
+    /// Maps a private view of a file over a range, and replaces any mapping there. The file, such
+    /// as a snapshot's RAM image, comes with the order. Allowed only before the VM runs, or if the
+    /// file has the same bytes as the range and nobody writes to the range (QEMU's copy of a
+    /// kernel).
     Map {
-        /// Host virtual address of the range; page-aligned, inside one RAM block.
+        /// Host virtual address of the range in QEMU; page-aligned, inside one RAM block.
         hva: u64,
         /// Length of the range in pages.
         pages: u64,
-        /// Index in the file of the first page to map.
+        /// Index in the file of the page to map at the start of the range: file offset divided
+        /// by 4096.
         file_page: u64,
     },
-    /// Asks for the library's counters since it was loaded.
+    /// Asks for the library's counters, which the library keeps since it was loaded.
     Stats,
     /// Removes a RAM block, because the block was unplugged or may no longer be folded. Folded
     /// pages of the block stay folded.
     RemoveRam {
-        /// Host virtual address of the block, as in `AddRam`.
+        /// Host virtual address of the RAM block, as in `AddRam`.
         hva: u64,
     },
     /// Removes a page store; the library closes the store's file. Pages that were folded onto the
     /// store stay folded.
     RemoveStore {
-        /// Number of the store, as in `AddStore`.
+        /// Number of the page store, as in `AddStore`.
         store: u32,
     },
-    /// Stops the VM until [`Order::Continue`] or the end of this connection, so that the VM also
-    /// resumes if the daemon dies. The library refuses the order if the VM does not run.
+    /// Stops the VM until [`Order::Continue`] or the end of this connection; so the VM resumes even
+    /// if the daemon dies. The library refuses the order if the VM does not run.
     Stop,
     /// Resumes the VM that [`Order::Stop`] has stopped.
     Continue,
-    /// Starts write tracking: `PAGEMAP_SCAN` shows which pages of RAM were written to, until
-    /// [`Order::UntrackWrites`] or the end of this connection. The library folds nothing while it
-    /// tracks writes. It refuses the order before Linux 6.7.
+    /// Starts write tracking: until [`Order::UntrackWrites`] or the end of this connection,
+    /// `PAGEMAP_SCAN` shows which pages of RAM the VM has written to. The library folds nothing
+    /// while it tracks writes. It refuses the order before Linux 6.7.
     TrackWrites,
     /// Ends [`Order::TrackWrites`].
     UntrackWrites,
     /// Starts a copy before write: before the VM writes to a page of the ranges or discards the
-    /// page, the library copies its bytes into the file that comes with the order
+    /// page, the library copies the page's bytes into the file that comes with the order
     /// ([`crate::past`]). The copy ends with [`Order::ForgetPast`] or this connection. The order
     /// ends write tracking; the library folds nothing during the copy. The order works whether the
     /// VM runs or not, but the saved bytes are of one moment only if the VM is stopped when the
     /// copy starts.
     KeepPast {
-        /// Ranges to copy, 1 to [`MAX_RUNS`], by ascending address.
+        /// Ranges whose old bytes are copied, 1 to [`MAX_RUNS`], by ascending address.
         ranges: Vec<Range>,
     },
     /// Ends [`Order::KeepPast`].
     ForgetPast,
-    /// Maps many ranges as [`Order::Map`] does, all of them views of the file that comes with the
-    /// order. If one view cannot be mapped, the views before it stay mapped. A library that does
+    /// Maps many ranges, each as [`Order::Map`] does, to parts of the one file that comes with the
+    /// order. If one range cannot be mapped, the ranges before it stay mapped. A library that does
     /// not know this order ends the connection, so the daemon sends the order only to VMs that are
     /// being started.
     MapRuns {
-        /// Views to map, 1 to [`MAX_RUNS`].
+        /// Ranges to map, 1 to [`MAX_RUNS`].
         runs: Vec<MapRun>,
     },
 }
 
-/// Outcome of one run or range of an order.
+/// Outcome of one run or range of an order. `folded` counts the pages that were folded or released,
+/// from the start of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// The library did all of the run or range.
+    /// The library folded or released all pages of the run.
     Done,
-    /// The bytes of page `folded` of the run differ from the store; the pages before it are folded.
+    /// Page number `folded` of the run (from 0) has other bytes than the page store. The pages
+    /// before that page are folded.
     Differs {
-        /// Pages folded from the start of the run.
+        /// Number of pages that were folded, from the start of the run.
         folded: u32,
     },
-    /// The kernel refused to freeze a page (`EBUSY`: pinned by DMA or shared by fork). Pages before
-    /// the refused page may be folded.
+    /// The kernel refused to freeze a page (`EBUSY`), because the page is pinned by DMA or shared
+    /// by fork. Pages before that page may be folded.
     Busy {
-        /// Pages folded from the start of the run.
+        /// Number of pages that were folded, from the start of the run.
         folded: u32,
     },
-    /// A page of the run is not in memory (a hole: balloon, never touched), or is no longer
-    /// anonymous. Pages before this page may be folded.
+    /// A page of the run is not in memory (ballooned, or never touched), or is no longer anonymous.
+    /// Pages before that page may be folded.
     Hole {
-        /// Pages folded from the start of the run.
+        /// Number of pages that were folded, from the start of the run.
         folded: u32,
     },
-    /// The library did not start the run: the time of [`Freeze::Stopped`] or [`ORDER_TIME`] was
-    /// over, or the VM did not run.
+    /// The library did not start the run, because the time of [`Freeze::Stopped`] or [`ORDER_TIME`]
+    /// was over, or because the VM did not run.
     Late,
-    /// The run is invalid (outside RAM, unaligned, unknown store, beyond the store's end, wrong
-    /// freeze for the kind of mapping). Nothing was changed.
+    /// The run is invalid, and nothing was changed: it is outside RAM, unaligned, beyond the
+    /// store's end, of an unknown store, or its kind of mapping needs another freeze.
     Refused,
-    /// A system call failed. Pages after the first `folded` pages are unchanged.
+    /// A system call failed. Pages after the first `folded` pages of the run are unchanged.
     Failed {
-        /// `errno` of the system call.
+        /// `errno` of the failed system call.
         errno: i32,
-        /// Pages folded from the start of the run.
+        /// Number of pages that were folded or released, from the start of the run.
         folded: u32,
     },
 }
 
 impl Outcome {
-    /// Returns the number of pages done in a run of `asked` pages.
+    /// Returns the number of pages that were folded or released in a run of `asked` pages, 0 to
+    /// `asked`.
     #[must_use]
     pub fn pages_done(self, asked: u32) -> u32 {
         match self {
@@ -278,7 +290,8 @@ impl Outcome {
         }
     }
 
-    /// Returns this outcome with `folded` as the number of pages folded from the start.
+    /// Returns this outcome with another number of folded pages. Outcomes without such a number
+    /// stay as they are.
     #[must_use]
     pub const fn at(self, folded: u32) -> Self {
         match self {
@@ -291,32 +304,33 @@ impl Outcome {
     }
 }
 
-/// Number of buckets of [`Stats::freeze_histogram`].
+/// Number of buckets of the histogram [`Stats::freeze_histogram`].
 pub const HISTOGRAM_BUCKETS: usize = 24;
 
-/// Counters of the library since it was loaded.
+/// Counters of the library in one QEMU since the library was loaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
-    /// Anonymous pages that were folded.
+    /// Number of anonymous pages that were folded.
     pub folded_pages: u64,
-    /// Folded or template-mapped pages that were folded again.
+    /// Number of folds of pages that were not anonymous: the pages were folded before, or mapped by
+    /// [`Order::Map`].
     pub refolded_pages: u64,
-    /// Anonymous pages that were discarded because they held only zeroes.
+    /// Number of anonymous pages that were discarded because they held only zeroes.
     pub zero_pages: u64,
-    /// Folded pages that were released: replaced by anonymous memory with the same bytes.
+    /// Number of folded pages that were released: replaced by anonymous memory with the same bytes.
     pub released_pages: u64,
-    /// Runs that ended at a page whose bytes differed from the store.
+    /// Number of runs that ended at a page whose bytes differed from the page store.
     pub differing_pages: u64,
-    /// Runs that stopped at a page that the kernel refused to freeze (DMA).
+    /// Number of runs that ended at a page that the kernel refused to freeze (DMA).
     pub busy_runs: u64,
-    /// Folded pages that QEMU discarded (balloon, free page reporting).
+    /// Number of folded pages that QEMU discarded (balloon, free page reporting).
     pub discarded_pages: u64,
     /// Histogram of the times for which runs were frozen: bucket i counts times of at least 2^i and
     /// less than 2^(i+1) nanoseconds; the last bucket also counts longer times.
     pub freeze_histogram: [u64; HISTOGRAM_BUCKETS],
-    /// Longest time for which a run was frozen, in nanoseconds.
+    /// Longest time for which one run was frozen, in nanoseconds.
     pub freeze_max_ns: u64,
-    /// CPU time of the library's thread in nanoseconds.
+    /// CPU time of the library's thread since its start, in nanoseconds.
     pub thread_cpu_ns: u64,
 }
 
@@ -334,19 +348,20 @@ pub enum Reply {
         can_move: bool,
         /// Whether [`Freeze::WriteProtect`] works on this host.
         can_write_protect: bool,
-        /// Whether [`Freeze::Stopped`] works: the library has a QMP connection of its own.
+        /// Whether [`Freeze::Stopped`] works on this VM: the library has a QMP connection of its
+        /// own.
         can_stop: bool,
-        /// Reason why folding cannot work, if it cannot: the failed condition, and the change that
-        /// would fix it.
+        /// Reason why the library cannot fold: the failed condition, and the change that would fix
+        /// it. `None` if folding works.
         problem: Option<String>,
     },
     /// Reply to an order that has no other reply (`AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`,
     /// `Map`, `MapRuns`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`,
     /// `ForgetPast`): the library did all of the order.
     Ok,
-    /// Reply to `Fold` and `Release`.
+    /// Reply to [`Order::Fold`] and [`Order::Release`].
     Outcomes {
-        /// Outcomes, one for each run or range, in the order of the list.
+        /// One outcome for each run or range, sorted like the list in the order.
         outcomes: Vec<Outcome>,
         /// CPU time of the library's thread for this order, in nanoseconds.
         cpu_ns: u64,
@@ -356,9 +371,9 @@ pub enum Reply {
     },
     /// Reply to [`Order::DropZero`].
     Zero {
-        /// Anonymous pages that the library examined.
+        /// Number of anonymous pages that the library examined.
         scanned: u64,
-        /// Pages that held only zeroes and were discarded.
+        /// Number of pages that held only zeroes and were discarded.
         dropped: u64,
         /// CPU time of the library's thread for this order, in nanoseconds.
         cpu_ns: u64,

@@ -22,20 +22,21 @@
 //!
 //! [`KeepPast`]: crate::library::Order::KeepPast
 
-/// Table entry of a page that needs no copy.
+/// Table entry of a page that needs no copy: the daemon has read the page, or does not want it.
 pub const DONE: u32 = u32::MAX;
 
-/// Index in the file of the `u32` word with the number of used slots.
+/// Index, in a file for copies before write, of the `u32` word with the number of used slots.
 pub const USED_WORD: u64 = 0;
 
-/// Index in the file of the `u32` word with the `errno` that ended the copy: `ESTALE` if a page had
-/// lost its write protection, `ECANCELED` if the order or its connection ended.
+/// Index, in a file for copies before write, of the `u32` word with the `errno` that ended the
+/// copy: `ESTALE` if a page had lost its write protection, `ECANCELED` if the order or its
+/// connection ended.
 pub const ERRNO_WORD: u64 = 1;
 
 /// Number of `u32` words in a page.
 const PAGE_WORDS: u64 = 1024;
 
-/// Layout of a file for copies before write.
+/// Layout of a file for copies before write: positions of its table and slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     pages: u64,
@@ -52,19 +53,21 @@ impl Layout {
         Some(Self { pages })
     }
 
-    /// Returns the index of the word that is the table entry of page `index`.
+    /// Returns the index in the file of the `u32` word that is the table entry of page `index`,
+    /// counted through all ranges of the order.
     #[must_use]
     pub const fn entry_word(self, index: u64) -> u64 {
         PAGE_WORDS + index
     }
 
-    /// Returns the number of pages before the slots. Both processes map these pages.
+    /// Returns the number of file pages before the slots: the header and the table. Both processes
+    /// map these pages.
     #[must_use]
     pub const fn front_pages(self) -> u64 {
         1 + self.pages.div_ceil(PAGE_WORDS)
     }
 
-    /// Returns the index in the file of the page that is slot `slot`.
+    /// Returns the index in the file of the page that is slot number `slot`, from 0.
     #[must_use]
     pub const fn slot_page(self, slot: u32) -> u64 {
         self.front_pages() + slot as u64

@@ -1,5 +1,6 @@
-//! Connection to the host side of the port: wait for the host, handshake, orders, and loss of the
-//! connection.
+//! The agent's connection to the daemon through the virtio-serial port: waits for the daemon, does
+//! the handshake, executes the daemon's messages, and resets the agent's state when the connection
+//! is lost.
 
 use std::fs;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! State of the agent, and the sending of its messages.
+//! State of the agent's main loop, and the functions that send its messages.
 
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;
@@ -37,7 +37,8 @@ pub(super) enum State {
     Working,
 }
 
-/// State of the agent's main loop: its connection, and its knowledge of the guest's page cache.
+/// State of the agent's main loop: the connection to the daemon, and the agent's knowledge of the
+/// guest's page cache.
 // The flags are independent of each other: any combination occurs.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Agent {

@@ -1,7 +1,7 @@
 //! Parses and runs the agent's options `--segment-...`.
 //!
-//! The report goes to standard output as one line of JSON. A failure is also reported there, as
-//! `{"error": ..., "hint": ...}`, and on standard error as text.
+//! Each option prints a report to standard output, as one line of JSON. A failure is also reported
+//! there, as `{"error": ..., "hint": ...}`, and on standard error as text.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -12,7 +12,7 @@ use super::json::Object;
 use super::state::Places;
 use super::{device, lay, list, manifest, parse_reference, settle, take_off};
 
-/// The options for segments, as a part of the text of `--help`.
+/// Part of the text of `--help`: the agent's options for segments.
 pub const HELP: &str = "\
 Segments (read-only images of /dev/pmemN, shared with other VMs); each prints a line of JSON:
   --segment-list                list segments, where they are laid, and what was written since
@@ -24,8 +24,8 @@ Segments (read-only images of /dev/pmemN, shared with other VMs); each prints a 
   --segment-shutdown            before shutdown: take all segments off, to be laid again at the next boot
 ";
 
-/// Runs an option for segments; `None` if the first argument is no such option. Exit codes: 0 done,
-/// 1 failed or refused, 2 wrong usage.
+/// Runs the option for segments that `arguments` begin with; `None` if the first argument is no
+/// such option. Exit codes: 0 done, 1 failed or refused, 2 wrong usage.
 pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
     let (first, rest) = arguments.split_first()?;
     let places = Places::default();

@@ -2,8 +2,8 @@
 //!
 //! Two files are equal if they have the same type, mode, owner, group and extended attributes.
 //! Regular files must also have the same size and modification time, and with `content` the same
-//! bytes. Symbolic links must have the same target, and devices the same number. A segment's file
-//! that differs is hidden, so a wrong result "different" costs only memory.
+//! bytes. Symbolic links must have the same target, and devices the same number. The guest does not
+//! see a segment's file that differs, so a wrong result "different" costs only memory.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
@@ -22,72 +22,77 @@ const MAX_NAMED: usize = 10;
 /// Number of bytes compared in one step.
 const PIECE: usize = 128 << 10;
 
-/// An entry of the segment that is to be hidden.
+/// A file or directory of the segment that the guest must not see.
 #[derive(Debug)]
 pub struct Hidden {
-    /// Path of the entry, relative to the directory over which the segment is mounted.
+    /// Path of the hidden file or directory, relative to the directory over which the segment is
+    /// mounted.
     pub path: Vec<u8>,
-    /// Facts of the guest's own file of this name: a hard link to that file hides the entry. If
-    /// there is none, a whiteout does.
+    /// Metadata of the guest's own file at this path, if there is one. A hard link to that file
+    /// hides the segment's file; without such a file, a whiteout does.
     pub own: Option<Facts>,
 }
 
-/// A file or directory of the segment that may be mounted over the guest's equal one.
+/// A file or directory of the segment that equals the guest's own, so the guest may see the
+/// segment's.
 #[derive(Debug)]
 pub struct Same {
-    /// Path of the entry, relative to the directory over which the segment is mounted.
+    /// Path of the equal file or directory, relative to the directory over which the segment is
+    /// mounted.
     pub path: Vec<u8>,
-    /// Facts of the guest's own file of this name.
+    /// Metadata of the guest's own file or directory at this path.
     pub own: Facts,
 }
 
-/// Result of a comparison: the entries of a segment's directory to show and to hide.
+/// Result of comparing a segment's directory with the guest's: the segment's files and directories
+/// to show and to hide.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Number of files in the segment's directory (all entries except directories).
+    /// Number of files in the segment's directory, of all types except directories.
     pub files: u64,
     /// Total size of the regular files in the segment's directory, in bytes.
     pub bytes: u64,
-    /// Number of files of the segment that differ, or that the guest lacks.
+    /// Number of files of the segment that differ from the guest's, or that the guest lacks.
     pub differing: u64,
-    /// Number of regular files that the kernel would map with DAX.
+    /// Number of regular files of the segment that the kernel would map with DAX.
     pub dax_files: u64,
     /// Number of regular files in the segment's directory.
     pub regular_files: u64,
-    /// The first differing paths, each with the reason.
+    /// Paths of the first files that differ, at most ten, each with the reason.
     pub first_differing: Vec<(Vec<u8>, &'static str)>,
-    /// Entries of the segment to hide.
+    /// Files and directories of the segment to hide.
     pub hidden: Vec<Hidden>,
-    /// Directories that get owner, mode and times of the guest's own directory.
+    /// Paths of the directories whose owner, mode, times or attributes differ; the guest sees those
+    /// of its own directory.
     pub masked: Vec<Vec<u8>>,
-    /// Entries of the segment to show, directories included.
+    /// Files and directories of the segment to show.
     pub same: Vec<Same>,
 }
 
-/// Metadata of a file: the part that programs can see, and the part that reveals changes of the
-/// file.
+/// Metadata of a file: what programs can see, and what reveals a change of the file (change time
+/// and inode number).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// Type and permissions.
+    /// Type and permissions of the file (`st_mode`).
     pub mode: u16,
-    /// User ID of the owner.
+    /// User ID of the file's owner.
     pub uid: u32,
     /// Group ID of the file.
     pub gid: u32,
-    /// Size in bytes; 0 for directories, whose size depends on the file system.
+    /// Size of the file in bytes; 0 for a directory, whose size depends on the file system.
     pub size: u64,
-    /// Modification time: seconds, nanoseconds.
+    /// Modification time of the file: seconds since 1970, and nanoseconds.
     pub mtime: (i64, u32),
-    /// Device number (major, minor) of a device file.
+    /// Device number (major, minor) of a device file; 0, 0 for other files.
     pub rdev: (u32, u32),
-    /// Change time: seconds, nanoseconds.
+    /// Change time of the file (`st_ctime`): seconds since 1970, and nanoseconds.
     pub ctime: (i64, u32),
-    /// Inode number.
+    /// Inode number of the file.
     pub ino: u64,
 }
 
 impl Facts {
-    /// Extracts the facts from the result of `statx`.
+    /// Extracts a file's metadata from the result of `statx`.
     pub fn of(stat: &Statx) -> Self {
         let directory = tree::kind(stat) == FileType::Directory;
         Self {
@@ -107,8 +112,8 @@ impl Facts {
         FileType::from_raw_mode(self.mode as u32)
     }
 
-    /// Returns whether both files look equal to a program: all facts except change time and inode
-    /// number.
+    /// Returns whether a program would take both files for equal, by their metadata. Change times
+    /// and inode numbers are not compared.
     pub fn looks_like(&self, other: &Self) -> bool {
         self.why_different(other, false).is_none()
     }
@@ -136,8 +141,8 @@ impl Facts {
     }
 }
 
-/// Compares the segment's directory with the guest's own directory. Paths in `hide` count as
-/// different.
+/// Compares the segment's directory with the guest's own directory; with `content`, also the bytes
+/// of files. Paths in `hide` count as different.
 pub fn compare(
     segment: &OwnedFd,
     own: &OwnedFd,
@@ -427,7 +432,7 @@ fn fill(file: &OwnedFd, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(filled)
 }
 
-/// Joins `directory/name`, without a leading slash.
+/// Joins a relative path and a name: `a/b` and `c` give `a/b/c`; an empty path gives the name.
 pub fn join(directory: &[u8], name: &CStr) -> Vec<u8> {
     let mut path = directory.to_vec();
     if !path.is_empty() {
@@ -437,7 +442,7 @@ pub fn join(directory: &[u8], name: &CStr) -> Vec<u8> {
     path
 }
 
-/// Splits `a/b/c` into `a/b` and `c`.
+/// Splits a relative path into directory and name: `a/b/c` gives `a/b` and `c`.
 pub fn split(path: &[u8]) -> (&[u8], CString) {
     let (parent, name) = match path.iter().rposition(|b| *b == b'/') {
         Some(at) => (&path[..at], &path[at + 1..]),

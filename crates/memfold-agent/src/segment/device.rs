@@ -1,4 +1,5 @@
-//! Segment images: virtio-pmem devices that contain an EROFS file system with a manifest.
+//! Images of segments in the guest: virtio-pmem devices that contain an EROFS file system with a
+//! manifest. This module finds, checks, mounts and unmounts them.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -32,12 +33,12 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Number of regular files that are checked for DAX.
 const DAX_SAMPLES: u32 = 64;
 
-/// A mounted image that is attached to no directory yet.
+/// A segment's image that is mounted, but attached to no directory yet.
 pub struct Image {
-    /// Root directory of the image's file system. Closing it ends the mount, unless the mount was
-    /// attached.
+    /// Root directory of the image's file system. Closing this descriptor ends the mount, unless
+    /// the mount was attached.
     pub root: OwnedFd,
-    /// Reason why the kernel refused to mount the image with DAX.
+    /// Reason why the kernel did not mount the image with DAX; `None` if the kernel named none.
     pub no_dax: Option<String>,
 }
 
@@ -46,15 +47,16 @@ pub struct Image {
 pub struct Segment {
     /// Manifest of the segment's image.
     pub manifest: Manifest,
-    /// Path of the mount point.
+    /// Path of the directory on which the segment's image is mounted.
     pub mounted: PathBuf,
-    /// Path of the device, as in the mount table.
+    /// Path of the segment's device, as in the mount table.
     pub device: PathBuf,
     /// Whether the segment's files are mapped with DAX; `None` if the image has no file to check.
     pub dax: Option<bool>,
-    /// Reason why the files are not mapped with DAX, from the kernel's messages.
+    /// Reason why the segment's files are not mapped with DAX, from the kernel's messages.
     pub dax_reason: Option<String>,
-    /// Whether this run of the agent has mounted the segment.
+    /// Whether this run of the agent has mounted the segment; false if the segment was mounted
+    /// before.
     pub is_new: bool,
 }
 
@@ -71,15 +73,15 @@ fn pmem_devices() -> usize {
         .count()
 }
 
-/// Runs a command without input and output. Its failure is ignored.
+/// Runs a command without input and output. A failure of the command is ignored.
 pub fn run_quietly(command: &mut Command) {
     let command = command.stdin(Stdio::null()).stdout(Stdio::null());
     let _ = command.stderr(Stdio::null()).status();
 }
 
-/// Loads the drivers for segments if the machine has a virtio-pmem device, and waits up to 2 s for
-/// the device file. Errors are ignored, because drivers may be built in; if a driver is missing,
-/// the use of the device fails.
+/// Loads the kernel modules for segments if the machine has a virtio-pmem device, and waits up to 2
+/// s for the device file. Errors are ignored, because the drivers may be built in; if a driver is
+/// missing, the use of the device fails.
 pub fn load_modules(places: &Places) {
     if pmem_devices() == 0 {
         return;
@@ -97,7 +99,7 @@ pub fn load_modules(places: &Places) {
     }
 }
 
-/// Returns all device files `/dev/pmemN`, by number.
+/// Returns the paths of all device files `/dev/pmemN`, sorted by N.
 pub fn devices(places: &Places) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(&places.dev) else {
         return Vec::new();
@@ -119,9 +121,9 @@ pub fn devices(places: &Places) -> Vec<PathBuf> {
     found
 }
 
-/// Makes a device with an image read-only for the whole guest: the host maps the image read-only,
-/// so a guest's writes would be lost silently. If this fails, the file system is still mounted
-/// read-only. Returns false if the device holds no image.
+/// Makes a device with a segment's image read-only for the whole guest. The host maps the image
+/// read-only, so a guest's writes would be lost silently. If this fails, the file system is still
+/// mounted read-only. Returns false if the device holds no image.
 pub fn protect(device: &Path) -> io::Result<bool> {
     let mut magic = [0; 4];
     let file = File::open(device)?;
@@ -133,7 +135,8 @@ pub fn protect(device: &Path) -> io::Result<bool> {
     Ok(is_image)
 }
 
-/// Opens the image on a device, and reads the image's manifest.
+/// Mounts the image on a device without attaching it to a directory, and reads the image's
+/// manifest.
 pub fn open(device: &Path) -> Result<(Image, Manifest)> {
     if !protect(device).during(|| format!("reading {}", device.display()))? {
         return Err(Error::refused(
@@ -226,7 +229,7 @@ fn read_manifest(root: &OwnedFd) -> Result<Manifest> {
 }
 
 impl Segment {
-    /// Returns the segment `name@generation`. Mounts it if it is not mounted.
+    /// Returns the segment `name@generation`. Mounts the segment's image if it is not mounted.
     pub fn mount(places: &Places, name: &str, generation: u64) -> Result<Self> {
         let mounted = places.mounted(name, generation);
         if let Some(mount) = MountTable::read()?.at(&mounted) {
@@ -321,14 +324,15 @@ impl Segment {
         }
     }
 
-    /// Unmounts the segment. Returns true if programs still use it.
+    /// Unmounts the segment's image. Returns true if programs still use the image.
     pub fn unmount(&self) -> Result<bool> {
         unmount_at(&self.mounted)
     }
 }
 
-/// Unmounts an image and removes its mount point. Returns true if running programs or an overlay
-/// still use the image; the mount is then only detached, and the device must stay.
+/// Unmounts the image at the path `mounted`, and removes the directory. Returns true if running
+/// programs or an overlay still use the image; the mount is then only detached, and the device must
+/// stay.
 pub fn unmount_at(mounted: &Path) -> Result<bool> {
     let what = || format!("unmounting {}", mounted.display());
     let table = MountTable::read()?;

@@ -11,25 +11,25 @@ pub enum Error {
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
-        /// The operation that failed, with the path.
+        /// The operation that failed, with its path, as text.
         what: String,
         /// Error of the system call.
         source: io::Error,
     },
-    /// A condition for the operation does not hold.
+    /// The operation was refused, because a condition for it does not hold.
     #[error("{why} (hint: {hint})")]
     Refused {
-        /// The failed condition, with the path.
+        /// The failed condition, with the path, as text.
         why: String,
-        /// The action that would change the condition.
+        /// The action that would change the condition, as text.
         hint: String,
     },
-    /// The command line is wrong.
+    /// The agent's command line is wrong.
     #[error("{0}")]
     Usage(String),
 }
 
-/// Result of segment operations.
+/// Result of an operation on segments.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -50,9 +50,9 @@ impl Error {
     }
 }
 
-/// Adds the name of the operation to errors of system calls.
+/// Adds a text that names the operation to the error of a system call.
 pub trait During<T> {
-    /// Wraps an error with the operation `what`.
+    /// Converts an error of a system call into [`Error::Io`] with the text `what`.
     fn during(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 

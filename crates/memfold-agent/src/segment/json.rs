@@ -22,7 +22,7 @@ impl Object {
         Self::default()
     }
 
-    /// Adds a member whose value is JSON text.
+    /// Adds the member `key`, whose value is the JSON text `value`.
     #[must_use]
     pub fn raw(mut self, key: &str, value: &str) -> Self {
         if self.0.len() > 1 {
@@ -32,13 +32,13 @@ impl Object {
         self
     }
 
-    /// Adds a string.
+    /// Adds the member `key` with a string as value.
     #[must_use]
     pub fn text(self, key: &str, value: impl AsRef<[u8]>) -> Self {
         self.raw(key, &string(value.as_ref()))
     }
 
-    /// Adds a string, or null if there is none.
+    /// Adds the member `key` with a string as value, or null for `None`.
     #[must_use]
     pub fn maybe(self, key: &str, value: Option<impl AsRef<[u8]>>) -> Self {
         match value {
@@ -47,39 +47,39 @@ impl Object {
         }
     }
 
-    /// Adds a number.
+    /// Adds the member `key` with a number as value.
     #[must_use]
     pub fn number(self, key: &str, value: u64) -> Self {
         self.raw(key, &value.to_string())
     }
 
-    /// Adds true or false.
+    /// Adds the member `key` with true or false as value.
     #[must_use]
     pub fn flag(self, key: &str, value: bool) -> Self {
         self.raw(key, if value { "true" } else { "false" })
     }
 
-    /// Adds a list whose items are JSON texts.
+    /// Adds the member `key`, whose value is an array of `items`, which are JSON texts.
     #[must_use]
     pub fn list(self, key: &str, items: impl IntoIterator<Item = String>) -> Self {
         let text = array(items);
         self.raw(key, &text)
     }
 
-    /// Returns the text of the object.
+    /// Returns the JSON text of the object.
     pub fn end(mut self) -> String {
         self.0.push('}');
         self.0
     }
 }
 
-/// Writes a list whose items are JSON texts.
+/// Returns a JSON array of `items`, which are JSON texts.
 pub fn array(items: impl IntoIterator<Item = String>) -> String {
     let items: Vec<String> = items.into_iter().collect();
     format!("[{}]", items.join(","))
 }
 
-/// Writes a JSON string.
+/// Returns `bytes` as a JSON string with its quotes; bytes outside of UTF-8 become `\xNN`.
 pub fn string(bytes: &[u8]) -> String {
     let mut out = String::from('"');
     for c in escaped(bytes).chars() {

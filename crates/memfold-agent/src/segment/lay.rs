@@ -1,4 +1,4 @@
-//! `--segment-lay`: mounts directories of a segment over the guest's own.
+//! `--segment-lay`: mounts directories of a segment over the guest's own directories.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -18,26 +18,26 @@ use super::verify::Verdict;
 /// Number of attempts to compare a directory that changes meanwhile.
 const ATTEMPTS: u32 = 3;
 
-/// Parameters of `--segment-lay`.
+/// Parameters of `--segment-lay`, which mounts a segment over the guest's directories.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Name of the segment, without its generation.
+    /// Name of the segment to mount, without its generation.
     pub name: String,
-    /// Number of the segment's generation.
+    /// Number of the segment's generation (build) to mount.
     pub generation: u64,
-    /// Whether the bytes of files are compared, too.
+    /// Whether the bytes of files are compared; false: only their metadata.
     pub content: bool,
-    /// Guest directories over which the segment is mounted; empty: the directories that the image
-    /// names.
+    /// Guest directories over which the segment is mounted; empty: the directories that the
+    /// segment's manifest names.
     pub only: Vec<Vec<u8>>,
-    /// Percent of the segment's files that may differ from the guest's. If more differ, the request
-    /// is refused.
+    /// Maximum percentage of the segment's files that may differ from the guest's, 0 to 100. If
+    /// more differ, the request is refused.
     pub max_differing: u8,
 }
 
 impl Request {
-    /// Creates a request with the defaults: the directories that the image names, no comparison of
-    /// bytes, 25 percent.
+    /// Creates a request with the defaults: the directories that the manifest names, no comparison
+    /// of bytes, 25 percent.
     pub fn new(name: impl Into<String>, generation: u64) -> Self {
         Self {
             name: name.into(),
@@ -56,8 +56,8 @@ struct Done {
     took_ms: u64,
 }
 
-/// Mounts the segment's directories over the guest's, and returns the report. If that fails,
-/// everything is undone.
+/// Mounts the segment's directories over the guest's, and returns a report in JSON. If one
+/// directory fails, all are unmounted again.
 pub fn lay(places: &Places, request: &Request) -> Result<String> {
     let _lock = places.lock()?;
     lay_locked(places, request)
@@ -355,7 +355,7 @@ fn also(error: &Error, second: &Error) -> Error {
     )
 }
 
-/// Returns the milliseconds since `start`.
+/// Returns the time since `start`, in milliseconds.
 pub fn millis(start: Instant) -> u64 {
     u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,4 @@
-//! One guest directory with a segment mounted over it: prepares, mounts and unmounts the overlay.
+//! Prepares, mounts and unmounts the overlay that shows a segment over one guest directory.
 
 use std::ffi::CString;
 use std::fs::{self, DirBuilder};
@@ -30,20 +30,22 @@ const OPTIONS: &str = "redirect_dir=nofollow,metacopy=off,index=off,xino=auto";
 /// Most bytes of mount options: `mount(2)` takes one page.
 const MAX_OPTIONS: usize = 4095;
 
-/// A guest directory, and the layers of a segment for this directory.
+/// A guest directory and a segment, and the overlay directories (`mask`, `upper`, `work`) on disk
+/// that belong to both.
 pub struct Layer<'a> {
     places: &'a Places,
     name: &'a str,
-    /// Path of the directory in the guest.
+    /// Path of the guest directory over which the segment is mounted.
     pub directory: &'a [u8],
-    /// Path by which the agent opens the directory; differs from `directory` only in tests.
+    /// Path by which the agent opens the guest directory; differs from `directory` only in tests.
     pub point: PathBuf,
     /// Directory on the guest's disk that contains `mask`, `upper` and `work`.
     disk: PathBuf,
 }
 
 impl<'a> Layer<'a> {
-    /// Creates the value. Changes nothing on disk.
+    /// Creates the value for segment `name` and guest directory `directory`. Changes nothing on
+    /// disk.
     pub fn new(places: &'a Places, name: &'a str, directory: &'a [u8]) -> Self {
         Self {
             places,
@@ -54,13 +56,13 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Returns the generation of this segment that is mounted on the directory; `None` if the
-    /// topmost mount there is not the segment's overlay.
+    /// Returns the generation of the segment that is mounted over the guest directory; `None` if
+    /// the topmost mount there is not the segment's overlay.
     pub fn laid(&self, table: &MountTable) -> Option<u64> {
         generation(table.at(&self.point)?, self.name)
     }
 
-    /// Opens the guest's own directory; returns `None` if it does not exist.
+    /// Opens the guest's own directory, not the segment's; returns `None` if it does not exist.
     pub fn open_own(&self) -> Result<Option<OwnedFd>> {
         let root = tree::open(&self.places.root).during(|| "opening the guest's root".into())?;
         let inner = self.directory.strip_prefix(b"/").unwrap_or(self.directory);
@@ -77,8 +79,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Makes the layer's directory on disk. Checks that writes can be merged back by renaming, for
-    /// which layers and guest directory must be on one mount.
+    /// Creates the directory for the overlay directories on disk. Checks that it is on the same
+    /// mount as the guest directory, because written files are merged back by renaming.
     pub fn prepare(&self, own: &OwnedFd, table: &MountTable) -> Result<()> {
         let what = || format!("making {}", self.disk.display());
         self.places.steps.step().during(what)?;
@@ -127,8 +129,9 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Makes the three directories of the layer. The upper directory appears last, with owner, mode
-    /// and times of the guest's own directory, so that merging is correct whenever it exists.
+    /// Creates the overlay directories `mask`, `work` and `upper`. `upper` appears last, with
+    /// owner, mode and times of the guest's own directory, so that merging is correct whenever
+    /// `upper` exists.
     pub fn build(&self, plan: &Plan, own: &OwnedFd) -> Result<()> {
         let make = |name: &str, mode: u32| {
             let path = self.disk.join(name);
@@ -148,7 +151,8 @@ impl<'a> Layer<'a> {
         fs::rename(&new, self.disk.join("upper")).during(what)
     }
 
-    /// Mounts the overlay over the guest directory.
+    /// Mounts the overlay over the guest directory. `segment` is the path at which the segment's
+    /// image is mounted.
     pub fn mount(&self, segment: &Path, generation: u64, own: &OwnedFd) -> Result<()> {
         let what = || format!("mounting the overlay on {}", self.point.display());
         let inner = self.directory.strip_prefix(b"/").unwrap_or(self.directory);
@@ -200,7 +204,7 @@ impl<'a> Layer<'a> {
         mount(source, &self.point, "overlay", flags, &*data).during(what)
     }
 
-    /// Checks through the overlay that the guest sees the same files as before, and that the
+    /// Checks that the guest sees the same files through the overlay as before, and that the
     /// compared files have not changed.
     pub fn verify(&self, plan: &Plan, own: &OwnedFd) -> Result<verify::Verdict> {
         let what = || format!("checking {}", self.point.display());
@@ -210,7 +214,7 @@ impl<'a> Layer<'a> {
         verify::unchanged(plan, own)
     }
 
-    /// Checks that the overlay can be unmounted now.
+    /// Checks that the overlay can be unmounted now: nothing is mounted over it or inside it.
     pub fn check_take_off(&self, table: &MountTable) -> Result<()> {
         if self.laid(table).is_none() {
             let covered = |m: &Mount| {
@@ -238,7 +242,7 @@ impl<'a> Layer<'a> {
     }
 
     /// Unmounts the overlay if it is mounted, merges the written files into the guest's own
-    /// directory, and removes the layer.
+    /// directory, and removes the overlay directories.
     pub fn take_off(&self) -> Result<Merged> {
         loop {
             let table = MountTable::read()?;
@@ -252,8 +256,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Merges the written files of a layer that is not mounted into the guest's own directory, and
-    /// removes the layer. A layer that does not exist is no error.
+    /// Merges the written files of an overlay that is not mounted into the guest's own directory,
+    /// and removes the overlay directories. If they do not exist, nothing is done.
     pub fn settle(&self) -> Result<Merged> {
         let upper = self.disk.join("upper");
         let mut merged = Merged::default();
@@ -321,14 +325,15 @@ impl<'a> Layer<'a> {
         Ok(())
     }
 
-    /// Returns the bytes on disk of the files that were written since the segment was mounted.
+    /// Returns the size on disk, in bytes, of the files that were written since the segment was
+    /// mounted.
     pub fn upper_bytes(&self) -> u64 {
         tree::open(&self.disk.join("upper")).map_or(0, |upper| tree::bytes_below(&upper))
     }
 }
 
-/// Returns the generation of the segment `name` that a memfold overlay shows. The overlay's source
-/// in the mount table is `memfold:NAME@GENERATION`.
+/// Returns the generation of segment `name` that `mount` shows; `None` if `mount` is no overlay of
+/// that segment. The overlay's source in the mount table is `memfold:NAME@GENERATION`.
 pub fn generation(mount: &Mount, name: &str) -> Option<u64> {
     let source = std::str::from_utf8(&mount.source).ok()?;
     let (of, generation) = source.strip_prefix(LAID_SOURCE)?.split_once('@')?;

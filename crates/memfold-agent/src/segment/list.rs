@@ -17,7 +17,7 @@ struct Entry {
     problem: Option<String>,
 }
 
-/// Returns the list of segments as JSON, sorted by name.
+/// Returns the guest's segments as a JSON array, sorted by name.
 pub fn list(places: &Places) -> Result<String> {
     let _lock = places.lock()?;
     let mut entries: BTreeMap<(String, Option<u64>), Entry> = BTreeMap::new();

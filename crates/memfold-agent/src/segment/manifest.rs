@@ -1,5 +1,5 @@
-//! Reads `/.memfold-segment`, the manifest of a segment's image. It is parsed as hostile text,
-//! because the builder of the image wrote it.
+//! Reads `/.memfold-segment`, the manifest of a segment's image. The parser trusts no byte of it,
+//! because the builder of the image wrote the manifest.
 //!
 //! ```text
 //!   format 1
@@ -10,9 +10,9 @@
 
 use super::error::{Error, Result, shown};
 
-/// Name of the manifest in the image's root directory.
+/// Name of the manifest's file in the root directory of a segment's image.
 pub const FILE: &str = ".memfold-segment";
-/// Largest manifest, in bytes.
+/// Maximum length of a segment's manifest, in bytes.
 pub const MAX_BYTES: usize = 64 << 10;
 /// Most directories that a manifest may name.
 const MAX_LAY: usize = 64;
@@ -28,11 +28,11 @@ const NEVER: [&[u8]; 7] = [
 /// Content of a segment's manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// Name of the segment.
+    /// Name of the segment, as in its manifest.
     pub name: String,
-    /// Generation of the segment.
+    /// Number of the segment's generation (build).
     pub generation: u64,
-    /// Directories over which the segment is to be mounted.
+    /// Paths of the guest directories over which the segment is to be mounted.
     pub lay: Vec<Vec<u8>>,
 }
 
@@ -87,8 +87,9 @@ pub fn check_name(name: &[u8]) -> Result<String> {
     Ok(String::from_utf8_lossy(name).into_owned())
 }
 
-/// Checks a directory over which a segment is to be mounted: an absolute, normalised path outside
-/// of the forbidden directories, without characters that separate overlayfs' options.
+/// Checks the path of a directory over which a segment is to be mounted. The path must be absolute
+/// and normalised, be outside of the forbidden directories (such as `/var`), and have no characters
+/// that separate overlayfs' options.
 pub fn check_directory(path: &[u8]) -> Result<()> {
     let refuse = |why: &str, hint: &str| {
         let why = format!("cannot lay {:?}: {why}", shown(path));
@@ -122,8 +123,8 @@ pub fn check_directory(path: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Refuses directories of which one is inside another, because a segment would be mounted twice
-/// over it.
+/// Returns an error if one of the directories is inside another, because a segment would be mounted
+/// over the inner one twice.
 pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
     for (i, a) in lay.iter().enumerate() {
         if let Some(b) = lay.iter().skip(i + 1).find(|b| is_in(a, b) || is_in(b, a)) {
@@ -136,7 +137,7 @@ pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether `path` is the directory `top` or below it.
+/// Returns whether `path` is the directory `top` or is below it.
 pub fn is_in(path: &[u8], top: &[u8]) -> bool {
     path.strip_prefix(top)
         .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')

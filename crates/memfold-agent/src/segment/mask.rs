@@ -1,8 +1,9 @@
-//! Builds the mask: the topmost lower layer of the overlay, which hides files of the segment that
-//! differ from the guest's.
+//! Builds the mask: the topmost lower layer of a segment's overlay. The mask hides files of the
+//! segment that differ from the guest's.
 //!
-//! The mask is on the guest's own file system, so it can show the guest's file by a hard link. A
-//! program that had the file open before continues to write to the file that all programs see.
+//! The mask is on the guest's own file system, so it can show the guest's file by a hard link. If a
+//! program had the guest's file open before, it continues to write to the file that all programs
+//! see.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -34,7 +35,8 @@ fn parent(path: &[u8]) -> Option<&[u8]> {
     Some(&path[..at])
 }
 
-/// Fills the empty directory `mask` according to `plan`.
+/// Fills the empty directory `mask` with a hard link or whiteout for each entry that `plan` hides.
+/// `own` is the guest's own directory.
 pub fn build(plan: &Plan, own: &OwnedFd, mask: &Path, steps: &Steps) -> Result<()> {
     let mask = tree::open(mask).during(|| format!("opening {}", mask.display()))?;
     let directories = directories(plan);

@@ -26,17 +26,18 @@ use super::tree;
 /// may add files meanwhile.
 const ROUNDS: u32 = 100;
 
-/// Numbers of files that a merge has changed.
+/// Numbers of files that a merge has changed in the guest's own directory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
-    /// Number of names moved into the guest's own directory; a directory renamed as a whole counts
-    /// once.
+    /// Number of names that the merge moved into the guest's own directory; a directory renamed as
+    /// a whole counts once.
     pub moved: u64,
-    /// Number of names removed from the guest's own directory.
+    /// Number of names that the merge removed from the guest's own directory.
     pub removed: u64,
 }
 
-/// Merges the directory `upper` into `own`; `upper` is empty afterwards.
+/// Merges the written files in the overlay directory `upper` into `own`, the guest's own directory;
+/// `upper` is empty afterwards.
 pub fn merge(upper: &OwnedFd, own: &OwnedFd, steps: &Steps) -> io::Result<Merged> {
     let mut merge = Merge {
         steps,

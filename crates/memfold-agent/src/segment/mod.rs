@@ -1,5 +1,10 @@
-//! Segments in the guest: read-only images with files that equal the guest's own. They are mounted
-//! over the guest's directories (*laid*), so that these files need no guest memory.
+//! Segments in the guest: read-only images with files that equal the guest's own. The agent mounts
+//! a segment over the guest's directories (it *lays* the segment), so that these files need no
+//! guest memory.
+//!
+//! The mount over a directory D is an overlay (overlayfs) of four layers. UPPER has the files that
+//! were written since, MASK hides unequal files, SEGMENT has the segment's files, and OWN is the
+//! guest's own directory:
 //!
 //! ```text
 //!   what programs see: D                          what is where
@@ -12,8 +17,8 @@
 //! ```
 //!
 //! **Invariant: OWN with UPPER merged into it is the guest's true state.** SEGMENT shows nothing
-//! that OWN does not hold, and MASK is made from OWN. Both can be removed at any time without a
-//! change of D. The rest follows from that:
+//! that OWN does not hold, and MASK is made from OWN. So SEGMENT and MASK can be removed at any
+//! time without a change of D. These rules follow from the invariant:
 //!
 //! * an entry of SEGMENT is shown only if it equals the entry of OWN ([`compare`]). Otherwise MASK
 //!   hides it ([`mask`]): by a hard link to OWN's file, or by a whiteout if OWN has no such name.
@@ -54,7 +59,7 @@ pub mod verify;
 
 use error::{Error, Result};
 
-/// Parses a reference to a segment of the form `NAME@GENERATION`.
+/// Parses a reference to a segment, `NAME@GENERATION`, into name and generation.
 pub fn parse_reference(text: &str) -> Result<(String, u64)> {
     let (name, generation) = text
         .split_once('@')

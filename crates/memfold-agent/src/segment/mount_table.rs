@@ -1,5 +1,5 @@
-//! Table of all mounts, from `/proc/thread-self/mountinfo`. (The table for hints,
-//! [`crate::mounts`], has only disk file systems.)
+//! Table of all mounts, from `/proc/thread-self/mountinfo`. ([`crate::mounts`] is another table,
+//! which has only disk file systems, for hints.)
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -8,23 +8,24 @@ use std::path::Path;
 use super::error::{During, Result};
 use crate::mounts::unescape;
 
-/// One line of the mount table.
+/// One mount: a line of the mount table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
     /// Path of the mount point.
     pub point: Vec<u8>,
-    /// Type of the file system.
+    /// Type of the mounted file system, such as `ext4`.
     pub kind: Vec<u8>,
-    /// Device that is mounted, or the source given in its place.
+    /// Source of the mount: the mounted device or, for a file system without a device, the text in
+    /// its place.
     pub source: Vec<u8>,
 }
 
-/// All mounts, the newest last.
+/// All mounts of a mount namespace, the newest last.
 #[derive(Debug)]
 pub struct MountTable(pub Vec<Mount>);
 
 impl MountTable {
-    /// Reads the table of this thread's mount namespace.
+    /// Reads the mount table of this thread's mount namespace.
     pub fn read() -> Result<Self> {
         let path = "/proc/thread-self/mountinfo";
         Ok(Self::parse(
@@ -36,13 +37,14 @@ impl MountTable {
         Self(text.split(|b| *b == b'\n').filter_map(line).collect())
     }
 
-    /// Returns the topmost mount at exactly this path.
+    /// Returns the topmost mount whose mount point is exactly `path`.
     pub fn at(&self, path: &Path) -> Option<&Mount> {
         let path = path.as_os_str().as_bytes();
         self.0.iter().rev().find(|m| m.point == path)
     }
 
-    /// Returns a mount below this path, but not at the path itself.
+    /// Returns a mount whose mount point is below `path`, not at `path` itself; `None` if there is
+    /// none.
     pub fn below(&self, path: &Path) -> Option<&Mount> {
         let mut prefix = path.as_os_str().as_bytes().to_vec();
         prefix.push(b'/');

@@ -1,7 +1,7 @@
-//! `--segment-settle`: merges and mounts segments when the guest boots.
+//! `--segment-settle`: merges written files and mounts segments when the guest boots.
 //!
-//! First, the files are merged that were written while a segment was mounted, and not merged before
-//! the guest went down: until then, the guest's own directories are out of date. Then the recorded
+//! If the guest went down while a segment was mounted, the files written since are not merged, and
+//! the guest's own directories are out of date. So these files are merged first. Then the recorded
 //! segments are mounted again. A failure must not keep the guest from booting, so it is reported
 //! and skipped.
 
@@ -24,14 +24,14 @@ use super::take_off::in_short;
 pub struct Settled {
     /// Number of names that were moved into the guest's own directories or removed from them.
     pub merged: u64,
-    /// Reports of the mounted segments.
+    /// One report for each segment that was mounted, as JSON.
     pub laid: Vec<String>,
-    /// Error messages.
+    /// Error messages about segments that could not be merged or mounted.
     pub problems: Vec<String>,
 }
 
 impl Settled {
-    /// Returns the report of settling as JSON.
+    /// Returns the result of `--segment-settle` as JSON.
     pub fn report(self) -> String {
         Object::new()
             .number("merged", self.merged)
@@ -44,7 +44,7 @@ impl Settled {
     }
 }
 
-/// Merges and mounts segments. `command_line`: the command line of the kernel.
+/// Merges written files and mounts segments at boot. `command_line` is the kernel's command line.
 pub fn settle(places: &Places, command_line: &str) -> Settled {
     let mut settled = Settled::default();
     if let Err(e) = try_settle(places, command_line, &mut settled) {
@@ -137,7 +137,7 @@ fn images(places: &Places, problems: &mut Vec<String>) -> Vec<Manifest> {
     found
 }
 
-/// Returns the segments that are mounted in `/run/memfold/segments`.
+/// Returns the segments whose images are mounted in `/run/memfold/segments`.
 pub fn mounted(places: &Places) -> Vec<Segment> {
     let entries = fs::read_dir(places.segments());
     let names = entries.into_iter().flatten().flatten();
@@ -178,8 +178,8 @@ impl<'a> Wanted<'a> {
 }
 
 /// Makes systemd reload its units and start the units that the merge has added. Both calls only
-/// queue jobs, so a unit that runs before ordinary services may make them. Does nothing if the
-/// kernel's command line names a boot target, so that a rescue shell stays one.
+/// queue jobs, so a unit that runs before ordinary services may make them. If the kernel's command
+/// line names a boot target, nothing is done, so that a rescue shell stays one.
 pub fn tell_systemd(command_line: &str) {
     let chosen = |word: &str| {
         word.starts_with("systemd.unit=")

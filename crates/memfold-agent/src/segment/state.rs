@@ -1,4 +1,5 @@
-//! Paths of segment files in the guest, and the lock.
+//! Paths of the files that the agent keeps about segments, their lock, and the record of what to
+//! mount again:
 //!
 //! ```text
 //!   /run/memfold/segments.lock              held by a process that changes any of these files
@@ -23,18 +24,18 @@ use super::manifest::{check_directory, check_name};
 /// Longest wait for the lock, which another run of the agent may hold.
 const LOCK_PATIENCE: Duration = Duration::from_secs(120);
 
-/// Directories that segment operations use; tests use other ones.
+/// Paths of the directories that segment operations use. Tests use other paths.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// The guest's root directory.
+    /// Path of the guest's root directory: `/`.
     pub root: PathBuf,
-    /// Directory `/run/memfold`.
+    /// Path of the directory for the lock and the mounted images: `/run/memfold`.
     pub run: PathBuf,
-    /// Directory `/var/lib/memfold/segments`.
+    /// Path of the directory for records and overlay directories: `/var/lib/memfold/segments`.
     pub state: PathBuf,
-    /// Directory `/dev`.
+    /// Path of the directory with device files: `/dev`.
     pub dev: PathBuf,
-    /// Counter of changes on disk, at which tests simulate a failure.
+    /// Counter of changes on disk, by which tests simulate a power cut.
     pub steps: Steps,
 }
 
@@ -50,18 +51,18 @@ impl Default for Places {
     }
 }
 
-/// Counter that fails once, after a number of steps, to simulate a power cut. It never fails
-/// outside of tests.
+/// Counter of changes on disk that fails once, after a number of steps, to simulate a power cut. It
+/// never fails outside of tests.
 #[derive(Clone, Debug, Default)]
 pub struct Steps(Cell<Option<u64>>);
 
 impl Steps {
-    /// Creates a counter that fails at step `number` (from 0).
+    /// Creates a counter whose step `number` (from 0) fails.
     pub const fn ending_at(number: u64) -> Self {
         Self(Cell::new(Some(number)))
     }
 
-    /// Counts a step. Call it before each change on disk.
+    /// Counts a step; fails if the test ends here. Call this before each change on disk.
     pub fn step(&self) -> io::Result<()> {
         let left = self.0.get();
         self.0.set(left.and_then(|left| left.checked_sub(1)));
@@ -73,35 +74,39 @@ impl Steps {
 }
 
 impl Places {
-    /// Returns the path by which the agent opens a guest directory.
+    /// Returns the path by which the agent opens the guest directory `directory`; another path only
+    /// in tests.
     pub fn own(&self, directory: &[u8]) -> PathBuf {
         let inner = directory.strip_prefix(b"/").unwrap_or(directory);
         self.root.join(std::ffi::OsStr::from_bytes(inner))
     }
 
-    /// Returns the directory with the mount points of images.
+    /// Returns the path of the directory below which segments' images are mounted.
     pub fn segments(&self) -> PathBuf {
         self.run.join("segments")
     }
 
-    /// Returns the mount point of an image.
+    /// Returns the path at which the image of segment `name`, `generation` is mounted.
     pub fn mounted(&self, name: &str, generation: u64) -> PathBuf {
         self.segments().join(format!("{name}@{generation}"))
     }
 
-    /// Returns the directory that holds all layers of the segment `name`. A layer consists of the
-    /// overlay directories of one guest directory over which the segment is mounted.
+    /// Returns the directory that holds all layers of the segment `name`. A layer is the set of
+    /// overlay directories (`mask`, `upper`, `work`) for one guest directory over which the segment
+    /// is mounted.
     pub fn layers(&self, name: &str) -> PathBuf {
         self.state.join(name).join("layers")
     }
 
-    /// Returns the directory with the layer of one guest directory.
+    /// Returns the directory that holds the overlay directories (`mask`, `upper`, `work`) of
+    /// segment `name` for one guest directory.
     pub fn layer(&self, name: &str, directory: &[u8]) -> PathBuf {
         let escaped = std::ffi::OsString::from_vec(escape(directory));
         self.layers(name).join(escaped)
     }
 
-    /// Returns the guest directories that have a layer on disk, mounted or left over, sorted.
+    /// Returns the guest directories for which the segment `name` has overlay directories on disk,
+    /// mounted or left over, sorted.
     pub fn layer_directories(&self, name: &str) -> Result<Vec<Vec<u8>>> {
         let names = file_names(&self.layers(name))?;
         let found = names.iter().filter_map(|n| unescape(n));
@@ -110,7 +115,7 @@ impl Places {
         Ok(found)
     }
 
-    /// Returns the names of segments with files on disk, sorted.
+    /// Returns the names of all segments that have files on the guest's disk, sorted.
     pub fn known(&self) -> Result<Vec<String>> {
         let names = file_names(&self.state)?;
         let mut names: Vec<String> = names.iter().filter_map(|n| check_name(n).ok()).collect();
@@ -118,8 +123,8 @@ impl Places {
         Ok(names)
     }
 
-    /// Makes the directories and takes the lock of segments, which is released when the returned
-    /// file is dropped. Waits up to two minutes.
+    /// Creates the agent's directories and takes the lock of segments. The lock is released when
+    /// the returned file is dropped. Waits up to two minutes for another run of the agent.
     pub fn lock(&self) -> Result<File> {
         let make = |path: &Path, mode| {
             DirBuilder::new()
@@ -149,7 +154,7 @@ impl Places {
         Ok(file)
     }
 
-    /// Records that a segment is to be mounted again after a reboot.
+    /// Records how the segment `name` is to be mounted again after a reboot.
     pub fn write_record(&self, name: &str, record: &Record) -> Result<()> {
         let path = self.state.join(name).join("laid");
         let what = || format!("writing {}", path.display());
@@ -173,7 +178,8 @@ impl Places {
         fs::rename(&temporary, &path).during(what)
     }
 
-    /// Returns the record of a segment; `None` if there is none or if it is malformed.
+    /// Reads the record of how the segment `name` is to be mounted again; `None` if there is none
+    /// or if it is malformed.
     pub fn record(&self, name: &str) -> Option<Record> {
         let text = fs::read(self.state.join(name).join("laid")).ok()?;
         let mut record = Record::default();
@@ -193,7 +199,8 @@ impl Places {
         (!record.lay.is_empty()).then_some(record)
     }
 
-    /// Removes the record of a segment.
+    /// Removes the record of segment `name`, so that the segment is not mounted again after a
+    /// reboot.
     pub fn remove_record(&self, name: &str) -> Result<()> {
         let path = self.state.join(name).join("laid");
         let what = || format!("removing {}", path.display());
@@ -204,23 +211,23 @@ impl Places {
         }
     }
 
-    /// Removes a segment's directories if they are empty.
+    /// Removes the directories of segment `name` on the guest's disk if they are empty.
     pub fn forget_if_empty(&self, name: &str) {
         let _ = fs::remove_dir(self.layers(name));
         let _ = fs::remove_dir(self.state.join(name));
     }
 }
 
-/// Content of the file `laid`: how to mount a segment again.
+/// Content of a segment's file `laid`: how to mount the segment again after a reboot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Record {
-    /// Generation of the segment that was mounted.
+    /// Number of the segment's generation (build) that was mounted.
     pub generation: u64,
-    /// Whether the bytes of files were compared.
+    /// Whether the bytes of the segment's and the guest's files are compared before mounting.
     pub content: bool,
-    /// Percent of the segment's files that may differ.
+    /// Maximum percentage of the segment's files that may differ from the guest's, 0 to 100.
     pub max_differing: u8,
-    /// Paths of the guest's directories that the mounted segment hides (mount points).
+    /// Paths of the guest directories over which the segment was mounted.
     pub lay: Vec<Vec<u8>>,
 }
 

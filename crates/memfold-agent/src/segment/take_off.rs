@@ -1,4 +1,5 @@
-//! `--segment-take-off`: unmounts a segment's overlays and merges the files written meanwhile.
+//! `--segment-take-off`: unmounts a segment's overlays, and merges the files that were written
+//! meanwhile into the guest's own directories.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -13,8 +14,9 @@ use super::layers::Layer;
 use super::mount_table::MountTable;
 use super::state::Places;
 
-/// Unmounts a segment and returns the report. A segment that is not mounted is no error. If a
-/// directory fails, its written files stay on disk, and the next run or boot merges them.
+/// Unmounts the segment `name`, merges the written files, and returns a report in JSON. A segment
+/// that is not mounted is no error. If a directory fails, its written files stay on disk, and the
+/// next run or boot merges them.
 pub fn take_off(places: &Places, name: &str) -> Result<String> {
     let _lock = places.lock()?;
     take_off_locked(places, name, false)
@@ -91,7 +93,7 @@ fn mounted(places: &Places, name: &str) -> Result<Vec<Vec<u8>>> {
     Ok(points)
 }
 
-/// Formats an error as one line, for boot messages.
+/// Formats an error as one line, for messages during the boot.
 pub fn in_short(error: &Error) -> String {
     error.to_string().replace('\n', " ")
 }

@@ -1,6 +1,6 @@
-//! Access to directory trees by descriptor, so that no part of a path can be replaced by a symbolic
-//! link between check and use. A directory with a segment mounted over it may contain directories
-//! of ordinary users.
+//! Access to directory trees by descriptor, so that nobody can replace a part of a path by a
+//! symbolic link between check and use. Ordinary users may own directories below the directory over
+//! which a segment is mounted.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};
@@ -13,12 +13,13 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-/// Extended attributes by name.
+/// Extended attributes of a file: values by name.
 pub type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
 
-/// Prefix of overlayfs' own extended attributes, which describe a layer, not the file.
+/// Prefix of the extended attributes that overlayfs sets in its layers. They describe the layer,
+/// not the file.
 pub const OVERLAY_XATTRS: &[u8] = b"trusted.overlay.";
-/// Extended attribute of a directory of the upper layer that hides the entries of lower layers.
+/// Extended attribute by which a directory of the upper layer hides the entries of lower layers.
 pub const OPAQUE: &CStr = c"trusted.overlay.opaque";
 /// Permission bits of a file mode, with setuid, setgid and sticky.
 const PERMISSIONS: u32 = 0o7777;
@@ -34,13 +35,13 @@ const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::NOATIME)
     .union(OFlags::CLOEXEC);
 
-/// Opens the directory `name` in `directory`.
+/// Opens the directory `name` in the open directory `directory`.
 pub fn open_in(directory: impl AsFd, name: &CStr) -> io::Result<OwnedFd> {
     directory_below(directory, name.to_bytes())
 }
 
-/// Opens the entry at the relative path `path` (empty: `top` itself) on the same mount, through
-/// directories only.
+/// Opens the entry at the path `path` relative to `top` (empty: `top` itself). The path must stay
+/// on the same mount and contain no symbolic link.
 pub fn open_below(top: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<OwnedFd> {
     let path = if path.is_empty() { b"." } else { path };
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
@@ -55,7 +56,8 @@ pub fn open_below(top: impl AsFd, path: &[u8], flags: OFlags) -> io::Result<Owne
     Err(Errno::AGAIN.into())
 }
 
-/// Opens the directory at a relative path that may cross mounts, but no symbolic link.
+/// Opens the directory at a path relative to `top`. The path may cross mounts, but must contain no
+/// symbolic link.
 pub fn directory_on_any_mount(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     // With O_NOFOLLOW, a link at the end would give ENOTDIR, as a file does.
@@ -64,12 +66,13 @@ pub fn directory_on_any_mount(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd
     Ok(rustix::fs::openat2(top, path, flags, mode, resolve)?)
 }
 
-/// Opens the directory at a relative path on the same mount.
+/// Opens the directory at a path relative to `top`. The path must stay on the same mount and
+/// contain no symbolic link.
 pub fn directory_below(top: impl AsFd, path: &[u8]) -> io::Result<OwnedFd> {
     open_below(top, path, DIRECTORY)
 }
 
-/// Returns the names in a directory, without `.` and `..`.
+/// Returns the names of a directory's entries, without `.` and `..`.
 pub fn names(directory: impl AsFd) -> io::Result<Vec<CString>> {
     let mut names = Vec::new();
     for entry in rustix::fs::Dir::read_from(directory)? {
@@ -81,7 +84,7 @@ pub fn names(directory: impl AsFd) -> io::Result<Vec<CString>> {
     Ok(names)
 }
 
-/// Returns the `statx` of a name, without following a symbolic link.
+/// Returns the `statx` of the entry `name` in `directory`, without following a symbolic link.
 pub fn stat(directory: impl AsFd, name: &CStr) -> io::Result<Statx> {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     Ok(rustix::fs::statx(directory, name, flags, STAT)?)
@@ -95,7 +98,7 @@ pub fn stat_of(file: impl AsFd) -> io::Result<Statx> {
 /// Fields of `statx` to read, among them `STATX_MNT_ID` (include/uapi/linux/stat.h).
 const STAT: StatxFlags = StatxFlags::BASIC_STATS.union(StatxFlags::from_bits_retain(0x1000));
 
-/// Returns the `statx` of a name; `None` if it does not exist.
+/// Returns the `statx` of the entry `name` in `directory`; `None` if there is no such entry.
 pub fn find(directory: impl AsFd, name: &CStr) -> io::Result<Option<Statx>> {
     match stat(directory, name) {
         Ok(stat) => Ok(Some(stat)),
@@ -104,7 +107,7 @@ pub fn find(directory: impl AsFd, name: &CStr) -> io::Result<Option<Statx>> {
     }
 }
 
-/// Returns the type of a file.
+/// Returns the type of a file from its `statx`.
 pub fn kind(stat: &Statx) -> FileType {
     FileType::from_raw_mode(stat.stx_mode.into())
 }
@@ -127,12 +130,12 @@ fn inside<T>(directory: BorrowedFd<'_>, call: impl FnOnce() -> io::Result<T>) ->
     result
 }
 
-/// Returns all extended attributes of a name.
+/// Returns all extended attributes of the entry `name` in `directory`.
 pub fn xattrs(directory: impl AsFd, name: &CStr) -> io::Result<Xattrs> {
     inside(directory.as_fd(), || xattrs_here(name))
 }
 
-/// Returns the extended attributes of several names.
+/// Returns the extended attributes of several entries of `directory`, in the order of `names`.
 pub fn xattrs_of<'a>(
     directory: impl AsFd,
     names: impl Iterator<Item = &'a CStr>,
@@ -171,14 +174,14 @@ fn all(call: impl Fn(&mut [u8]) -> rustix::io::Result<usize>) -> io::Result<Vec<
     }
 }
 
-/// Removes the attributes of overlayfs and of memfold from a set of attributes.
+/// Returns a set of extended attributes without those that overlayfs and memfold set in layers.
 pub fn without_overlay(mut xattrs: Xattrs) -> Xattrs {
     xattrs.retain(|key, _| !key.starts_with(OVERLAY_XATTRS) && key != TIMES.to_bytes());
     xattrs
 }
 
-/// Removes the attributes of overlayfs and of memfold from a file, because they would mislead a
-/// later overlay.
+/// Removes the extended attributes that overlayfs and memfold set in layers from a file, because
+/// they would mislead a later overlay.
 pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     inside(directory.as_fd(), || {
         let list = all(|buffer| rustix::fs::llistxattr(name, buffer))?;
@@ -194,8 +197,8 @@ pub fn strip(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     })
 }
 
-/// Gives the directory `to` the owner, attributes, mode and times of `from`. If `times` is given,
-/// it replaces the times of `from`.
+/// Gives the directory `to` the owner, extended attributes, mode and times of `from`. If `times` is
+/// given, it replaces the times of `from`.
 pub fn copy_directory_facts(
     from: &OwnedFd,
     to: &OwnedFd,
@@ -242,8 +245,8 @@ pub fn times_of(stat: &Statx) -> Timestamps {
 /// merge began to empty it: seconds and nanoseconds in decimal, separated by a dot.
 const TIMES: &CStr = c"trusted.memfold.mtime";
 
-/// Records a directory's modification time in an attribute. A record of an interrupted run stays.
-/// Returns the recorded time.
+/// Records a directory's modification time in an extended attribute, and returns the recorded time.
+/// A record of an interrupted run stays unchanged.
 pub fn note_times(directory: &OwnedFd) -> io::Result<Timestamps> {
     let mut buffer = [0_u8; 64];
     let read = rustix::fs::fgetxattr(directory, TIMES, &mut buffer[..]);
@@ -268,14 +271,14 @@ pub fn on_one_mount(a: &OwnedFd, b: &OwnedFd) -> io::Result<bool> {
     Ok(stat_of(a)?.stx_mnt_id == stat_of(b)?.stx_mnt_id)
 }
 
-/// Returns whether a directory of the upper layer is opaque, that is, hides lower layers.
+/// Returns whether a directory of the upper layer is opaque: it hides the entries of lower layers.
 pub fn is_opaque(directory: &OwnedFd) -> bool {
     let mut buffer = [0_u8; 8];
     rustix::fs::fgetxattr(directory, OPAQUE, &mut buffer[..]).is_ok_and(|n| &buffer[..n] == b"y")
 }
 
-/// Removes the file or directory `name` and everything below it, on one file system. A missing name
-/// is no error.
+/// Removes the entry `name` of `directory` and, if it is a directory, everything below it on the
+/// same file system. A missing entry is no error.
 pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     let directory = directory.as_fd();
     match rustix::fs::unlinkat(directory, name, AtFlags::empty()) {
@@ -298,7 +301,8 @@ pub fn remove(directory: impl AsFd, name: &CStr) -> io::Result<()> {
     }
 }
 
-/// Returns the bytes on disk of all regular files below a directory. Unreadable files count as 0.
+/// Returns the size on disk, in bytes, of all regular files below a directory. Unreadable files
+/// count as 0.
 pub fn bytes_below(directory: &OwnedFd) -> u64 {
     let mut bytes = 0;
     for name in names(directory).unwrap_or_default() {
@@ -333,7 +337,8 @@ pub fn protection(directory: impl AsFd, name: &CStr, stat: &Statx) -> IFlags {
     flags
 }
 
-/// Sets the flags append-only and immutable on a file.
+/// Adds `flags` (append-only, immutable) to the flags of the file `name` in `directory`. Empty
+/// `flags` change nothing.
 pub fn protect(directory: impl AsFd, name: &CStr, flags: IFlags) -> io::Result<()> {
     if flags.is_empty() {
         return Ok(());
@@ -344,7 +349,8 @@ pub fn protect(directory: impl AsFd, name: &CStr, flags: IFlags) -> io::Result<(
     Ok(rustix::fs::ioctl_setflags(&file, now | flags)?)
 }
 
-/// Clears the immutable and append-only flags of a regular file. Returns true if there were any.
+/// Clears the append-only and immutable flags of the regular file `name` in `directory`. Returns
+/// true if flags were cleared.
 pub fn unprotect(directory: impl AsFd, name: &CStr) -> bool {
     let directory = directory.as_fd();
     let flags = OFlags::RDONLY | OFlags::NONBLOCK;

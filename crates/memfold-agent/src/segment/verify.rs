@@ -1,8 +1,8 @@
-//! Checks an overlay after it was mounted: the view through the overlay, and once more the compared
-//! files.
+//! Checks a segment's overlay after it was mounted: what the guest sees through the overlay, and
+//! once more the files that were compared.
 //!
-//! After the mount, every path leads to the overlay. Only through a file that was opened before can
-//! the guest's own directory still change. So this check finds every file that is open for writing,
+//! After the mount, every path leads to the overlay. The guest's own directory can then change only
+//! through a file that was opened before. So this check finds every file that is open for writing,
 //! and every change since the comparison.
 
 use std::ffi::{CStr, CString};
@@ -22,15 +22,16 @@ const SAMPLES: usize = 64;
 /// Result of checking the compared files a second time.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// None of the compared files has changed.
+    /// No compared file has changed or is open for writing.
     Unchanged,
-    /// These files are open for writing.
+    /// The compared files at these paths are open for writing.
     Writers(Vec<Vec<u8>>),
-    /// This file changed.
+    /// The compared file at this path has changed since the comparison.
     Changed(Vec<u8>),
 }
 
-/// Checks a sample of the files through the overlay. The first difference is an error.
+/// Checks through the overlay that a sample of the files looks like the guest's own. The first
+/// difference is an error.
 pub fn merged(plan: &Plan, merged: &OwnedFd, own: &OwnedFd) -> Result<()> {
     let top = [(&[][..], Facts::of(&stat(own, b"")?))];
     let same = sampled(&plan.same).map(|s| (&s.path[..], s.own));
@@ -61,8 +62,8 @@ fn wrong(path: &[u8]) -> Error {
     )
 }
 
-/// Compares the guest's own directory with the facts in the plan, change times and inode numbers
-/// included.
+/// Checks that the guest's own directory still has the metadata in the plan, change times and inode
+/// numbers included.
 pub fn unchanged(plan: &Plan, own: &OwnedFd) -> Result<Verdict> {
     // The kernel sends SIGIO if a process wants to write to a file while this process holds a lease
     // on it.

@@ -45,16 +45,16 @@ pub struct Guest {
     pub console: Arc<Mutex<Vec<u8>>>,
     /// Path and size of each reported file, by file number.
     pub files: HashMap<u32, (Vec<u8>, u64)>,
-    /// File and page in it that each page frame holds, as hinted so far.
+    /// For each page frame, the file and the page in it that the frame holds, as hinted so far.
     pub frames: HashMap<u64, (u32, u64)>,
     pub dirty: BTreeSet<(u32, u64)>,
     pub ever_dirty: BTreeSet<(u32, u64)>,
     pub runs: u64,
-    /// Number of pages that were hinted again in the same place.
+    /// Number of pages that the agent hinted again in the same frame.
     pub repeated: u64,
     pub run_pages: u64,
     pub counters: AgentCounters,
-    /// Whether the daemon's part is played by one that answers no Hello.
+    /// Whether the test answers no Hello, as a daemon that hangs.
     pub is_mute: bool,
 }
 

@@ -1,4 +1,5 @@
-//! Tests of the agent in a real guest, compared with the guest's memory and disk.
+//! Tests of the agent in a real guest: the agent's reports are compared with the guest's memory and
+//! disk.
 //!
 //! Needs the guest images (`images.json` in memfold's cache directory), QEMU, debugfs, and the
 //! static agent at `MEMFOLD_AGENT`; if one of them is missing, the test says so and does nothing.

@@ -1,4 +1,4 @@
-//! Tests of segments in the guest: failures, crashes and boots.
+//! Tests of segments in the guest during failures, crashes and boots.
 
 use std::collections::BTreeSet;
 use std::fs;

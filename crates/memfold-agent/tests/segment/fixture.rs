@@ -1,5 +1,5 @@
-//! Test fixture: a guest's directories below a temporary directory, and a segment as a read-only
-//! bind mount, in a mount namespace of the test.
+//! Test fixture: a guest's directories below a temporary directory, and a read-only bind mount in
+//! place of a segment's image. The test runs in a mount namespace of its own.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;

@@ -1,5 +1,5 @@
-//! Tests of segments in the guest: mounted over directories, written to, and unmounted, with the
-//! kernel's overlayfs, as root, in a private mount namespace.
+//! Tests of segments in the guest: they are mounted over directories, written to, and unmounted,
+//! with the kernel's overlayfs. The tests run as root, in a private mount namespace.
 
 mod boots;
 mod fixture;

@@ -1,4 +1,5 @@
-//! Operations of programs on a directory tree, which tests apply to two equal trees.
+//! File operations of programs, which tests apply to two equal directory trees to compare the
+//! results.
 
 use std::fs;
 use std::io::{self, Write};

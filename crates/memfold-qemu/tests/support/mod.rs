@@ -109,7 +109,8 @@ impl Bench {
         );
     }
 
-    /// Copies the present bytes of pages of RAM to a new place in the store. Returns the place.
+    /// Copies the present bytes of `count` pages of RAM to new pages of the store. Returns the
+    /// first of these pages.
     pub fn publish(&mut self, page: u64, count: u64) -> u64 {
         let mut bytes = vec![0; usize::try_from(count).unwrap() * PAGE];
         memfold_sys::memory::read(
@@ -217,13 +218,13 @@ fn new_store() -> File {
     store
 }
 
-/// A QMP server that behaves like a VM's QEMU. The server records commands, and whether the VM
-/// runs.
+/// A QMP server that behaves like the monitor of a VM's QEMU. It records commands, and whether the
+/// VM runs.
 pub struct FakeQemu {
     pub path: PathBuf,
     pub commands: Arc<Mutex<Vec<String>>>,
     pub running: Arc<AtomicBool>,
-    /// Number of connections that end instead of answering the next `cont`.
+    /// Number of connections that the fake monitor ends instead of answering the next `cont`.
     pub hang_ups: Arc<AtomicU32>,
     _directory: tempfile::TempDir,
 }
