@@ -16,6 +16,7 @@ mod metrics;
 mod overlays;
 mod paths;
 mod proxy;
+mod python;
 mod relays;
 mod service;
 mod snapshots;
