@@ -16,6 +16,8 @@ developer_packages=(
     nbdkit
     # the tests' own needs
     curl procps openssl iproute2 python3
+    # the Python client: types, tests, wheel, example
+    mypy python3-pytest python3-setuptools python3-wheel python3-pandas
 )
 developer_qemu_packages=(qemu-block-extra)
 # Fold needs nothing newer, but device state, machine types and free page reporting are tested from

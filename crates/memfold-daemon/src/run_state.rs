@@ -39,7 +39,10 @@ const AGAIN: &str = "memfold vm resume {vm}";
 /// the VM's name.
 fn explain(state: &str) -> (&'static str, &'static str) {
     match state {
-        "paused" => ("a QMP client has stopped the VM ('stop')", AGAIN),
+        "paused" => (
+            "'memfold vm pause' or QMP's 'stop' has paused the VM",
+            AGAIN,
+        ),
         "prelaunch" => ("QEMU was started with -S and waits for 'cont'", AGAIN),
         "guest-panicked" => (
             "the guest's kernel has crashed",

@@ -52,6 +52,7 @@ api! {
     post "/v1/vms" vms::run;
     post "/v1/attach" vms::attach;
     post "/v1/vms/{name}/stop" vms::stop;
+    post "/v1/vms/{name}/pause" vms::pause;
     post "/v1/vms/{name}/resume" vms::resume;
     post "/v1/vms/{name}/reboot" vms::reboot;
     post "/v1/vms/{name}/exec" vms::exec;

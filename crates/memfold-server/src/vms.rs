@@ -63,6 +63,12 @@ pub(super) async fn stop(
     .await
 }
 
+/// Pauses a VM: the guest stands still until the VM is resumed.
+#[utoipa::path(post, path = "/v1/vms/{name}/pause", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub(super) async fn pause(daemon: Served, name: Named) -> Answered<VmInfo> {
+    blocking(daemon, move |d| d.vms().pause(&name)).await
+}
+
 /// Resumes a stopped VM: after a pause, or after its full disk has free space again.
 #[utoipa::path(post, path = "/v1/vms/{name}/resume", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub(super) async fn resume(daemon: Served, name: Named) -> Answered<VmInfo> {

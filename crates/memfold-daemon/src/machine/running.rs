@@ -1,14 +1,15 @@
-//! Run state of a VM (running, stopped, silent), and how the VM is resumed or stopped.
+//! Run state of a VM (running, stopped, silent), and how the VM is paused, resumed or
+//! stopped.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use memfold_vm::process::is_stopped;
-use memfold_vm::{AgentError, Qmp, QmpError, Stopped};
+use memfold_vm::{AgentError, Qmp, QmpError, QmpGuard, Stopped};
 use tracing::{debug, info, warn};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 use crate::machine::Machine;
 use crate::run_state::{RunState, SILENT};
 
@@ -143,10 +144,34 @@ impl Machine {
         stands.map_or(Ok(()), |state| Err(state.refusal(self.name(), what)))
     }
 
+    /// Pauses the VM until it is resumed. Returns the VM's new state.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Refused`] while the VM is being saved, because the save would resume the VM.
+    pub fn pause(&self) -> Result<RunState, DaemonError> {
+        let qmp = self.monitor();
+        if self.marks.being_saved.load(Ordering::Relaxed) {
+            return Err(refused(
+                format!("cannot pause VM '{}': the VM is being saved", self.name()),
+                "pause the VM after the save",
+            ));
+        }
+        self.switch(qmp, "stop")
+    }
+
     /// Resumes the VM, whatever stopped it. Returns the VM's new state.
     pub fn resume(&self) -> Result<RunState, DaemonError> {
-        let mut qmp = self.monitor();
-        qmp.query("cont")?;
+        self.switch(self.monitor(), "cont")
+    }
+
+    /// Sends a QMP command that changes the VM's run state. Returns the VM's new state.
+    fn switch(
+        &self,
+        mut qmp: QmpGuard<'_>,
+        command: &'static str,
+    ) -> Result<RunState, DaemonError> {
+        qmp.query(command)?;
         let now = RunState::ask(&self.role.name, &mut qmp)?;
         drop(qmp);
         self.note_state(&now);

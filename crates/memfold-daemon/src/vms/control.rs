@@ -1,4 +1,4 @@
-//! Operations on VMs that run or are being started: stop, resume, run a command.
+//! Operations on VMs that run or are being started: stop, pause, resume, run a command.
 
 use std::time::{Duration, Instant};
 
@@ -8,6 +8,7 @@ use tracing::warn;
 
 use crate::arrivals::{SETTLE, Way};
 use crate::error::DaemonError;
+use crate::machine::Machine;
 use crate::threads;
 use crate::vm_registry::ADOPTION_PATIENCE;
 use crate::vms::Vms;
@@ -27,6 +28,19 @@ impl Vms {
         Ok(stopped)
     }
 
+    /// Pauses a VM until it is resumed.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Refused`] while the VM is being saved; [`DaemonError::BadRequest`] for a
+    /// libvirt domain.
+    pub fn pause(&self, name: &str) -> Result<VmInfo, DaemonError> {
+        let machine = self.below.registry.machine(name)?;
+        not_of_libvirt(&machine, "pause", "suspend")?;
+        machine.pause()?;
+        Ok(machine.info())
+    }
+
     /// Resumes a VM that is stopped.
     ///
     /// # Errors
@@ -35,11 +49,7 @@ impl Vms {
     /// for a libvirt domain.
     pub fn resume(&self, name: &str) -> Result<VmInfo, DaemonError> {
         let machine = self.below.registry.machine(name)?;
-        if let Some(domain) = machine.libvirt() {
-            return Err(DaemonError::BadRequest(format!(
-                "VM '{name}' is libvirt's domain '{domain}'; resume it with virsh resume"
-            )));
-        }
+        not_of_libvirt(&machine, "resume", "resume")?;
         let now = machine.resume()?;
         if !now.is_running() {
             return Err(now.refusal(name, "the VM does not resume"));
@@ -115,4 +125,16 @@ impl Vms {
         }
         Ok(Some(stopped))
     }
+}
+
+/// Refuses a libvirt domain, for whose run state libvirt is responsible. `what`: the operation, for
+/// the error message. `virsh`: name of virsh's command for that.
+fn not_of_libvirt(machine: &Machine, what: &str, virsh: &str) -> Result<(), DaemonError> {
+    let Some(domain) = machine.libvirt() else {
+        return Ok(());
+    };
+    let name = machine.name();
+    Err(DaemonError::BadRequest(format!(
+        "VM '{name}' is libvirt's domain '{domain}'; {what} it with virsh {virsh}"
+    )))
 }

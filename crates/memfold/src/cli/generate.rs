@@ -1,5 +1,5 @@
-//! `memfold generate`, for packages and docs: writes manual pages, shell completions and the API
-//! reference, from the program's own descriptions.
+//! `memfold generate`, for packages and docs: writes manual pages, shell completions, the API
+//! reference and the API's `OpenAPI` description, from the program's own descriptions.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -21,6 +21,9 @@ pub(super) struct Arguments {
     /// File for the reference of the HTTP API, in Markdown
     #[arg(long, value_name = "FILE")]
     api: Option<PathBuf>,
+    /// File for the description of the HTTP API that programs read, in JSON
+    #[arg(long, value_name = "FILE")]
+    openapi: Option<PathBuf>,
 }
 
 pub(super) fn run(arguments: &Arguments, mut program: Command) -> anyhow::Result<ExitCode> {
@@ -42,6 +45,10 @@ pub(super) fn run(arguments: &Arguments, mut program: Command) -> anyhow::Result
     }
     if let Some(file) = &arguments.api {
         std::fs::write(file, reference(&openapi()))
+            .with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    if let Some(file) = &arguments.openapi {
+        std::fs::write(file, format!("{:#}\n", openapi()))
             .with_context(|| format!("cannot write {}", file.display()))?;
     }
     Ok(ExitCode::SUCCESS)

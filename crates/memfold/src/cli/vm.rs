@@ -37,6 +37,11 @@ pub(super) enum Arguments {
         #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
         timeout: f64,
     },
+    /// Pause a VM: its guest stands still until 'memfold vm resume'
+    Pause {
+        /// Name of the VM
+        name: String,
+    },
     /// Resume a VM that stands still, because it was paused or because a disk was full
     Resume {
         /// Name of the VM
@@ -263,6 +268,10 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             } else {
                 printed
             })
+        }
+        Arguments::Pause { name } => {
+            let info: VmInfo = client.post(&format!("/v1/vms/{}/pause", segment(&name)?), &())?;
+            context.print(&info, |vm| format!("{} is {}", vm.name, vm.state))
         }
         Arguments::Resume { name } => {
             let info: VmInfo = client.post(&format!("/v1/vms/{}/resume", segment(&name)?), &())?;

@@ -528,6 +528,15 @@ fn a_guest_paused_by_a_full_disk_is_reported_and_can_be_resumed() {
     qmp(&daemon, "full").query("stop").unwrap();
     let vm = wait_state(&daemon, "full", "paused");
     assert!(vm["state_cause"].as_str().unwrap().contains("QMP"), "{vm}");
+    daemon.json(&["vm", "resume", "full"]);
+    let paused = daemon.json(&["vm", "pause", "full"]);
+    assert_eq!(paused["state"], "paused", "{paused}");
+    let fix = paused["state_fix"].as_str().unwrap();
+    assert!(fix.contains("memfold vm resume full"), "{paused}");
+    // A second pause changes nothing.
+    assert_eq!(daemon.json(&["vm", "pause", "full"])["state"], "paused");
+    assert_eq!(daemon.json(&["vm", "resume", "full"])["state"], "running");
+    refused(&daemon.run(&["vm", "pause", "ghost"]), 1, &["ghost"]);
     drop(daemon);
 }
 

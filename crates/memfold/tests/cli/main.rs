@@ -16,6 +16,7 @@ mod metrics;
 mod overlays;
 mod paths;
 mod proxy;
+mod python;
 mod relays;
 mod service;
 mod snapshots;
@@ -32,7 +33,7 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-const COMMANDS: [(&[&str], &[&str], bool); 56] = [
+const COMMANDS: [(&[&str], &[&str], bool); 57] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -48,6 +49,7 @@ const COMMANDS: [(&[&str], &[&str], bool); 56] = [
     ),
     (&["vm", "list"], &["List VMs"], true),
     (&["vm", "stop"], &["Shut a VM down", "--timeout"], false),
+    (&["vm", "pause"], &["memfold vm resume"], false),
     (&["vm", "resume"], &["stands still"], false),
     (
         &["vm", "reboot"],

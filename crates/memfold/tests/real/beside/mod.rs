@@ -23,6 +23,7 @@ pub mod libvirt;
 pub mod libvirt_enable;
 pub mod libvirt_host;
 mod object_store;
+mod python;
 mod segments;
 mod segments_killed;
 mod snapshots;

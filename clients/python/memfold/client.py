@@ -1,0 +1,412 @@
+"""The daemon and its VMs, as objects whose methods send one request each."""
+
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode
+
+from .codec import decode, encode
+from .errors import MemfoldError, Refused, Timeout
+from .models import (
+    ErrorBody,
+    Event,
+    ExecRequest,
+    ExecResult,
+    FullReport,
+    KeepChoice,
+    PullBody,
+    PullReport,
+    PushBody,
+    PushReport,
+    RebootRequest,
+    RemoteSnapshot,
+    RemoteStore,
+    RemoveReport,
+    Renew,
+    RestoreRequest,
+    SaveRequest,
+    SnapshotInfo,
+    StopReport,
+    StopRequest,
+    VersionInfo,
+    VmInfo,
+)
+from .transport import Transport
+
+T = TypeVar("T")
+
+LOOK_AGAIN_S = 0.05
+"""Interval at which a VM is read again while the client waits for its guest."""
+
+GIVE_UP_S = 10.0
+"""Time in which the daemon may still begin to start a VM whose request got no answer."""
+
+
+class Client:
+    """A client of a memfold daemon. It opens a connection for each request."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        token: str | None = None,
+        ca: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Makes a client, without a request to the daemon.
+
+        `address`: path of the daemon's Unix socket, or `https://HOST:PORT`; unset: the variable
+        `MEMFOLD_SOCKET`, or /run/memfold/memfold.sock. `token`: for https, a token of the daemon.
+        `ca`: file with the certificates that may sign the daemon's; unset: those of the system.
+        `timeout`: longest time to wait for an answer, in seconds, in addition to the time that a
+        request gives to a guest; unset: no limit.
+        """
+        self._transport = Transport(address, token, ca)
+        self._timeout = timeout
+
+    def _call(
+        self, kind: type[T], method: str, path: str, body: Any = None, guest_s: float = 0.0
+    ) -> T:
+        """Sends a request. `guest_s`: seconds that the request gives to a guest."""
+        limit = None if self._timeout is None else self._timeout + guest_s
+        answer = self._transport.request(method, path, encode(body), limit)
+        try:
+            value: T = decode(kind, answer)
+        except (TypeError, AttributeError) as error:
+            raise MemfoldError(
+                f"cannot read the answer to {method} {path} ({error}); "
+                "use a daemon and a client of the same version"
+            ) from error
+        return value
+
+    def version(self) -> VersionInfo:
+        """Returns version, PID and state directory of the daemon."""
+        return self._call(VersionInfo, "GET", "/v1/version")
+
+    def doctor(self) -> dict[str, Any]:
+        """Returns the checks of the daemon's host."""
+        return self._call(dict[str, Any], "GET", "/v1/doctor")
+
+    def report(self) -> FullReport:
+        """Returns the ledger and the figures of folding."""
+        return self._call(FullReport, "GET", "/v1/report")
+
+    def events(self, count: int = 200) -> list[Event]:
+        """Returns the last events, newest first; at most 1,000."""
+        return self._call(list[Event], "GET", f"/v1/events?count={count}")
+
+    def vms(self) -> list[VmInfo]:
+        """Returns all VMs that the daemon knows."""
+        return self._call(list[VmInfo], "GET", "/v1/vms")
+
+    def vm(self, name: str) -> "Vm":
+        """Returns a VM that exists. The end of a `with` block does not stop this VM."""
+        return Vm(self, self._info(name), keep=True)
+
+    def _info(self, name: str) -> VmInfo:
+        for info in self.vms():
+            if info.name == name:
+                return info
+        raise Refused(404, ErrorBody(error=f"no VM '{name}'", hint="Client.vms() lists all VMs"))
+
+    def run(
+        self, description: Mapping[str, Any], *, despite_brake: bool = False, keep: bool = False
+    ) -> "Vm":
+        """Starts a VM. The guest boots meanwhile; `Vm.wait_agent` waits for it.
+
+        `description`: fields of a file for `memfold vm run --file`. `despite_brake`: starts the VM
+        although the brake is on. `keep`: the end of a `with` block does not stop the VM.
+        """
+        query = "?" + urlencode({"despite_brake": "true"}) if despite_brake else ""
+        name = str(description.get("name", ""))
+        return self._start(name, "/v1/vms" + query, dict(description), keep)
+
+    def clone(
+        self,
+        snapshot: str,
+        name: str | None = None,
+        *,
+        renew: Renew = "identity",
+        force: bool = False,
+        despite_brake: bool = False,
+        prefetch: bool = False,
+        keep_clock: bool = False,
+        disks: str | None = None,
+        forwards: Sequence[str] = (),
+        ready_s: float = 60.0,
+        keep: bool = False,
+    ) -> "Vm":
+        """Starts a VM with an identity of its own from a snapshot, and waits for its guest.
+
+        `name`: unset: the snapshot's name with a random suffix. `ready_s`: longest time in seconds
+        until the guest has renewed its identity and runs commands; 0: do not wait. `keep`: the end
+        of a `with` block does not stop the VM. The other settings are those of `RestoreRequest`.
+        """
+        # A name has at most 64 characters.
+        vm = name or f"{snapshot[:51]}-{secrets.token_hex(6)}"
+        request = RestoreRequest(
+            vm=vm,
+            renew=renew,
+            force=force,
+            despite_brake=despite_brake,
+            prefetch=prefetch,
+            keep_clock=keep_clock,
+            disks=disks,
+            forwards=list(forwards),
+        )
+        path = f"/v1/snapshots/{quote(snapshot, safe='')}/restore"
+        started = self._start(vm, path, request, keep, unique=name is None)
+        if ready_s > 0:
+            try:
+                started._wait(ready_s, _is_renewed)
+            except BaseException as error:
+                started.__exit__(type(error), error, None)
+                raise
+        return started
+
+    def restore(
+        self,
+        snapshot: str,
+        name: str,
+        *,
+        renew: Renew = "random",
+        force: bool = False,
+        despite_brake: bool = False,
+        prefetch: bool = False,
+        keep_clock: bool = False,
+        disks: str | None = None,
+        forwards: Sequence[str] = (),
+        ready_s: float = 60.0,
+        keep: bool = False,
+    ) -> "Vm":
+        """Starts a VM from a snapshot that continues as the saved VM; otherwise as `clone`."""
+        return self.clone(
+            snapshot,
+            name,
+            renew=renew,
+            force=force,
+            despite_brake=despite_brake,
+            prefetch=prefetch,
+            keep_clock=keep_clock,
+            disks=disks,
+            forwards=forwards,
+            ready_s=ready_s,
+            keep=keep,
+        )
+
+    def _start(
+        self, name: str, path: str, body: Any, keep: bool, unique: bool = False
+    ) -> "Vm":
+        """Starts a VM. An interrupted start leaves no VM, unless the VM is to be kept.
+
+        `unique`: whether no other VM can have this name.
+        """
+        # Another thread sends the request, because an interrupt (SIGINT) ends what the main thread
+        # does. Only the daemon's answer tells whether this request, or somebody else's, started
+        # the VM of this name.
+        pool = ThreadPoolExecutor(1, "memfold-start")
+        future = pool.submit(lambda: self._call(VmInfo, "POST", path, body))
+        pool.shutdown(wait=False)
+        try:
+            return Vm(self, future.result(), keep)
+        except BaseException as error:
+            failed = future.exception()
+            if failed is None:
+                Vm(self, future.result(), keep).__exit__(type(error), error, None)
+            elif not keep and unique and not isinstance(failed, Refused):
+                self._abandon(name)
+            raise
+
+    def _abandon(self, name: str) -> None:
+        """Ends a VM whose start got no answer. The daemon may know the VM only a moment later."""
+        end = time.monotonic() + GIVE_UP_S
+        while time.monotonic() < end:
+            try:
+                self._stop(name, 0.0)
+                return
+            except Refused as error:
+                if error.status != 404:
+                    return
+            except MemfoldError:
+                return
+            time.sleep(LOOK_AGAIN_S)
+
+    def _stop(self, name: str, timeout_s: float) -> StopReport:
+        path = f"/v1/vms/{quote(name, safe='')}/stop"
+        return self._call(StopReport, "POST", path, StopRequest(timeout_s=timeout_s), timeout_s)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """Returns all snapshots, with the VMs that run from them."""
+        return self._call(list[SnapshotInfo], "GET", "/v1/snapshots")
+
+    def snapshot(self, name: str) -> dict[str, Any]:
+        """Returns the manifest of a snapshot."""
+        return self._call(dict[str, Any], "GET", f"/v1/snapshots/{quote(name, safe='')}")
+
+    def remove_snapshot(self, name: str) -> None:
+        """Removes a snapshot that is not in use."""
+        self._call(type(None), "DELETE", f"/v1/snapshots/{quote(name, safe='')}")
+
+    def push(
+        self, name: str, url: str, *, to: str | None = None, key: str | None = None
+    ) -> PushReport:
+        """Copies a snapshot to an object store. `PushBody` describes the settings."""
+        path = f"/v1/snapshots/{quote(name, safe='')}/push"
+        return self._call(PushReport, "POST", path, PushBody(url=url, to=to, key=key))
+
+    def pull(
+        self,
+        name: str,
+        url: str,
+        *,
+        remote_name: str | None = None,
+        domain: str | None = None,
+        trust: str | None = None,
+        allow_arguments: bool = False,
+    ) -> PullReport:
+        """Copies a snapshot from an object store. `PullBody` describes the settings."""
+        request = PullBody(
+            url=url, from_=remote_name, domain=domain, trust=trust, allow_arguments=allow_arguments
+        )
+        path = f"/v1/snapshots/{quote(name, safe='')}/pull"
+        return self._call(PullReport, "POST", path, request)
+
+    def remote_snapshots(self, url: str) -> list[RemoteSnapshot]:
+        """Returns the snapshots in an object store."""
+        store = RemoteStore(url=url)
+        return self._call(list[RemoteSnapshot], "POST", "/v1/remote-snapshots/list", store)
+
+    def remove_remote_snapshot(self, name: str, url: str) -> RemoveReport:
+        """Removes a snapshot from an object store."""
+        path = f"/v1/remote-snapshots/{quote(name, safe='')}/remove"
+        return self._call(RemoveReport, "POST", path, RemoteStore(url=url))
+
+
+class Vm:
+    """A VM. The end of a `with` block switches the VM off, unless it is kept."""
+
+    def __init__(self, client: Client, info: VmInfo, keep: bool) -> None:
+        self._client = client
+        self._path = f"/v1/vms/{quote(info.name, safe='')}"
+        self.info = info
+        """The VM as the daemon described it last."""
+        self.keep = keep
+        """Whether the VM continues to run after a `with` block."""
+
+    def __repr__(self) -> str:
+        return f"<Vm {self.name!r}: {self.info.state}>"
+
+    @property
+    def name(self) -> str:
+        """Name of the VM, unique on its host."""
+        return self.info.name
+
+    def refresh(self) -> VmInfo:
+        """Reads the VM again."""
+        self.info = self._client._info(self.name)
+        return self.info
+
+    def wait_agent(self, limit_s: float = 300.0) -> VmInfo:
+        """Waits until the guest runs commands, at most `limit_s` seconds."""
+        return self._wait(limit_s, lambda info: info.agent is not None and _is_renewed(info))
+
+    def _wait(self, limit_s: float, is_ready: Callable[[VmInfo], bool]) -> VmInfo:
+        end = time.monotonic() + limit_s
+        while not is_ready(self.refresh()):
+            if time.monotonic() > end:
+                raise Timeout(f"the agent of VM '{self.name}' did not answer within {limit_s} s")
+            time.sleep(LOOK_AGAIN_S)
+        return self.info
+
+    def exec(self, command: str | Sequence[str], *, timeout_s: float = 600.0) -> ExecResult:
+        """Runs a command in the guest, as root, and returns its output and exit code.
+
+        `command`: a program with its arguments, or the text of a shell script. The command is
+        killed after `timeout_s` seconds.
+        """
+        script = command if isinstance(command, str) else shlex.join(command)
+        request = ExecRequest(script=script, timeout_s=timeout_s)
+        return self._client._call(ExecResult, "POST", self._path + "/exec", request, timeout_s)
+
+    def pause(self) -> VmInfo:
+        """Makes the guest stand still until the VM is resumed."""
+        self.info = self._client._call(VmInfo, "POST", self._path + "/pause")
+        return self.info
+
+    def resume(self) -> VmInfo:
+        """Resumes the VM after a pause, or after its full disk has free space again."""
+        self.info = self._client._call(VmInfo, "POST", self._path + "/resume")
+        return self.info
+
+    def reboot(self, *, from_boot_snapshot: bool = False, timeout_s: float = 300.0) -> VmInfo:
+        """Reboots the guest, or restores the VM from its boot snapshot, and waits for the agent."""
+        request = RebootRequest(from_boot_snapshot=from_boot_snapshot, timeout_s=timeout_s)
+        path = self._path + "/reboot"
+        self.info = self._client._call(VmInfo, "POST", path, request, timeout_s)
+        return self.info
+
+    def save(
+        self,
+        snapshot: str,
+        *,
+        keep: KeepChoice = "auto",
+        live: bool = False,
+        compress: bool = False,
+        drop_s: int | None = None,
+        keep_clock: bool = False,
+    ) -> dict[str, Any]:
+        """Saves the VM, which continues to run, and returns the snapshot's manifest.
+
+        `SaveRequest` describes the settings.
+        """
+        request = SaveRequest(
+            vm=self.name,
+            name=snapshot,
+            keep=keep,
+            live=live,
+            compress=compress,
+            drop_s=drop_s,
+            keep_clock=keep_clock,
+        )
+        return self._client._call(dict[str, Any], "POST", "/v1/snapshots", request)
+
+    def stop(self, timeout_s: float = 30.0) -> StopReport:
+        """Shuts the guest down, and switches the VM off after `timeout_s` seconds; 0: at once."""
+        return self._client._stop(self.name, timeout_s)
+
+    def close(self) -> None:
+        """Switches the VM off at once. It is no error if the VM has ended already."""
+        try:
+            self.stop(0.0)
+        except Refused as error:
+            if error.status != 404:
+                raise
+
+    def __enter__(self) -> "Vm":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.keep:
+            return
+        try:
+            self.close()
+        except MemfoldError as failed:
+            # The error of the block is the one to report.
+            if error is None:
+                raise
+            error.add_note(f"VM '{self.name}' could not be stopped, and may still run: {failed}")
+
+
+def _is_renewed(info: VmInfo) -> bool:
+    return (info.renewal is None or not info.renewal.pending) and (
+        info.clock is None or not info.clock.pending
+    )

@@ -1,0 +1,601 @@
+"""Types of the daemon's HTTP API, made by `clients/python/generate`. Do not change this file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union
+
+BootSnapshot = Union[
+    Literal["pending"],
+    Literal["ready"],
+    dict[str, Any],
+]
+"""Status of a VM's boot snapshot, which is saved right after the boot."""
+
+Durability = Literal["disk", "replica", "none"]
+"""Place where the bytes of a swap disk on lent RAM survive if its lender dies."""
+
+KeepChoice = Literal["auto", "none", "hot", "all"]
+"""Which of the guest's caches a snapshot keeps."""
+
+Renew = Literal["random", "network", "identity"]
+"""Identities that a restored VM renews."""
+
+SegmentState = Union[
+    Literal["attached"],
+    Literal["root"],
+    Literal["laid"],
+    Literal["taken_off"],
+    dict[str, Any],
+]
+"""State of a segment in a guest."""
+
+SwapPlace = Literal["lent", "degraded", "on_copy", "on_disk", "lost"]
+"""Location of a VM's swap disk."""
+
+
+@dataclass(kw_only=True)
+class ClockStep:
+    """Correction of a guest's wall clock after the VM was stopped."""
+
+    behind_ms: float | None = None
+    """Milliseconds that the guest's clock was behind the host's clock; negative if it was ahead."""
+    left_ms: float | None = None
+    """Milliseconds that the clock was still behind after it was set, as measured."""
+    pending: bool
+    """Whether the guest's agent has not answered yet."""
+    problem: str | None = None
+    """Reason why the clock or the RTC is not correct, if there is one."""
+    uncertainty_ms: float | None = None
+    """Uncertainty of `left_ms`, in milliseconds."""
+
+
+@dataclass(kw_only=True)
+class DomainStats:
+    """Statistics of one trust domain."""
+
+    appended_pages: int
+    """Pages appended to the store since the daemon began."""
+    domain: str
+    """Name of the trust domain."""
+    punched_pages: int
+    """Pages punched out of the store since the daemon began."""
+    store_bytes: int
+    """Bytes in the page store, in memory or swap."""
+    store_cap_bytes: int
+    """Maximum number of bytes that the page store may hold."""
+    store_dev: int
+    """Device number of the page store's file."""
+    store_full: bool
+    """Whether the store accepts no new content, because of its cap or an error."""
+    store_ino: int
+    """Inode number of the page store's file."""
+
+
+@dataclass(kw_only=True)
+class EngineStats:
+    """Statistics of the whole engine. `case_*` count compared pages by path and content."""
+
+    age_s: float | None = None
+    """Age of these statistics in seconds: 0, unless the engine waits for a VM that does not
+    answer."""
+    braked: str | None = None
+    """Reason why the daemon keeps the engine from sharing more; null if the engine may share."""
+    case_different_path_different_content: int
+    """Pages with another path (same name and size) and other bytes."""
+    case_different_path_same_content: int
+    """Pages with another path (same name and size) and the same bytes."""
+    case_same_path_different_content: int
+    """Pages with the same path and other bytes."""
+    case_same_path_same_content: int
+    """Pages with the same path and the same bytes."""
+    cpu_share: float
+    """CPU budget as a share of one core, 0 to 1."""
+    domains: list[DomainStats]
+    """Statistics of each trust domain."""
+    engine_cpu_s: float
+    """CPU time of the engine's thread in seconds, without the time for reports."""
+    files_given_up: int
+    """Number of times that the engine gave up a file for a while because its bytes kept
+    differing."""
+    hint_to_fold_p50_s: float | None = None
+    """Median time from hint to fold, in seconds, of pages hinted while folding was on."""
+    hint_to_fold_p95_s: float | None = None
+    """95th percentile of the time from hint to fold, in seconds, of pages hinted while folding was
+    on."""
+    hints_waiting: int
+    """Hints of all VMs that wait to be processed."""
+    huge_kept_pages: int
+    """Pages not folded, because too few pages of their huge page cache files."""
+    library_cpu_s: float
+    """CPU time of the library threads for the engine's orders, in seconds."""
+    mapping_budget_runs: int
+    """Runs not folded, because the VM has nearly as many mappings as the kernel allows."""
+    own_bytes: int
+    """Memory of the engine's tables, in bytes."""
+    pages_per_second: int | None = None
+    """Limit of pages processed per second, if one is set."""
+    paused: bool
+    """Whether the operator has paused folding."""
+    report_cpu_s: float
+    """CPU time of the engine's thread for reports, in seconds."""
+    vms: list[VmStats]
+    """Statistics of each VM."""
+
+
+@dataclass(kw_only=True)
+class ErrorBody:
+    """The body of a response with an HTTP status of 400 and above."""
+
+    error: str
+    """Message that names the failed condition."""
+    hint: str | None = None
+    """Action that would fix the failed condition, if known."""
+    impossible_here: bool | None = None
+    """Whether the request is impossible on this host (the command line exits with 3)."""
+
+
+@dataclass(kw_only=True)
+class Event:
+    """A change seen between two samples."""
+
+    at_unix_s: int
+    """Time when the change was seen, in seconds since 1970."""
+    kind: str
+    """Subject of the event: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
+    `snapshot`, `lending`, `daemon`."""
+    text: str
+    """Description of the change."""
+    vm: str | None = None
+    """Name of the VM, if the event concerns one."""
+    warning: bool
+    """Whether the operator should look at the event."""
+
+
+@dataclass(kw_only=True)
+class ExecRequest:
+    """`POST /v1/vms/{name}/exec`"""
+
+    script: str
+    """Text of a shell script, which `/bin/sh -c` runs in the guest."""
+    timeout_s: float
+    """Time limit in seconds, after which the command is killed."""
+
+
+@dataclass(kw_only=True)
+class ExecResult:
+    """Result of a command in a guest. Invalid UTF-8 in its output is replaced."""
+
+    code: int
+    """Exit code of the command; 128 + signal if it was killed."""
+    stderr: str
+    """Standard error of the command."""
+    stdout: str
+    """Standard output of the command."""
+
+
+@dataclass(kw_only=True)
+class FullReport:
+    """`GET /v1/report`"""
+
+    fold: EngineStats
+    """Counters of folding."""
+    ledger: dict[str, Any]
+    """Memory use of the host and of each VM."""
+
+
+@dataclass(kw_only=True)
+class LentPart:
+    """Part of a VM's swap disk that one lender holds."""
+
+    bytes: int
+    """Bytes of the disk that this lender holds; rounded up if the disk is striped over several
+    lenders."""
+    copy: int
+    """Number of the copy that this part belongs to: 0 or 1."""
+    lender: str
+    """Name of the lending host."""
+
+
+@dataclass(kw_only=True)
+class PullBody:
+    """`POST /v1/snapshots/{name}/pull`"""
+
+    allow_arguments: bool | None = None
+    """Whether a snapshot may bring arguments for QEMU although no signature is checked."""
+    domain: str | None = None
+    """Trust domain of the snapshot on this host; unset: its VMs share no memory with other VMs."""
+    from_: str | None = None
+    """Name of the snapshot in the store; unset: the name that it gets here."""
+    trust: str | None = None
+    """Ed25519 public key in PEM form; a snapshot without a signature of its private key is refused.
+    Unset: signatures are not checked."""
+    url: str
+    """URL of the object store."""
+
+
+@dataclass(kw_only=True)
+class PullReport:
+    """Result of a pull."""
+
+    fetched_bytes: int
+    """Bytes of these that were fetched; the others were here already."""
+    name: str
+    """Name of the snapshot here."""
+    received_bytes: int
+    """Bytes that came from the store for them, compressed."""
+    stored_bytes: int
+    """Bytes of the snapshot's files without zeroes."""
+    took_s: float
+    """Duration in seconds."""
+    trusted: bool
+    """Whether a trusted signature was checked."""
+    url: str
+    """URL of the store."""
+
+
+@dataclass(kw_only=True)
+class PushBody:
+    """`POST /v1/snapshots/{name}/push`"""
+
+    key: str | None = None
+    """Ed25519 private key in PEM form, with which the snapshot is signed; unset: no signature."""
+    to: str | None = None
+    """Name of the snapshot in the store; unset: its name here."""
+    url: str
+    """URL of the object store: `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://`."""
+
+
+@dataclass(kw_only=True)
+class PushReport:
+    """Result of a push."""
+
+    name: str
+    """Name of the snapshot in the store."""
+    new_bytes: int
+    """Bytes of these that were not in the store before."""
+    sent_bytes: int
+    """Bytes that were sent for them, compressed."""
+    signed: bool
+    """Whether the description was signed."""
+    stored_bytes: int
+    """Bytes of the snapshot's files without zeroes."""
+    took_s: float
+    """Duration in seconds."""
+    url: str
+    """URL of the store."""
+
+
+@dataclass(kw_only=True)
+class RebootRequest:
+    """`POST /v1/vms/{name}/reboot`"""
+
+    from_boot_snapshot: bool | None = None
+    """Whether the VM, disks included, is restored to its state right after its boot, instead of
+    rebooting the guest."""
+    timeout_s: float
+    """Longest time until the guest's agent answers again, in seconds."""
+
+
+@dataclass(kw_only=True)
+class RemoteSnapshot:
+    """A snapshot in an object store."""
+
+    created_s: int
+    """Time of the save, in seconds since 1970."""
+    memory_bytes: int
+    """Size of the VM's RAM, in bytes."""
+    name: str
+    """Name of the snapshot in the store."""
+    problem: str | None = None
+    """Reason why the snapshot cannot be pulled; unset if it can be."""
+    signed: bool
+    """Whether the description has a signature. The list does not check it."""
+    stored_bytes: int
+    """Bytes of the snapshot's files without zeroes, before compression; other snapshots may have
+    chunks in common with it."""
+    vm: str
+    """Name of the VM that was saved; empty if the description is damaged."""
+
+
+@dataclass(kw_only=True)
+class RemoteStore:
+    """`POST /v1/remote-snapshots/list` and `POST /v1/remote-snapshots/{name}/remove`"""
+
+    url: str
+    """URL of the object store."""
+
+
+@dataclass(kw_only=True)
+class RemoveReport:
+    """Result of a removal."""
+
+    bytes_removed: int
+    """Bytes that they took in the store."""
+    kept_because: str | None = None
+    """Reason why no chunk was removed: another snapshot's description or index cannot be read, so
+    its chunks are not known. Unset: chunks were removed."""
+    name: str
+    """Name of the removed snapshot."""
+    objects_left: int
+    """Number of chunks and indexes that no snapshot names but that are younger than a day: a push
+    may be under way that needs them. A later removal takes them."""
+    objects_removed: int
+    """Number of chunks and indexes that were removed because no snapshot names them."""
+
+
+@dataclass(kw_only=True)
+class Renewal:
+    """Result of renewing the identities of a restored VM."""
+
+    done: list[str]
+    """Identities that the guest has renewed, as text."""
+    left: list[str]
+    """Identities that are unchanged from the snapshot, with reasons."""
+    pending: bool
+    """Whether the guest has not answered yet."""
+
+
+@dataclass(kw_only=True)
+class RestoreRequest:
+    """`POST /v1/snapshots/{name}/restore`"""
+
+    despite_brake: bool | None = None
+    """Whether the VM is started although the brake is on, or this VM would put it on."""
+    disks: str | None = None
+    """Directory for the VM's own copies of its writable disks (`VM-diskN.qcow2`), which remain when
+    the VM ends. Unset: writes go to temporary overlays."""
+    force: bool | None = None
+    """Whether the VM is started even if another VM with the same memory keeps the same identity."""
+    forwards: list[str] = field(default_factory=list)
+    """Host ports to forward into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: any
+    free port), instead of those of the saved VM."""
+    keep_clock: bool | None = None
+    """Whether the guest's clock continues from the moment of the save. Unset: the clock is set to
+    the host's when the agent answers."""
+    prefetch: bool | None = None
+    """Whether the pages that a restored VM accesses first are prefetched, instead of loading each
+    page when it is accessed."""
+    renew: Renew | None = None
+    """Which identities of the VM are renewed."""
+    vm: str
+    """Name of the restored VM."""
+
+
+@dataclass(kw_only=True)
+class SaveRequest:
+    """`POST /v1/snapshots`"""
+
+    compress: bool | None = None
+    """Whether the RAM image is compressed."""
+    drop_s: int | None = None
+    """Longest time for the guest to drop its caches, in seconds. Unset: the time that the disk with
+    the snapshots takes to write the page cache, from 5 s to 120 s. Caches that are not dropped by
+    then are saved."""
+    keep: KeepChoice | None = None
+    """Which of the guest's caches the snapshot keeps."""
+    keep_clock: bool | None = None
+    """Whether the guest's clock stays behind by the time that the VM was stopped. Unset: the clock
+    is set to the host's if that time was long."""
+    live: bool | None = None
+    """Whether the VM runs while its RAM is copied. The snapshot is still of one instant."""
+    name: str
+    """Name of the snapshot."""
+    vm: str
+    """Name of the VM to save."""
+
+
+@dataclass(kw_only=True)
+class SnapshotInfo:
+    """Summary of a snapshot."""
+
+    created_s: int
+    """Time of the save, in seconds since 1970."""
+    disk_bytes: int
+    """Bytes that the snapshot takes on disk now."""
+    domain: str | None = None
+    """Trust domain of the snapshot."""
+    memory_bytes: int
+    """Size of the VM's RAM, in bytes."""
+    name: str
+    """Name of the snapshot."""
+    problem: str | None = None
+    """Reason why the snapshot cannot be used; unset if it can be used."""
+    users: list[str]
+    """Names of the VMs that run from the snapshot."""
+    vm: str
+    """Name of the VM that was saved."""
+
+
+@dataclass(kw_only=True)
+class StopReport:
+    """Result of stopping a VM."""
+
+    how: str
+    """How the VM ended: `powered_down`: the guest shut down; `already`: the VM had ended before;
+    `quit`: QEMU was told to quit; `killed`: QEMU did not answer and was killed."""
+    name: str
+    """Name of the VM."""
+    overdue: bool
+    """Whether the guest was asked to shut down and did not do so in time."""
+    took_s: float
+    """Time until the VM had ended, in seconds."""
+    why: str | None = None
+    """Why QEMU was told to quit or killed, as text."""
+
+
+@dataclass(kw_only=True)
+class StopRequest:
+    """`POST /v1/vms/{name}/stop`"""
+
+    timeout_s: float
+    """Time for the guest to shut down, in seconds, before QEMU is ended; 0: the guest is not
+    asked."""
+
+
+@dataclass(kw_only=True)
+class VersionInfo:
+    """`GET /v1/version`"""
+
+    pid: int
+    """Process ID of the daemon."""
+    state: str
+    """State directory of the daemon's VMs."""
+    version: str
+    """Package version of the daemon."""
+
+
+@dataclass(kw_only=True)
+class VmInfo:
+    """A VM as `memfold vm list` shows it."""
+
+    agent: str | None = None
+    """Kernel version of the guest, as its agent reports it; unset if no agent is connected."""
+    agent_problems: list[str]
+    """Problems that the agent reports, as text."""
+    boot_snapshot: BootSnapshot | None = None
+    """Status of the boot snapshot, if the VM was started with `boot_snapshot`."""
+    clock: ClockStep | None = None
+    """Correction of the guest's wall clock after the VM was stopped. Unset: the VM was not stopped,
+    or keeps its clock."""
+    costs: list[str] = field(default_factory=list)
+    """Settings that cost the host other resources, such as CPUs that the guest never yields."""
+    domain: str | None = None
+    """Trust domain of the VM; `null`: the VM shares memory with no other."""
+    fold_problems: list[str]
+    """Reasons why the VM's RAM is not folded; empty: it is folded."""
+    forwards: list[str] = field(default_factory=list)
+    """Host ports forwarded into the guest: `ADDRESS:PORT:GUEST-PORT`."""
+    left_out: list[str] = field(default_factory=list)
+    """Host resources that the saved VM had and this restored VM lacks, because only one VM can have
+    them."""
+    libvirt: str | None = None
+    """Name of the domain in libvirt, if libvirt started the VM."""
+    name: str
+    """Name of the VM, unique on this host."""
+    origin: str
+    """`started` if memfold started the VM, or `attached`."""
+    pid: int
+    """QEMU's process ID."""
+    qemu: str
+    """QEMU's version."""
+    ram_bytes: int
+    """Guest RAM in bytes."""
+    refold_problems: list[str]
+    """Reasons why folded pages can be folded again only while the VM is paused; empty: they can be
+    folded again at any time."""
+    renewal: Renewal | None = None
+    """Identities renewed when the VM was restored, if this daemon restored it."""
+    segments: list[VmSegment] = field(default_factory=list)
+    """Segments that the VM maps, in the order of their slots."""
+    state: str | None = None
+    """State of the VM: `running`; another run state of QEMU (`paused`, `io-error`, `guest-
+    panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`; `taking-over`; or
+    `silent` if QEMU does not answer."""
+    state_cause: str | None = None
+    """Cause of the state, if known."""
+    state_fix: str | None = None
+    """Action that would make the VM run again."""
+    swap: VmSwap | None = None
+    """The VM's swap disk, if memfold created one."""
+
+
+@dataclass(kw_only=True)
+class VmSegment:
+    """A segment that a VM maps."""
+
+    segment: str
+    """Reference to the segment, `NAME@GENERATION`."""
+    state: SegmentState
+    """State of the segment in the guest."""
+
+
+@dataclass(kw_only=True)
+class VmStats:
+    """Statistics of one VM. Counters start when the engine adds the VM."""
+
+    agent_cpu_us: int
+    """CPU time of the guest's agent in microseconds, as the agent reports it."""
+    agent_ready: bool
+    """Whether the guest's agent is connected and its first inventory complete."""
+    agent_rss_bytes: int
+    """Resident set of the guest's agent in bytes, as the agent reports it."""
+    bogus_pages: int
+    """Hinted pages that are outside the VM's RAM, or of files that the agent never introduced: the
+    agent is wrong or lies."""
+    busy_pages: int
+    """Attempts to fold that failed because a page was busy (DMA)."""
+    cached_pages: int
+    """Guest pages that cache a page of a file now, as the agent reports them."""
+    cached_runs: int
+    """Runs of cached pages that are consecutive in guest memory and in their file. Folding all of
+    them takes about as many mappings."""
+    copied_pages: int
+    """Pages that map the page store and that the guest has written since (private copies)."""
+    differing_pages: int
+    """Pages that were not folded because their bytes differed from the store."""
+    domain: str
+    """Trust domain of the VM."""
+    events_lost: int
+    """Trace events that the guest's kernel overwrote before the agent read them."""
+    folded_back_pages: int
+    """Private copies that equalled the image again and were dropped."""
+    folded_pages: int
+    """Pages folded from anonymous memory."""
+    freeze_histogram: list[int]
+    """Histogram of freeze times: bucket i counts runs frozen for 2^i to 2^(i+1) ns."""
+    freeze_max_ns: int
+    """Longest time for which a run was frozen, in nanoseconds."""
+    hint_pages: int
+    """Pages in the agent's hints."""
+    hint_runs: int
+    """Runs of pages in the agent's hints."""
+    hints_dropped: int
+    """Hints dropped because the stack was full."""
+    mapped_pages: int
+    """Pages that map the page store."""
+    mappings: int
+    """Mappings of the QEMU process at the last full sync."""
+    matched_folded_pages: int
+    """Matched pages that are folded and not copied since, or shared with the snapshot's image, as
+    of the last sync with the kernel's tables."""
+    matched_pages: int
+    """Cached pages that another VM of the domain caches too, or that the store holds."""
+    name: str
+    """Name of the VM."""
+    over_limit_pages: int
+    """Reported pages that were dropped because of the limits for this VM."""
+    pause_max_ms: int
+    """Longest of these pauses, in milliseconds."""
+    pauses: int
+    """Pauses of the VM for folding again in a VM with direct I/O."""
+    problem: str | None = None
+    """Reason why the VM is not folded, if there is one."""
+    refolded_pages: int
+    """Pages folded again after the guest had written them."""
+    template_copied_pages: int
+    """Pages in views of the image that the guest has written since (private copies)."""
+    template_pages: int
+    """Pages in views of the image of the snapshot that the VM runs from."""
+    template_shared_pages: int | None = None
+    """Pages in views of the image that hold data there and that the guest has not written since."""
+    zero_pages: int
+    """Pages that held only zeroes and were given back to the host."""
+    zero_saved_pages: int
+    """Pages given back as zeroes that the guest has not written since, as of the last sync with the
+    kernel's tables."""
+
+
+@dataclass(kw_only=True)
+class VmSwap:
+    """Status of a VM's swap disk. Its contents do not count as guest RAM."""
+
+    bytes: int
+    """Size of the disk, in bytes."""
+    durability: Durability | None = None
+    """Protection of the data if a lender dies; null: nothing is lent."""
+    lent: list[LentPart]
+    """Parts of the disk on lent memory, one for each lender: all parts of the first copy, then
+    those of the second."""
+    place: SwapPlace
+    """Location of the disk's data."""
