@@ -10,7 +10,7 @@ BootSnapshot = Union[
     Literal["ready"],
     dict[str, Any],
 ]
-"""Status of a VM's boot snapshot, which is saved right after the boot."""
+"""Status of a VM's boot snapshot: a snapshot that memfold saves right after the guest's boot."""
 
 Durability = Literal["disk", "replica", "none"]
 """Place where the bytes of a swap disk on lent RAM survive if its lender dies."""
@@ -28,10 +28,10 @@ SegmentState = Union[
     Literal["taken_off"],
     dict[str, Any],
 ]
-"""State of a segment in a guest."""
+"""State, in the guest, of a segment that is attached to the guest's VM."""
 
 SwapPlace = Literal["lent", "degraded", "on_copy", "on_disk", "lost"]
-"""Location of a VM's swap disk."""
+"""Where the data of a VM's swap disk is."""
 
 
 @dataclass(kw_only=True)
@@ -125,14 +125,14 @@ class EngineStats:
 
 @dataclass(kw_only=True)
 class ErrorBody:
-    """The body of a response with an HTTP status of 400 and above."""
+    """Body of an HTTP response with a status of 400 or above."""
 
     error: str
-    """Message that names the failed condition."""
+    """Message that names the condition that failed."""
     hint: str | None = None
-    """Action that would fix the failed condition, if known."""
+    """Action that would change the failed condition; null: unknown."""
     impossible_here: bool | None = None
-    """Whether the request is impossible on this host (the command line exits with 3)."""
+    """Whether the request is impossible on this host. The command line then exits with code 3."""
 
 
 @dataclass(kw_only=True)
@@ -154,17 +154,18 @@ class Event:
 
 @dataclass(kw_only=True)
 class ExecRequest:
-    """`POST /v1/vms/{name}/exec`"""
+    """Request body of `POST /v1/vms/{name}/exec`."""
 
     script: str
     """Text of a shell script, which `/bin/sh -c` runs in the guest."""
     timeout_s: float
-    """Time limit in seconds, after which the command is killed."""
+    """Time limit of the command in seconds. A command that runs longer is killed."""
 
 
 @dataclass(kw_only=True)
 class ExecResult:
-    """Result of a command in a guest. Invalid UTF-8 in its output is replaced."""
+    """Result of a command that ran in a guest. Invalid UTF-8 in the command's output is
+    replaced."""
 
     code: int
     """Exit code of the command; 128 + signal if it was killed."""
@@ -176,40 +177,41 @@ class ExecResult:
 
 @dataclass(kw_only=True)
 class FullReport:
-    """`GET /v1/report`"""
+    """Response of `GET /v1/report`."""
 
     fold: EngineStats
-    """Counters of folding."""
+    """Counters and settings of folding."""
     ledger: dict[str, Any]
     """Memory use of the host and of each VM."""
 
 
 @dataclass(kw_only=True)
 class LentPart:
-    """Part of a VM's swap disk that one lender holds."""
+    """Part of a VM's swap disk that one lender holds in its RAM."""
 
     bytes: int
-    """Bytes of the disk that this lender holds; rounded up if the disk is striped over several
+    """Bytes of the swap disk that this lender holds; rounded up if the disk is striped over several
     lenders."""
     copy: int
-    """Number of the copy that this part belongs to: 0 or 1."""
+    """Number of the swap disk's copy to which this part belongs: 0 or 1."""
     lender: str
     """Name of the lending host."""
 
 
 @dataclass(kw_only=True)
 class PullBody:
-    """`POST /v1/snapshots/{name}/pull`"""
+    """Request body of `POST /v1/snapshots/{name}/pull`."""
 
     allow_arguments: bool | None = None
-    """Whether a snapshot may bring arguments for QEMU although no signature is checked."""
+    """Whether a pulled snapshot may bring arguments for QEMU although no signature is checked."""
     domain: str | None = None
     """Trust domain of the snapshot on this host; unset: its VMs share no memory with other VMs."""
     from_: str | None = None
-    """Name of the snapshot in the store; unset: the name that it gets here."""
+    """Name of the snapshot in the object store; unset: the name that the snapshot gets on this
+    host."""
     trust: str | None = None
-    """Ed25519 public key in PEM form; a snapshot without a signature of its private key is refused.
-    Unset: signatures are not checked."""
+    """Ed25519 public key in PEM form. A snapshot that the matching private key has not signed is
+    refused. Unset: signatures are not checked."""
     url: str
     """URL of the object store."""
 
@@ -236,12 +238,13 @@ class PullReport:
 
 @dataclass(kw_only=True)
 class PushBody:
-    """`POST /v1/snapshots/{name}/push`"""
+    """Request body of `POST /v1/snapshots/{name}/push`."""
 
     key: str | None = None
-    """Ed25519 private key in PEM form, with which the snapshot is signed; unset: no signature."""
+    """Ed25519 private key in PEM form, with which the snapshot is signed; unset: the snapshot is
+    not signed."""
     to: str | None = None
-    """Name of the snapshot in the store; unset: its name here."""
+    """Name that the snapshot gets in the object store; unset: its name on this host."""
     url: str
     """URL of the object store: `file://`, `s3://`, `gs://`, `az://`, `http://` or `https://`."""
 
@@ -268,13 +271,13 @@ class PushReport:
 
 @dataclass(kw_only=True)
 class RebootRequest:
-    """`POST /v1/vms/{name}/reboot`"""
+    """Request body of `POST /v1/vms/{name}/reboot`."""
 
     from_boot_snapshot: bool | None = None
-    """Whether the VM, disks included, is restored to its state right after its boot, instead of
-    rebooting the guest."""
+    """Whether memfold restores the VM, disks included, to its state right after its boot. `false`:
+    the guest reboots."""
     timeout_s: float
-    """Longest time until the guest's agent answers again, in seconds."""
+    """Longest wait for the guest's agent to answer after the reboot, in seconds."""
 
 
 @dataclass(kw_only=True)
@@ -300,7 +303,8 @@ class RemoteSnapshot:
 
 @dataclass(kw_only=True)
 class RemoteStore:
-    """`POST /v1/remote-snapshots/list` and `POST /v1/remote-snapshots/{name}/remove`"""
+    """Request body of `POST /v1/remote-snapshots/list` and of `POST /v1/remote-
+    snapshots/{name}/remove`."""
 
     url: str
     """URL of the object store."""
@@ -338,51 +342,57 @@ class Renewal:
 
 @dataclass(kw_only=True)
 class RestoreRequest:
-    """`POST /v1/snapshots/{name}/restore`"""
+    """Request body of `POST /v1/snapshots/{name}/restore`."""
 
     despite_brake: bool | None = None
-    """Whether the VM is started although the brake is on, or this VM would put it on."""
+    """Whether the VM is started although the brake is on, or would be on with this VM."""
     disks: str | None = None
-    """Directory for the VM's own copies of its writable disks (`VM-diskN.qcow2`), which remain when
-    the VM ends. Unset: writes go to temporary overlays."""
+    """Directory for the restored VM's own copies of its writable disks (`VM-diskN.qcow2`), which
+    remain when the VM ends. Unset: the VM writes to temporary overlays."""
     force: bool | None = None
-    """Whether the VM is started even if another VM with the same memory keeps the same identity."""
+    """Whether the VM is started even if another VM runs from the same snapshot and the guest cannot
+    renew its identity."""
     forwards: list[str] = field(default_factory=list)
-    """Host ports to forward into the guest (`[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; port 0: any
-    free port), instead of those of the saved VM."""
+    """Host ports that are forwarded into the guest, instead of those of the saved VM:
+    `[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; PORT 0: any free port."""
     keep_clock: bool | None = None
-    """Whether the guest's clock continues from the moment of the save. Unset: the clock is set to
-    the host's when the agent answers."""
+    """Whether the guest's clock continues from the moment of the save. `false`: the guest's clock
+    is set to the host's when the agent answers."""
     prefetch: bool | None = None
-    """Whether the pages that a restored VM accesses first are prefetched, instead of loading each
-    page when it is accessed."""
+    """Whether memfold prefetches the pages that an earlier VM of the snapshot accessed first.
+    `false`: each page is loaded when the guest accesses it."""
     renew: Renew | None = None
-    """Which identities of the VM are renewed."""
+    """Which identities of the saved VM are replaced in the restored VM."""
     vm: str
     """Name of the restored VM."""
 
 
 @dataclass(kw_only=True)
 class SaveRequest:
-    """`POST /v1/snapshots`"""
+    """Request body of `POST /v1/snapshots`."""
 
     compress: bool | None = None
-    """Whether the RAM image is compressed."""
+    """Whether the snapshot's RAM image is compressed. A compressed snapshot has no parent."""
     drop_s: int | None = None
-    """Longest time for the guest to drop its caches, in seconds. Unset: the time that the disk with
-    the snapshots takes to write the page cache, from 5 s to 120 s. Caches that are not dropped by
-    then are saved."""
+    """Longest time for the guest to drop its caches, in seconds; caches that remain are saved.
+    Unset: the time to write the page cache to the disk with the snapshots, 5 s to 120 s."""
     keep: KeepChoice | None = None
     """Which of the guest's caches the snapshot keeps."""
     keep_clock: bool | None = None
-    """Whether the guest's clock stays behind by the time that the VM was stopped. Unset: the clock
-    is set to the host's if that time was long."""
+    """Whether the guest's clock stays behind by the time for which the save stopped the VM.
+    `false`: after a stop of 100 ms or longer, the guest's clock is set to the host's."""
     live: bool | None = None
-    """Whether the VM runs while its RAM is copied. The snapshot is still of one instant."""
+    """Whether the VM runs while its RAM is copied. The snapshot is of one instant in either
+    case."""
     name: str
-    """Name of the snapshot."""
+    """Name that the snapshot gets."""
+    parent: str | None = None
+    """Snapshot whose pages the new one refers to instead of saving them again. Unset: the snapshot
+    from which the VM runs, if it runs from one."""
     vm: str
     """Name of the VM to save."""
+    whole: bool | None = None
+    """Whether all pages are saved, even if the VM runs from a snapshot."""
 
 
 @dataclass(kw_only=True)
@@ -399,6 +409,10 @@ class SnapshotInfo:
     """Size of the VM's RAM, in bytes."""
     name: str
     """Name of the snapshot."""
+    parent: str | None = None
+    """Snapshot that this one is a layer on; unset if it has all pages."""
+    parent_bytes: int
+    """Bytes of RAM that the layer lacks, because files of its parent hold them."""
     problem: str | None = None
     """Reason why the snapshot cannot be used; unset if it can be used."""
     users: list[str]
@@ -415,32 +429,32 @@ class StopReport:
     """How the VM ended: `powered_down`: the guest shut down; `already`: the VM had ended before;
     `quit`: QEMU was told to quit; `killed`: QEMU did not answer and was killed."""
     name: str
-    """Name of the VM."""
+    """Name of the VM that was stopped."""
     overdue: bool
     """Whether the guest was asked to shut down and did not do so in time."""
     took_s: float
-    """Time until the VM had ended, in seconds."""
+    """Time from the request to the VM's end, in seconds."""
     why: str | None = None
-    """Why QEMU was told to quit or killed, as text."""
+    """Why QEMU was told to quit or was killed, as text; null: it was not."""
 
 
 @dataclass(kw_only=True)
 class StopRequest:
-    """`POST /v1/vms/{name}/stop`"""
+    """Request body of `POST /v1/vms/{name}/stop`."""
 
     timeout_s: float
-    """Time for the guest to shut down, in seconds, before QEMU is ended; 0: the guest is not
-    asked."""
+    """Time for the guest to shut down, in seconds, after which QEMU is ended. 0: QEMU is ended
+    without asking the guest."""
 
 
 @dataclass(kw_only=True)
 class VersionInfo:
-    """`GET /v1/version`"""
+    """Response of `GET /v1/version`."""
 
     pid: int
     """Process ID of the daemon."""
     state: str
-    """State directory of the daemon's VMs."""
+    """State directory of the daemon, which holds the files of its VMs."""
     version: str
     """Package version of the daemon."""
 
@@ -450,64 +464,67 @@ class VmInfo:
     """A VM as `memfold vm list` shows it."""
 
     agent: str | None = None
-    """Kernel version of the guest, as its agent reports it; unset if no agent is connected."""
+    """Kernel version of the guest, as the guest's agent reports it; unset if no agent is
+    connected."""
     agent_problems: list[str]
-    """Problems that the agent reports, as text."""
+    """Problems that the guest's agent reports, as text."""
     boot_snapshot: BootSnapshot | None = None
-    """Status of the boot snapshot, if the VM was started with `boot_snapshot`."""
+    """Status of the VM's boot snapshot; unset if the VM's description did not ask for one."""
     clock: ClockStep | None = None
     """Correction of the guest's wall clock after the VM was stopped. Unset: the VM was not stopped,
     or keeps its clock."""
     costs: list[str] = field(default_factory=list)
-    """Settings that cost the host other resources, such as CPUs that the guest never yields."""
+    """Settings by which the VM burdens the host, as text: for example, CPUs that the guest never
+    yields."""
     domain: str | None = None
     """Trust domain of the VM; `null`: the VM shares memory with no other."""
     fold_problems: list[str]
-    """Reasons why the VM's RAM is not folded; empty: it is folded."""
+    """Reasons why memfold does not fold the VM's RAM; empty: memfold folds it."""
     forwards: list[str] = field(default_factory=list)
     """Host ports forwarded into the guest: `ADDRESS:PORT:GUEST-PORT`."""
     left_out: list[str] = field(default_factory=list)
     """Host resources that the saved VM had and this restored VM lacks, because only one VM can have
-    them."""
+    each of them."""
     libvirt: str | None = None
     """Name of the domain in libvirt, if libvirt started the VM."""
     name: str
     """Name of the VM, unique on this host."""
     origin: str
-    """`started` if memfold started the VM, or `attached`."""
+    """Origin of the VM: `started` if memfold started the VM, or `attached`."""
     pid: int
-    """QEMU's process ID."""
+    """Process ID of the VM's QEMU."""
     qemu: str
-    """QEMU's version."""
+    """Version of the VM's QEMU."""
     ram_bytes: int
-    """Guest RAM in bytes."""
+    """Size of the VM's guest RAM, in bytes."""
     refold_problems: list[str]
-    """Reasons why folded pages can be folded again only while the VM is paused; empty: they can be
-    folded again at any time."""
+    """Reasons why pages that the guest rewrote can be folded again only while the VM is paused;
+    empty: they can be folded again at any time."""
     renewal: Renewal | None = None
-    """Identities renewed when the VM was restored, if this daemon restored it."""
+    """Identities that were renewed when the VM was restored; unset if this daemon did not restore
+    the VM."""
     segments: list[VmSegment] = field(default_factory=list)
-    """Segments that the VM maps, in the order of their slots."""
+    """Segments that the VM maps, in the order of their device slots in QEMU."""
     state: str | None = None
     """State of the VM: `running`; another run state of QEMU (`paused`, `io-error`, `guest-
     panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`; `taking-over`; or
     `silent` if QEMU does not answer."""
     state_cause: str | None = None
-    """Cause of the state, if known."""
+    """Cause of the VM's `state`, as text, if known."""
     state_fix: str | None = None
-    """Action that would make the VM run again."""
+    """Action that would make the VM run again, as text."""
     swap: VmSwap | None = None
     """The VM's swap disk, if memfold created one."""
 
 
 @dataclass(kw_only=True)
 class VmSegment:
-    """A segment that a VM maps."""
+    """A segment that is attached to a VM."""
 
     segment: str
     """Reference to the segment, `NAME@GENERATION`."""
     state: SegmentState
-    """State of the segment in the guest."""
+    """State of the segment in the guest, for example whether the guest has mounted it."""
 
 
 @dataclass(kw_only=True)
@@ -588,14 +605,15 @@ class VmStats:
 
 @dataclass(kw_only=True)
 class VmSwap:
-    """Status of a VM's swap disk. Its contents do not count as guest RAM."""
+    """Status of a VM's swap disk. The disk's contents do not count as guest RAM."""
 
     bytes: int
-    """Size of the disk, in bytes."""
+    """Size of the swap disk, in bytes."""
     durability: Durability | None = None
-    """Protection of the data if a lender dies; null: nothing is lent."""
+    """Protection of the swapped data against a lender's death; null: the disk is not on lent
+    RAM."""
     lent: list[LentPart]
-    """Parts of the disk on lent memory, one for each lender: all parts of the first copy, then
-    those of the second."""
+    """Parts of the swap disk that lenders hold, one for each lender: all parts of the first copy,
+    then those of the second."""
     place: SwapPlace
-    """Location of the disk's data."""
+    """Where the data of the swap disk is now."""

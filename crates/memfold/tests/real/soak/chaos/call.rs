@@ -44,7 +44,7 @@ const MOST: usize = 4;
 /// its own timeouts), and a function that returns its arguments.
 type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
 
-const CALLED: [Called; 51] = [
+const CALLED: [Called; 52] = [
     ("doctor", 60, |c| {
         let place = c.testbed.root.join("doctor").display().to_string();
         words(&["doctor", "--state", &place])
@@ -56,6 +56,10 @@ const CALLED: [Called; 51] = [
         let vm = c.throwaway();
         let timeout = c.one(&["0", "2", "10"]);
         words(&["vm", "stop", &vm, "--timeout", timeout])
+    }),
+    ("vm pause", 30, |c| {
+        let vm = c.throwaway();
+        words(&["vm", "pause", &vm])
     }),
     ("vm resume", 20, |c| {
         let vm = c.any_vm();
