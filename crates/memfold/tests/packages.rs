@@ -1,6 +1,6 @@
 //! Tests of the Debian packages and of a release's other files in clean installations of Debian 12
-//! and 13, and of the unit under a systemd. They run `scripts/test-deb`, `scripts/test-release` and
-//! `scripts/test-unit`, which print what they check.
+//! and 13, and of the unit under a systemd. They run `scripts/test-deb`, `scripts/test-release`,
+//! `scripts/test-unit` and `scripts/test-ansible`, which print what they check.
 
 use std::path::Path;
 use std::process::Command;
@@ -99,6 +99,14 @@ fn vms_keep_running_when_the_hardened_daemon_is_restarted_or_killed_under_system
 /// The second ring.
 mod soak {
     use super::*;
+
+    #[test]
+    fn the_ansible_roles_install_configure_and_remove_and_change_nothing_when_repeated() {
+        let Some(done) = said(&mut script("test-ansible"), true) else {
+            return;
+        };
+        assert!(done.contains("repeated without a change"), "{done}");
+    }
 
     #[test]
     fn the_five_commands_of_the_readme_fold_vms_on_a_clean_debian_13() {
