@@ -1,4 +1,4 @@
-//! Tests of requests for the cached pages of one VM.
+//! Tests of the command that asks which pages of one VM cache files.
 
 use std::sync::mpsc::{SyncSender, sync_channel};
 

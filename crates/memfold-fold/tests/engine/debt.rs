@@ -1,4 +1,4 @@
-//! Tests of the debt's figures, and of an engine that must not share any more.
+//! Tests of the debt's figures, and of an engine that was told to share no more pages.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
