@@ -1,5 +1,5 @@
-//! Compares samples of files that have the same name and size but different paths, to find files
-//! with the same content.
+//! Compares some cached pages of files that have the same name and size but different paths, to
+//! find files with the same content.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -14,7 +14,8 @@ use super::state::{Engine, VmState, usable};
 use super::vm_table::PIECE;
 
 impl Engine {
-    /// Compares samples of the pair of files that is due next. Returns whether a pair was due.
+    /// Compares some cached pages of the pair of contents (files) that is due next. Returns whether
+    /// a pair was due.
     pub(super) fn sample_due(&mut self, now: Instant) -> bool {
         for (name, domain) in &mut self.domains {
             let Some(candidate) = domain.candidates.take(now) else {

@@ -1,8 +1,9 @@
-//! Processes one batch of hints: takes the newest hints, fills the store, sends orders to the
-//! libraries and records the outcomes.
+//! Processes one batch of hints: copies pages that several VMs cache into the page store, orders
+//! the library in each QEMU to fold them, and records the outcomes.
 //!
-//! A *piece* is 64 consecutive pages of a file ([`PIECE`]). A *content* is the bytes that several
-//! files probably share (`content`), a *member* of the content one such file in one VM.
+//! A *piece* is 64 consecutive pages of a file ([`PIECE`]). A *content* stands for the bytes of a
+//! file, of which several VMs may have a copy. A *member* of the content is one such file in one
+//! VM.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -32,8 +33,8 @@ struct Holder {
 }
 
 impl Engine {
-    /// Takes settled hints from the VMs in turn, the newest of each VM first, until they fill a
-    /// batch.
+    /// Takes settled hints from one VM after another, the newest of each VM first, until they fill
+    /// a batch.
     pub(super) fn take_tasks(&mut self, now: Instant) -> Vec<Task> {
         let rate = self.rate.as_mut();
         let allowed = rate.map_or(u64::MAX, |rate| rate.available(now).max(1));
@@ -85,8 +86,9 @@ impl Engine {
         tasks
     }
 
-    /// Folds ranges of contents. Where two VMs cache a page that the store lacks, fills the store
-    /// first. Then folds every cached page of the ranges that is not folded yet.
+    /// Folds the file pages of `tasks`. First copies pages that at least two VMs cache, and that
+    /// the page store lacks, into the store. Then folds every guest page that caches one of the
+    /// file pages and is not folded yet.
     pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
         for vm in self.vms.values_mut().filter(|vm| vm.is_foldable()) {
@@ -367,8 +369,8 @@ impl Engine {
         }
     }
 
-    /// Takes groups for one order of at most `most_pages` pages from the queue. Drops groups that
-    /// are no longer worth a mapping. Returns `None` when the queue is empty.
+    /// Takes groups of runs for one order, of at most `most_pages` pages in total, from the queue.
+    /// Drops groups that are too short to be worth a mapping. Returns `None` if no group is left.
     pub(super) fn next_order(
         &mut self,
         id: VmId,
@@ -405,8 +407,8 @@ impl Engine {
         (!order.is_empty()).then_some(order)
     }
 
-    /// Sends one order and records its outcomes. The rest of a group whose folding stopped in the
-    /// middle returns to the queue.
+    /// Sends one fold order to VM `id` and records its outcomes. The rest of a group whose folding
+    /// stopped in the middle returns to the queue.
     pub(super) fn execute(
         &mut self,
         id: VmId,
@@ -468,8 +470,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Searches all contents for matched pages that are not folded: pages of dropped hints, pages
-    /// that a budget refused, and pages of VMs that were added late.
+    /// Searches all tables for file pages that several VMs cache and that are not folded: pages of
+    /// dropped hints, pages that a budget refused, and pages of VMs that were added late.
     pub(super) fn sweep(&mut self) {
         self.sweep_wanted = false;
         self.last_sweep = Instant::now();

@@ -1,10 +1,10 @@
-//! Budgets of folding: token buckets for CPU time and pages per second, and the length of the
-//! shortest run that is worth a mapping.
+//! Budgets of folding: token buckets that limit CPU time and pages per second, and the minimum
+//! length of a run that is worth a mapping.
 
 use std::time::{Duration, Instant};
 
-/// Token bucket: `rate` tokens are added every second, up to `burst`. Spending may overdraw the
-/// bucket; then the next spender waits.
+/// Token bucket: gains `rate` tokens a second, up to `burst`. Spending may overdraw the bucket;
+/// then the next spender waits.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
     rate: f64,
@@ -14,7 +14,7 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// Creates a bucket with `burst` tokens.
+    /// Creates a full bucket, which gains `rate` tokens a second and holds at most `burst` tokens.
     #[must_use]
     pub fn new(rate: f64, burst: f64, now: Instant) -> Self {
         Self {
@@ -31,13 +31,14 @@ impl TokenBucket {
         self.last = now;
     }
 
-    /// Takes `amount` tokens, even if the bucket has fewer.
+    /// Takes `amount` tokens from the bucket, even if it has fewer.
     pub fn spend(&mut self, amount: f64, now: Instant) {
         self.refill(now);
         self.tokens -= amount;
     }
 
-    /// Returns the time until the bucket has tokens; `None` if it has some now. At most one hour.
+    /// Returns the time until the bucket has tokens again, at most one hour; `None` if it has some
+    /// now.
     pub fn wait(&mut self, now: Instant) -> Option<Duration> {
         self.refill(now);
         if self.tokens > 0.0 {
@@ -60,8 +61,8 @@ impl TokenBucket {
     }
 }
 
-/// Returns the length in pages of the shortest run that is worth a mapping to a VM that has `used`
-/// of `limit` mappings; `None` if no run is.
+/// Returns the minimum length in pages of a run that may be folded in a VM that has `used` of at
+/// most `limit` mappings; `None` if no run may be folded.
 ///
 /// A fold splits a mapping into up to three. Below half of the limit, every run is worth a mapping;
 /// nearer to the limit, a run must be longer. Above 90 % no run is, so that QEMU's own calls do not

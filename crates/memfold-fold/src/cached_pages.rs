@@ -1,4 +1,5 @@
-//! Copy of the table of one VM's cached pages, for use on another thread.
+//! Copies the engine's table of one VM's cached pages (which guest page caches which page of a
+//! file), for use on another thread.
 
 use std::sync::Arc;
 
@@ -8,10 +9,11 @@ use memfold_wire::agent::FileNumber;
 use super::numbering::{Index, Numbering};
 use super::sparse::{PIECE_ENTRIES, Sparse};
 
-/// Page of a file that a guest page caches.
+/// Page of a file that a guest page caches, as an entry of a VM's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Cached {
-    /// Number of the file from the agent, plus one; 0 if the guest page caches no file.
+    /// Number of the cached file, assigned by the VM's agent, plus one; 0 if the guest page caches
+    /// no file.
     pub file: u32,
     pub page: u32,
 }
@@ -19,18 +21,18 @@ pub(super) struct Cached {
 /// Run of pages that are consecutive in QEMU's memory and in the file that they cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRun {
-    /// Host virtual address of the run in QEMU.
+    /// Host virtual address of the run's first page in QEMU.
     pub hva: Hva,
     /// Number of pages in the run.
     pub pages: u32,
-    /// Number of the file, from the VM's agent.
+    /// Number of the cached file, assigned by the VM's agent.
     pub file: FileNumber,
-    /// Index in the file of the run's first page, in pages.
+    /// Offset of the run's first page in the file, in pages.
     pub page: u32,
 }
 
-/// Copy of the table of one VM's cached pages, as the VM's agent reported them. The copy shares
-/// memory with the engine's table until the table changes.
+/// Copy of the engine's table of one VM's cached pages, as the VM's agent reported them. Copying is
+/// cheap, because copy and table share memory until the table changes.
 #[derive(Clone, Debug)]
 pub struct CachedPages {
     pub(super) numbering: Arc<Numbering>,
@@ -38,7 +40,8 @@ pub struct CachedPages {
 }
 
 impl CachedPages {
-    /// Returns all runs, in the order of guest page frames. Each cached page is in exactly one run.
+    /// Returns all runs of cached pages, in the order of guest page frames. Each cached page is in
+    /// exactly one run.
     pub fn runs(&self) -> impl Iterator<Item = PageRun> + '_ {
         let mut next = 0;
         std::iter::from_fn(move || {

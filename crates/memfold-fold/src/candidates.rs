@@ -1,4 +1,5 @@
-//! Queue of pairs of files with the same name and size that wait for a comparison.
+//! Queue of pairs of files that have the same name and size, but different paths, and that wait for
+//! a comparison.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -11,14 +12,14 @@ const MAX_CANDIDATES: usize = 4096;
 /// Number of attempts to compare a pair whose files have no cached page in common yet.
 const MAX_TRIES: u8 = 5;
 
-/// Two contents with the same name and size, whose samples will be compared.
+/// Two contents of files with the same name and size, of which some pages will be compared.
 pub(super) struct Candidate {
     pub content: ContentId,
     pub other: ContentId,
     tries: u8,
 }
 
-/// Waiting pairs, sorted by the time at which they are due.
+/// Pairs that wait for their comparison, sorted by the time at which it is due.
 #[derive(Default)]
 pub(super) struct Candidates {
     waiting: BTreeMap<(Instant, u64), Candidate>,
@@ -26,7 +27,8 @@ pub(super) struct Candidates {
 }
 
 impl Candidates {
-    /// Adds a pair that is due at `due`.
+    /// Adds a pair of contents, to be compared at time `due`. Drops the pair if too many pairs
+    /// wait.
     pub fn add(&mut self, content: ContentId, other: ContentId, due: Instant) {
         let new = Candidate {
             content,
@@ -43,7 +45,7 @@ impl Candidates {
         }
     }
 
-    /// Returns the time at which the first pair is due.
+    /// Returns the time at which the next comparison is due; `None` if no pair waits.
     pub fn due(&self) -> Option<Instant> {
         self.waiting.first_key_value().map(|(key, _)| key.0)
     }
@@ -53,7 +55,8 @@ impl Candidates {
         self.waiting.pop_first().map(|(_, candidate)| candidate)
     }
 
-    /// Queues a pair again with a longer delay, unless the pair was tried [`MAX_TRIES`] times.
+    /// Queues a pair of contents again, with a longer delay, unless it was tried [`MAX_TRIES`]
+    /// times.
     pub fn put_back(&mut self, mut candidate: Candidate, now: Instant) {
         if candidate.tries < MAX_TRIES {
             candidate.tries += 1;

@@ -1,11 +1,11 @@
-//! Index of contents: which files of which VMs probably have the same bytes, and which store pages
-//! hold these bytes.
+//! Index of file contents: which files of which VMs probably have the same bytes, and which pages
+//! of the page store hold these bytes.
 //!
-//! A [`Content`] represents the bytes of one file, wherever copies of the file are. A VM's file
+//! A [`Content`] stands for the bytes of one file, wherever copies of the file are. A VM's file
 //! joins a content by path and size. A file of the same name and size under another path joins
-//! after a comparison of samples. A VM whose bytes keep differing moves to a *variant*: another
-//! content for the same path and size, so that VMs with the same other version share with each
-//! other. All of this is a guess; the comparison at folding decides.
+//! after a comparison of some of its pages. A VM whose bytes keep differing moves to a *variant*:
+//! another content for the same path and size, so that VMs with the same other version share with
+//! each other. All of this is a guess; the comparison at folding decides.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 use super::guest::VmId;
 use super::vm_table::{PIECE, Piece};
 
-/// Number of a content in its trust domain; never reused.
+/// Number of a content (the bytes of a file) in its trust domain; never reused.
 pub type ContentId = u32;
 
 /// Maximum number of variants of one path and size, that is, of versions of a file that VMs of one
@@ -34,36 +34,37 @@ const MAX_NAMESAKES: usize = 64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Member {
     pub vm: VmId,
-    /// Number of the file, from the VM's agent.
+    /// Number of the file, assigned by the VM's agent.
     pub file: FileNumber,
 }
 
-/// Bytes that several files probably share.
+/// Bytes of a file, which files of several VMs probably share.
 #[derive(Debug)]
 pub struct Content {
-    /// Path of the first member.
+    /// Path of the first file that had this content.
     pub path: Box<[u8]>,
-    /// Files that probably have these bytes.
+    /// Files of VMs that probably have this content.
     pub members: Vec<Member>,
     key: PathKey,
     store: BTreeMap<u32, Box<Piece>>,
 }
 
 impl Content {
-    /// Returns the length of the content's files in bytes.
+    /// Returns the length in bytes of the files with this content.
     #[must_use]
     pub const fn size(&self) -> u64 {
         self.key.1
     }
 
-    /// Returns the number of the store page that holds page `page` of the files with this content;
-    /// `None` if the page store does not hold that page.
+    /// Returns the index of the store page that holds page `page` of this content; `None` if the
+    /// page store does not hold that page.
     #[must_use]
     pub fn store_page(&self, page: u32) -> Option<u32> {
         self.store.get(&(page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
     }
 
-    /// Returns the store pages (plus one) that hold the pages of a piece; 0 for none.
+    /// Returns, for each of the 64 pages of piece `piece`, the index plus one of the store page
+    /// that holds it; 0 if the page store does not hold the page.
     #[must_use]
     pub fn store_pages(&self, piece: u32) -> Piece {
         self.store.get(&piece).map_or([0; PIECE as usize], |p| **p)
@@ -89,20 +90,20 @@ type PathKey = (u128, u64);
 /// Hash of a file's name, and size of the file.
 type NameKey = (u64, u64);
 
-/// State of one store page.
+/// State of one page of the page store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StorePageFacts {
-    /// Number of VM pages that map this store page.
+    /// Number of guest pages (of all VMs) that map this store page.
     pub references: u32,
-    /// Content and page number of which this store page holds the bytes, if an index entry refers
-    /// to the store page.
+    /// Content, and page of the content, whose bytes the index says that this store page holds;
+    /// `None` if no index entry refers to the store page.
     pub holds: Option<(ContentId, u32)>,
-    /// Whether the store page was punched out of the store's file. VM pages that still map it hold
-    /// private copies.
+    /// Whether the store page was freed (punched out of the store's file). Guest pages that still
+    /// map it have private copies.
     pub punched: bool,
 }
 
-/// All distinct page contents that were found in the VMs of one trust domain.
+/// All distinct contents of files that the VMs of one trust domain cache.
 #[derive(Debug, Default)]
 pub struct Contents {
     all: HashMap<ContentId, Content>,
@@ -117,13 +118,13 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// Returns the content of a VM's file.
+    /// Returns the content of a VM's file; `None` if the file has no known path.
     #[must_use]
     pub fn of(&self, member: Member) -> Option<ContentId> {
         self.of.get(&member).copied()
     }
 
-    /// Returns the path of a VM's file in the guest.
+    /// Returns the path of a VM's file in the guest; `None` if it is unknown.
     #[must_use]
     pub fn path(&self, member: Member) -> Option<&[u8]> {
         if let Some(path) = self.own_paths.get(&member) {
@@ -137,7 +138,7 @@ impl Contents {
         self.all.get(&id)
     }
 
-    /// Returns every content with at least two members.
+    /// Returns every content that files of VMs share: each content with at least two members.
     pub fn shared(&self) -> impl Iterator<Item = (ContentId, &Content)> {
         self.all
             .iter()
@@ -146,8 +147,8 @@ impl Contents {
     }
 
     /// Adds a VM's file at `path` of `size` bytes. The file joins the content of that path and
-    /// size, or starts a new content. Returns other contents of the same file name and size, which
-    /// are candidates for [`Contents::alias`].
+    /// size, or starts a new content. Returns other contents of the same file name and size, whose
+    /// bytes the caller may compare and then join by [`Contents::alias`].
     pub fn join(&mut self, member: Member, path: &[u8], size: u64) -> Vec<ContentId> {
         let key = (xxh3_128(path), size);
         if let Some(id) = self.of(member) {
@@ -196,8 +197,8 @@ impl Contents {
         }
     }
 
-    /// Removes a VM's file from its content. A content without members is removed, and its store
-    /// pages lose their index entries.
+    /// Removes a VM's file from its content. A content of no file is removed, too, and the index no
+    /// longer refers to its store pages.
     pub fn leave(&mut self, member: Member) {
         self.own_paths.remove(&member);
         self.leave_content(member);
@@ -239,7 +240,7 @@ impl Contents {
         Some(content)
     }
 
-    /// Removes all files of a VM.
+    /// Removes all files of a VM from their contents.
     pub fn leave_all(&mut self, vm: VmId) {
         let members: Vec<Member> = self.of.keys().filter(|m| m.vm == vm).copied().collect();
         for member in members {
@@ -247,7 +248,8 @@ impl Contents {
         }
     }
 
-    /// Joins two contents whose samples were equal: the members of `other` become members of `id`.
+    /// Joins two contents, of which some pages were compared and equal: the files of `other` become
+    /// files of `id`.
     pub fn alias(&mut self, id: ContentId, other: ContentId) {
         if id == other || !self.all.contains_key(&id) {
             return;
@@ -260,8 +262,8 @@ impl Contents {
         }
     }
 
-    /// Moves a member whose bytes keep differing to the next variant of its path and size. Returns
-    /// `false` if there is no other variant.
+    /// Moves a file whose bytes keep differing from its content's to the next content (variant) of
+    /// the same path and size. Returns `false` if there is no other variant to try.
     pub fn try_variant(&mut self, member: Member) -> bool {
         let known = self
             .of(member)
@@ -296,7 +298,8 @@ impl Contents {
         true
     }
 
-    /// Returns the state of a store page.
+    /// Returns the state of store page `store_page`: how many guest pages map it, and what it
+    /// holds.
     #[must_use]
     pub fn facts(&self, store_page: u32) -> StorePageFacts {
         self.pages
@@ -312,7 +315,8 @@ impl Contents {
         &mut piece[(store_page % PIECE) as usize]
     }
 
-    /// Counts one more VM page that maps each of these store pages.
+    /// Counts, for each of the `pages` store pages from `first` on, one more guest page that maps
+    /// it.
     pub fn add_references(&mut self, mut first: u32, mut pages: u32) {
         while pages > 0 {
             let within = first % PIECE;
@@ -328,7 +332,7 @@ impl Contents {
         }
     }
 
-    /// Counts one more VM page that maps a store page (`more`), or one fewer.
+    /// Counts one guest page more (`more` is `true`) or fewer that maps store page `store_page`.
     pub fn count_reference(&mut self, store_page: u32, more: bool) {
         let facts = self.facts_mut(store_page);
         if more {
@@ -339,8 +343,8 @@ impl Contents {
         }
     }
 
-    /// Sets `store_page` as the store page of page `page` of `content`. An earlier store page of
-    /// this page loses its index entry.
+    /// Records that store page `store_page` holds page `page` of `content`. An earlier store page
+    /// of that page loses its index entry.
     pub fn index(&mut self, content: ContentId, page: u32, store_page: u32) {
         self.unindex(content, page);
         if let Some(entry) = self.all.get_mut(&content) {
@@ -349,8 +353,8 @@ impl Contents {
         }
     }
 
-    /// Removes the index entry of a file page, so that no VM is folded onto its store page any
-    /// more.
+    /// Removes the index entry of page `page` of `content`, so that no more guest pages are folded
+    /// onto its store page.
     pub fn unindex(&mut self, content: ContentId, page: u32) {
         let entry = self.all.get_mut(&content);
         let stored = entry.and_then(|entry| {
@@ -364,15 +368,15 @@ impl Contents {
         }
     }
 
-    /// Removes the index entry that refers to a store page.
+    /// Removes the index entry that says what store page `store_page` holds.
     pub fn unindex_store_page(&mut self, store_page: u32) {
         if let Some((content, page)) = self.facts(store_page).holds {
             self.unindex(content, page);
         }
     }
 
-    /// Records that a store page was punched out of the store's file. No VM can be folded onto the
-    /// page any more.
+    /// Records that a store page was freed (punched out of the store's file). No guest page can be
+    /// folded onto it any more.
     pub fn set_punched(&mut self, store_page: u32) {
         self.facts_mut(store_page).punched = true;
         self.release_facts(store_page);
@@ -396,7 +400,7 @@ impl Contents {
         }
     }
 
-    /// Adds orphans: pages in the store's file that no table of this engine refers to.
+    /// Adds orphans: pages in the page store's file that no table of this engine refers to.
     pub fn add_orphans(&mut self, pages: Range<u32>) {
         let last = self.orphans.last_mut();
         match last.filter(|last| last.end == pages.start) {
@@ -405,16 +409,16 @@ impl Contents {
         }
     }
 
-    /// Returns the store pages that became orphans since the last call and that are still neither
-    /// mapped nor indexed. The caller must free them, because nothing else refers to them.
+    /// Returns the orphans (pages in the store's file that no table refers to) that were added
+    /// since the last call. The caller must free them, because nothing else refers to them.
     pub fn take_orphans(&mut self) -> Vec<u32> {
         let orphans = std::mem::take(&mut self.orphans);
         let unknown = |&page: &u32| self.facts(page) == StorePageFacts::default();
         orphans.into_iter().flatten().filter(unknown).collect()
     }
 
-    /// Returns the store pages that an index entry refers to or a VM maps, by ascending number
-    /// within a piece.
+    /// Returns the store pages that an index entry refers to or a VM maps, each with its state. The
+    /// list also has unused pages, with an empty state.
     pub fn known_store_pages(&self) -> impl Iterator<Item = (u32, StorePageFacts)> + '_ {
         self.pages.iter().flat_map(|(&piece, facts)| {
             facts.iter().enumerate().map(move |(i, &f)| {
@@ -425,7 +429,7 @@ impl Contents {
         })
     }
 
-    /// Returns the approximate memory use of the tables in bytes.
+    /// Returns the approximate memory use of the index in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
         let contents = self.all.values();

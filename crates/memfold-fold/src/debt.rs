@@ -1,5 +1,6 @@
 //! Computes the debt: the memory that the host would need if guests wrote to all pages that several
-//! VMs share or that are not in memory. A write gives the guest a private copy of such a page.
+//! VMs share, and to all pages that were discarded because they held only zeroes. Each write gives
+//! the guest a page of its own.
 
 use std::sync::mpsc::SyncSender;
 use std::time::Instant;
@@ -8,36 +9,42 @@ use memfold_sys::cpu::thread_cpu_ns;
 
 use super::state::Engine;
 
-/// Pages for which one VM would need memory if its guest wrote to them. Each page is counted once.
+/// One VM's part of the debt: numbers of pages for which the host would need memory if the guest
+/// wrote to them. Each page is counted once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmOwed {
     /// Name of the VM.
     pub name: String,
-    /// Pages that map the page store and that the guest has not written since they were folded.
+    /// Number of the VM's pages that map the page store and that the guest has not written since
+    /// they were folded.
     pub folded_pages: u64,
-    /// Pages that map data of the snapshot's image and that the guest has not written.
+    /// Number of the VM's pages that map data of its snapshot's image and that the guest has not
+    /// written.
     pub snapshot_pages: u64,
-    /// Pages that were discarded because they held only zeroes, and that the guest has not written
-    /// since.
+    /// Number of the VM's pages that memfold discarded because they held only zeroes, and that the
+    /// guest has not written since.
     pub zero_pages: u64,
-    /// Pages of the guest's page cache, as the VM's agent reports them.
+    /// Number of pages in the guest's page cache, as the VM's agent reports them, whether they are
+    /// shared or not.
     pub cached_pages: u64,
 }
 
-/// Memory that all VMs would need if their guests wrote to all shared pages.
+/// The debt: memory that the host would need if guests wrote to all pages that they share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Owed {
-    /// Figures of each VM.
+    /// Each VM's part of the debt.
     pub vms: Vec<VmOwed>,
-    /// Memory that page stores use, in bytes. It becomes free when guests have written to all
-    /// folded pages.
+    /// Memory that all page stores use, in bytes. The host gets this memory back once guests have
+    /// written to all folded pages.
     pub store_bytes: u64,
-    /// Number of store pages that were freed for this answer.
+    /// Number of unneeded store pages that the engine freed before it computed the debt; 0 if it
+    /// was not asked to free any.
     pub given_back_pages: u64,
 }
 
 impl Engine {
-    /// Stops all new sharing for a reason, or allows it again (`None`).
+    /// Makes the engine share no more pages, for the given reason, or allows sharing again
+    /// (`None`).
     pub(super) fn set_braked(&mut self, why: Option<String>) {
         if self.braked.is_some() && why.is_none() {
             self.resumed = Instant::now();
@@ -88,7 +95,8 @@ impl Engine {
         }
     }
 
-    /// Returns when the next sync with the kernel's tables is due while sharing is stopped.
+    /// Returns the time of the next sync with the kernel's page tables while the engine may not
+    /// share more pages; `None` if no VM needs a sync.
     pub(super) fn look_again_due(&mut self, now: Instant) -> Option<Instant> {
         let interval = self.settings.sync_interval;
         let foldable = self.vms.values().filter(|vm| vm.is_foldable());

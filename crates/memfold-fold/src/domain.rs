@@ -1,4 +1,4 @@
-//! A trust domain: its page store, and the index of the contents that its VMs share.
+//! State of one trust domain: its page store, and the index of file contents that its VMs share.
 
 use std::time::Instant;
 
@@ -15,21 +15,22 @@ pub(super) struct Domain {
     pub contents: Contents,
     pub candidates: Candidates,
     pub full: bool,
-    /// Processes that mapped the store when this daemon adopted it. Nothing is punched out of the
-    /// store while one of them lives that this engine does not know.
+    /// Processes that mapped the page store when this daemon adopted it. While one of them lives
+    /// that is no VM of this engine, no page of the store is freed.
     pub guardians: Vec<rustix::process::Pid>,
     pub appended: u64,
     pub punched: u64,
     pub last_reclaim: Instant,
-    /// First reserved page of the store, and the guest pages to copy into the reserved pages before
-    /// the batch folds anything.
+    /// First reserved page of the page store, and the guest pages to copy into the reserved pages
+    /// before the batch folds anything; `None` if no page is reserved.
     pub reserved: Option<(StorePage, Vec<Source>)>,
-    /// Time of the next search for holes of the store that can be filled again.
+    /// Earliest time of the next search for holes of the page store that can be filled again;
+    /// `None` if the search need not wait.
     pub next_search: Option<Instant>,
 }
 
 impl Domain {
-    /// Returns the store's number in fold orders.
+    /// Returns the number by which orders to the libraries name the page store.
     pub fn store_number(&self) -> u32 {
         let identity = self.store.identity();
         file_number(identity.dev, identity.ino)

@@ -1,4 +1,5 @@
-//! Main loop of the fold engine: handles commands, and does work that is due.
+//! Main loop of the fold engine: handles the daemon's commands, and does the work that is due
+//! (folding, reading the kernel's page tables, searching for pages to fold).
 
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -21,8 +22,9 @@ const GATHER: Duration = Duration::from_millis(500);
 const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Engine {
-    /// Handles commands until [`Command::Stop`] or until every sender is dropped. If no work is
-    /// due, the engine waits without a timeout.
+    /// Runs the engine: handles commands and does the work that is due, until [`Command::Stop`] or
+    /// until every sender of commands is dropped. If no work is due, the engine waits without a
+    /// timeout.
     pub fn run(mut self, commands: &Receiver<Command>) {
         loop {
             let now = Instant::now();

@@ -1,5 +1,6 @@
-//! Reports the files that guests cache, as the agents tell: which files (`memfold segment rank`),
-//! at which places in memory (`memfold estimate`), and their paths (hot snapshots).
+//! Reports the files that guests cache, according to their agents: how much of each file (for
+//! `memfold segment rank`), at which addresses (for `memfold estimate`), and the paths of files
+//! (for snapshots).
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_wire::agent::FileNumber;
@@ -9,36 +10,37 @@ use super::content::{ContentId, Member};
 use super::guest::VmId;
 use super::state::Engine;
 
-/// Number of pages of one file in the page cache of one VM.
+/// Number of pages of one file that one VM's page cache holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileUse {
     /// Name of the VM.
     pub vm: String,
     /// Trust domain of the VM, or `vm/NAME` for a VM without one.
     pub domain: String,
-    /// Absolute path of the file in the guest. If files of several paths have the same bytes, one
-    /// of these paths.
+    /// Absolute path of the file in the guest. If files with several paths have the same bytes, one
+    /// of these paths stands for all.
     pub path: Vec<u8>,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Number of the file's pages in the guest's page cache.
+    /// Number of the file's pages in the VM's page cache.
     pub cached_pages: u64,
 }
 
-/// Cached files and their places in memory, for all VMs whose agents have completed an inventory of
-/// the page cache.
+/// Files that guests cache, and the runs of guest pages that cache them, for all VMs whose agents
+/// have completed an inventory of the page cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CachedFiles {
-    /// Path and length in bytes of each file. Files of a domain that probably have the same bytes
-    /// are one entry.
+    /// Path and length in bytes of each cached file. Files of one trust domain that probably have
+    /// the same bytes are one entry.
     pub files: Vec<(Vec<u8>, u64)>,
-    /// Name and runs of each VM. The `file` of a run is its index in `files`.
+    /// Name of each VM, and its runs of cached pages. In these runs, `PageRun::file` is an index
+    /// into `CachedFiles::files`.
     pub vms: Vec<(String, Vec<PageRun>)>,
 }
 
 impl Engine {
-    /// Returns the places of cached files in every VM's memory. Files without a known path are left
-    /// out.
+    /// Returns which runs of pages cache which files, for every VM. Files without a known path are
+    /// left out.
     pub(super) fn cached_files(&self) -> CachedFiles {
         let mut all = CachedFiles::default();
         let mut numbers: HashMap<(&str, ContentId), u32> = HashMap::new();

@@ -1,4 +1,5 @@
-//! State of a VM's fold-back pass, and the time of the next pass.
+//! State of a VM's fold-back pass, and the time of the next pass. A pass searches the VM's memory
+//! for pages that equal the image of the VM's snapshot again.
 
 use std::time::{Duration, Instant};
 
@@ -10,13 +11,14 @@ const WORTH: u64 = 50;
 /// Longest time between two passes, as a multiple of the shortest time.
 const LONGEST: u32 = 16;
 
-/// State of a VM's fold-back pass.
+/// State of a VM's fold-back pass, a search for pages that equal the image of the VM's snapshot
+/// again.
 #[derive(Debug)]
 pub(super) struct BackPass {
     pub image: Option<Image>,
     pub views: Vec<Part>,
-    /// Whether no other VM runs from the image, and the image is in a file system. The image's
-    /// pages in memory then serve this VM alone, and the host can drop them.
+    /// Whether this VM is the only one that runs from its snapshot's image, and the image is on a
+    /// disk. The image's pages in memory then serve this VM alone, and the host can drop them.
     pub alone: bool,
     pub due: Instant,
     shortest: Duration,
@@ -24,12 +26,13 @@ pub(super) struct BackPass {
     pub rest: Vec<Part>,
     pub looked: u64,
     pub found: u64,
-    /// CPU time of the present pass, in nanoseconds.
+    /// CPU time of the present pass so far, in nanoseconds.
     pub cost_ns: u64,
 }
 
 impl BackPass {
-    /// Creates the state before the first pass, which is due `interval` after `now`.
+    /// Creates the state before the VM's first pass, which is due `interval` after `now`. Later
+    /// passes are at least as far apart.
     pub fn new(now: Instant, interval: Duration) -> Self {
         Self {
             image: None,
@@ -45,14 +48,16 @@ impl BackPass {
         }
     }
 
-    /// Drops the image, the views and the rest of the present pass.
+    /// Drops the snapshot's image, the list of its mappings in the VM, and the rest of the present
+    /// pass.
     pub fn forget(&mut self) {
         self.rest.clear();
         self.views.clear();
         self.image = None;
     }
 
-    /// Ends a pass and sets the time of the next one. Passes may use a tenth of the CPU budget.
+    /// Ends a pass and sets the time of the next one, so that passes use at most a tenth of the CPU
+    /// budget.
     pub fn end(&mut self, now: Instant, cpu_share: f64) {
         self.rest.clear();
         self.interval = if self.found * WORTH >= self.looked.max(1) {

@@ -1,4 +1,4 @@
-//! Interface through which the engine controls a VM.
+//! Interface through which the fold engine sends orders to a VM.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -6,45 +6,50 @@ use std::os::fd::BorrowedFd;
 use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 
-/// Number of a VM in the daemon; never reused while the daemon lives.
+/// Number by which the daemon's parts name a VM; never reused while the daemon lives.
 pub type VmId = u32;
 
-/// Reason why a VM's library did not execute an order. The engine then stops folding the VM.
+/// Reason why memfold's library in a VM's QEMU did not execute an order. After such an error, the
+/// engine stops folding the VM.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
-    /// The connection to the library failed or timed out, or the library's reply was malformed.
+    /// The connection to memfold's library in QEMU failed or timed out, or the library's reply was
+    /// malformed.
     #[error("memfold's library in this VM's QEMU does not answer")]
     Library(#[source] io::Error),
 }
 
-/// Way in which already folded ranges of a VM may be folded again.
+/// Way in which pages that are folded already may be frozen, so that they can be folded again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refold {
-    /// The VM runs, and the ranges are frozen by write protection: no block node uses direct I/O.
+    /// Write protection while the VM runs. This is safe, because no block node uses direct I/O.
     Live,
-    /// The VM is stopped for a moment, because a block node uses direct I/O.
+    /// A stop of the VM for a moment, because a block node uses direct I/O or the host cannot
+    /// write-protect the pages.
     Stopped,
-    /// The way is unknown at the moment, because QEMU's monitor is busy.
+    /// Unknown at the moment, because QEMU's monitor is busy. Nothing is folded again.
     Unknown,
 }
 
-/// A VM to fold. Real VMs are QEMU processes; the VMs of tests are memory of the test's process.
+/// A VM that the engine folds. Real VMs are QEMU processes; the VMs of tests are memory of the
+/// test's process.
 pub trait Guest: Send {
     /// Returns the process whose memory contains the guest's RAM.
     fn pid(&self) -> Pid;
 
-    /// Sends an order to the VM's library and waits for the reply.
+    /// Sends an order to memfold's library in the VM's QEMU and waits for the reply. The file
+    /// `descriptor` is sent with the order.
     fn order(
         &mut self,
         order: &Order,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError>;
 
-    /// Returns how folded ranges may be folded again. The engine calls this function once for each
-    /// batch.
+    /// Returns how pages that are folded already may be frozen now, so that they can be folded
+    /// again. The engine calls this function once for each batch.
     fn refold(&mut self) -> Refold;
 
-    /// Returns whether orders may stop the VM for a moment
+    /// Returns whether the library can stop the VM for a moment during an order
     /// ([`memfold_wire::library::Freeze::Stopped`]).
     fn can_stop(&self) -> bool;
 }

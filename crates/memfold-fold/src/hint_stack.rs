@@ -1,10 +1,10 @@
-//! Bounded stack of one VM's hints, newest first, with a queue in front of it in which new hints
-//! wait.
+//! Keeps one VM's hints until the engine processes them: a queue in which new hints wait, and a
+//! bounded stack from which the newest hint is taken first.
 //!
 //! A hint arrives when a page enters the guest's page cache, before the page's bytes are read from
-//! disk. So a hint first waits for the settling time. After that, the newest hint is taken first,
-//! because old hints are most likely outdated. If the stack is full, the oldest hint is dropped;
-//! the tables keep the hint's pages, and a sweep finds them later.
+//! disk. So each hint first waits for the settling time (1 s by default). Then the newest hint is
+//! taken first, because old hints are most likely outdated. If the stack is full, the oldest hint
+//! is dropped. The engine finds its pages again by a sweep, a search of all tables.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,23 +13,23 @@ use memfold_wire::agent::FileNumber;
 
 use super::vm_table::PIECE;
 
-/// A run of file pages that a guest has put into its page cache.
+/// A hint: a run of file pages that a guest has put into its page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hint {
-    /// Number of the file, from the VM's agent.
+    /// Number of the cached file, assigned by the VM's agent.
     pub file: FileNumber,
-    /// Index in the file of the run's first page, in pages.
+    /// Offset of the run's first page in the file, in pages.
     pub page: u32,
     /// Length of the run in pages.
     pub pages: u32,
     /// Time at which the daemon received the hint.
     pub at: Instant,
-    /// Number of times that the hint was queued again because pages were busy.
+    /// Number of times that the hint was queued again because its pages were busy.
     pub tries: u8,
 }
 
 impl Hint {
-    /// Creates a hint that was not tried yet.
+    /// Creates a hint whose pages the engine has not tried to fold yet.
     #[must_use]
     pub const fn new(file: FileNumber, page: u32, pages: u32, at: Instant) -> Self {
         Self {
@@ -41,14 +41,15 @@ impl Hint {
         }
     }
 
-    /// Creates a hint for a whole piece.
+    /// Creates a hint for piece number `piece` of a file; a piece is 64 consecutive pages.
     #[must_use]
     pub const fn of_piece(file: FileNumber, piece: u32, at: Instant) -> Self {
         Self::new(file, piece * PIECE, PIECE, at)
     }
 }
 
-/// Waiting and settled hints of one VM.
+/// Hints of one VM: new hints, which wait for the settling time, and settled hints, which are ready
+/// to be processed.
 #[derive(Debug)]
 pub struct HintStack {
     settling: VecDeque<Hint>,
@@ -60,7 +61,8 @@ pub struct HintStack {
 }
 
 impl HintStack {
-    /// Creates an empty stack of at most `limit` hints, each of which first waits for `settle`.
+    /// Creates an empty stack for at most `limit` settled and `limit` waiting hints. Each hint is
+    /// settled after the time `settle`.
     #[must_use]
     pub const fn new(limit: usize, settle: Duration) -> Self {
         Self {
@@ -73,8 +75,8 @@ impl HintStack {
         }
     }
 
-    /// Adds a hint. If the hint continues the last one, extends the last hint instead, so that a
-    /// file that is read page by page becomes one run.
+    /// Adds a hint. If the hint continues the last one in the same file, extends the last hint
+    /// instead, so that a file that is read page by page becomes one run.
     pub fn push(&mut self, hint: Hint) {
         self.pages += u64::from(hint.pages);
         if let Some(last) = self.settling.back_mut() {
@@ -95,7 +97,8 @@ impl HintStack {
         self.settling.push_back(hint);
     }
 
-    /// Takes the newest hint that has waited for the settling time.
+    /// Removes and returns the newest hint that has waited for the settling time; `None` if there
+    /// is none.
     pub fn pop(&mut self, now: Instant) -> Option<Hint> {
         while let Some(&hint) = self.settling.front() {
             if now.saturating_duration_since(hint.at) < self.settle {
@@ -118,14 +121,14 @@ impl HintStack {
         self.dropped += 1;
     }
 
-    /// Returns the number of pages of all hints, settled or waiting.
+    /// Returns the number of pages in all hints, settled or waiting.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Returns the time at which the next hint will have settled; `now` if a hint has settled;
-    /// `None` if there are no hints.
+    /// Returns the time at which [`HintStack::pop`] can return a hint: `now` if a hint has settled
+    /// already, `None` if there are no hints.
     #[must_use]
     pub fn due(&self, now: Instant) -> Option<Instant> {
         if self.ready.is_empty() {
@@ -141,13 +144,14 @@ impl HintStack {
         self.settling.len() + self.ready.len()
     }
 
-    /// Returns the number of hints that were dropped since the start because the stack was full.
+    /// Returns the number of hints that were dropped because the stack was full, since the VM was
+    /// added.
     #[must_use]
     pub const fn dropped(&self) -> u64 {
         self.dropped
     }
 
-    /// Drops every hint, because the agent starts a new session.
+    /// Drops all hints of the VM, because its agent starts a new session.
     pub fn clear(&mut self) {
         self.settling.clear();
         self.ready.clear();

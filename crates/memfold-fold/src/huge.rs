@@ -1,4 +1,4 @@
-//! Decides which transparent huge pages of guest RAM may be split for folding.
+//! Decides which transparent huge pages of guest RAM may be split to fold some of their pages.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,7 +16,7 @@ pub const HUGE_SPLIT_PAGES: u16 = 64;
 /// Number of a 2 MiB region of QEMU's memory: the region's address divided by 2 MiB.
 type Region = u64;
 
-/// State of a VM's huge pages.
+/// Records which transparent huge pages of one VM's RAM may be split, and which stay whole.
 #[derive(Debug, Default)]
 pub struct HugePages {
     /// Regions that are not huge pages, or are worth splitting. A folded region never becomes a
@@ -31,9 +31,9 @@ pub struct HugePages {
 }
 
 impl HugePages {
-    /// Returns whether page `at`, which is not folded, must stay unfolded because it is in a huge
-    /// page with too few cached pages. `is_huge` returns whether the 2 MiB at an address are one
-    /// huge page now; it is called once for each region and batch.
+    /// Returns whether guest page `at`, which is not folded, must stay unfolded because it is in a
+    /// huge page with too few pages that cache files. `is_huge` returns whether the 2 MiB at an
+    /// address are one huge page now; it is called once for each 2 MiB and batch.
     pub fn spares(
         &mut self,
         table: &VmTable,
@@ -61,13 +61,14 @@ impl HugePages {
         true
     }
 
-    /// Ends a batch. Returns the number of pages that were not folded because of huge pages.
+    /// Ends a batch. Returns the number of pages that the batch did not fold, to keep huge pages
+    /// whole.
     pub fn end_batch(&mut self) -> u64 {
         self.batch.drain().map(|(_, left)| left).sum()
     }
 
-    /// Returns hints for the pages of huge pages that were left whole and now have enough cached
-    /// pages.
+    /// Returns hints for the cached pages of huge pages that were left whole before and are worth
+    /// splitting now. `hint` makes a hint from the number of a file and a page of the file.
     pub fn worth_it_now(&mut self, table: &VmTable, hint: impl Fn(u32, u32) -> Hint) -> Vec<Hint> {
         let mut hints = Vec::new();
         let worth = |region: &Region| {
@@ -88,7 +89,7 @@ impl HugePages {
         hints
     }
 
-    /// Drops all records, because the layout of RAM has changed.
+    /// Drops all records of huge pages, because the layout of the VM's RAM has changed.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
@@ -102,7 +103,7 @@ fn cached_in(table: &VmTable, start: Hva) -> u16 {
         .sum()
 }
 
-/// Returns whether the 2 MiB at `hva` of a process are one huge page.
+/// Returns whether the 2 MiB at `hva` of the process with page map `map` are one huge page.
 pub fn is_huge(map: &Pagemap, hva: Hva) -> bool {
     let filter = Filter {
         all_of: category::HUGE,

@@ -1,4 +1,5 @@
-//! Image of the snapshot that a VM runs from: the file that is mapped as the VM's RAM.
+//! RAM image of the snapshot that a VM runs from: the file that QEMU maps privately as the VM's
+//! RAM.
 
 use std::fs::File;
 use std::io::IoSliceMut;
@@ -15,7 +16,8 @@ use rustix::process::Pid;
 /// `TMPFS_MAGIC` of `linux/magic.h`, the file system type of tmpfs and of memfds.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// Part of a view of a file: address in QEMU, length in pages, and first page in the file.
+/// Part of a view (a private mapping of a file in QEMU): address in QEMU, length in pages, and
+/// first page in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     pub hva: Hva,
@@ -23,19 +25,19 @@ pub(super) struct Part {
     pub file_page: u64,
 }
 
-/// Open image of the snapshot that a VM runs from.
+/// RAM image of the snapshot that a VM runs from, opened by the daemon.
 #[derive(Debug)]
 pub(super) struct Image {
-    /// Device (major, minor) and inode number, as in `/proc/PID/maps`.
+    /// Device (major, minor) and inode number of the image's file, as in `/proc/PID/maps`.
     pub identity: (u32, u32, u64),
     pub file: File,
-    /// Number of the image in fold orders.
+    /// Number by which orders to the library name the image.
     pub number: u32,
     pub pages: u64,
     /// Whether the image is in memory (tmpfs or memfd), and not on a disk.
     pub in_memory: bool,
-    /// Whether the kernel can write-protect private views of the image: the image is in memory, and
-    /// no other file is mapped as the VM's RAM.
+    /// Whether the kernel can write-protect the private mappings of the image: the image is in
+    /// memory, and no other file is mapped as the VM's RAM.
     pub protectable: bool,
 }
 
@@ -60,7 +62,7 @@ impl Image {
         })
     }
 
-    /// Returns the page ranges of the image that hold data, in ascending order.
+    /// Returns the page ranges for which the image holds data (all but holes), in ascending order.
     pub fn data(&self) -> std::io::Result<Vec<Range<u64>>> {
         let seek = |to| match rustix::fs::seek(&self.file, to) {
             Ok(offset) => Ok(Some(offset)),
@@ -76,8 +78,8 @@ impl Image {
         Ok(data)
     }
 
-    /// Reads pages of the image that are in memory. Returns `None` if some are not, because reading
-    /// them from disk would cost more than folding them back saves.
+    /// Reads the image from page `page` on into `buffer`. Returns `None` if some of these pages are
+    /// not in memory, because reading them from disk would cost more than folding them back saves.
     pub fn read(&self, page: u64, buffer: &mut [u8]) -> Option<()> {
         let offset = page * PAGE_SIZE;
         let parts = &mut [IoSliceMut::new(buffer)];
@@ -92,7 +94,7 @@ impl Image {
 }
 
 impl Part {
-    /// Returns the part of `self` that is a region of the page map.
+    /// Returns the part of `self` that `region`, a range of addresses from the page map, covers.
     pub fn at(self, region: &Region) -> Self {
         Self {
             hva: region.start,
@@ -101,7 +103,7 @@ impl Part {
         }
     }
 
-    /// Returns the part after the first `pages` pages, if there is one.
+    /// Returns the part without its first `pages` pages; `None` if nothing is left.
     pub fn after(self, pages: u64) -> Option<Self> {
         (pages < self.pages).then(|| Self {
             hva: self.hva.add_pages(pages),
@@ -111,9 +113,9 @@ impl Part {
     }
 }
 
-/// Returns the number of a file in fold orders, which is the same in every daemon. Files in tmpfs
-/// mounts of their own have equal inode numbers and different devices; memfds have the same device
-/// and different inode numbers.
+/// Returns the number by which orders to the libraries name a file; every daemon computes the same
+/// number. Files in tmpfs mounts of their own have equal inode numbers and different devices;
+/// memfds have the same device and different inode numbers.
 pub(super) fn file_number(dev: u64, inode: u64) -> u32 {
     #[allow(clippy::cast_possible_truncation)]
     // If two files have the same number, the library refuses the second.

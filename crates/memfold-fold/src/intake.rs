@@ -1,6 +1,6 @@
-//! Handles messages of agents and updates the tables. All messages are untrusted: pages outside RAM
-//! and pages of files that were never introduced are counted and dropped, and the size of the VM's
-//! RAM limits every table.
+//! Handles the messages of guest agents: records in the engine's tables which guest page caches
+//! which page of a file. All messages are untrusted. Pages outside RAM and pages of files that were
+//! never introduced are counted and ignored, and the size of the VM's RAM limits every table.
 
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,10 @@
-//! Folding replaces equal file pages of several VMs by one shared copy in a page store. Guest
-//! agents send hints: which file page each guest page caches. This crate finds pages that several
-//! VMs cache, fills the store with a copy, and orders the library in each QEMU to map the copy.
+//! Folding replaces file pages that are equal in several VMs by one shared copy in a page store.
+//! Guest agents send hints: which file page each guest page caches. This crate finds pages that
+//! several VMs cache, copies them into the store, and orders memfold's library in each QEMU to map
+//! the copy.
+//!
+//! The drawing follows a hint from left to right. The outcomes of orders and the kernel's page
+//! tables correct the tables of each VM.
 //!
 //! ```text
 //!   agents         +----------+  settle   +------------+  newest   +---------+  longest  +-----------+
@@ -14,12 +18,12 @@
 //!        +---------------------------------------------------------------- reclaim: punch pages that no VM needs
 //! ```
 //!
-//! One thread ([`Engine`]) owns all tables, so there are no locks. The thread uses CPU time only
-//! from a budget, counts the CPU time of the library threads as its own, and waits without a
-//! timeout when no work is due.
+//! One thread ([`Engine`]) owns all tables, so there are no locks. The thread works within a CPU
+//! budget, to which the CPU time of the libraries counts too. It sleeps when no work is due.
 //!
-//! Correctness does not depend on this crate: the library compares frozen bytes before it maps a
-//! copy, and a store page never changes. An error in a table costs only time.
+//! Correctness does not depend on this crate. The library freezes the guest's pages and compares
+//! their bytes with the copy before it maps the copy, and a store page never changes. An error in a
+//! table costs only time.
 
 mod alias;
 mod batch;

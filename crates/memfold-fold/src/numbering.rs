@@ -4,10 +4,10 @@
 use memfold_units::{Hva, Pfn};
 use memfold_vm::RamLayout;
 
-/// Number of a page of guest RAM, counted without gaps through all memory slots.
+/// Number of a page of guest RAM, counted from 0 without gaps through all memory slots.
 pub type Index = u32;
 
-/// Numbering of one VM's pages (at most 16 TiB of RAM).
+/// Numbering of the pages of one VM's RAM (at most 16 TiB).
 #[derive(Debug)]
 pub(super) struct Numbering {
     pub(super) layout: RamLayout,
@@ -26,12 +26,12 @@ impl Numbering {
         Self { layout, starts }
     }
 
-    /// Returns the size of guest RAM in pages.
+    /// Returns the size of the VM's RAM in pages.
     pub fn pages(&self) -> u32 {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// Returns the index of page frame `pfn`; `None` for a page frame outside RAM.
+    /// Returns the number of guest page frame `pfn`; `None` for a page frame outside RAM.
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
         let slots = &self.layout.slots;
         let at = slots.partition_point(|s| s.pfn <= pfn).checked_sub(1)?;
@@ -42,15 +42,16 @@ impl Numbering {
         Some(self.starts[at] + inside)
     }
 
-    /// Returns the host virtual address of a page in QEMU.
+    /// Returns the host virtual address in QEMU of page number `at`; `None` for a number outside
+    /// RAM.
     pub fn hva(&self, at: Index) -> Option<Hva> {
         let slot = self.starts.partition_point(|&s| s <= at).checked_sub(1)?;
         let first = self.layout.slots.get(slot)?.hva;
         Some(first.add_pages(u64::from(at - self.starts[slot])))
     }
 
-    /// Returns whether page `next` follows page `at` in one slot, so that both are neighbours in
-    /// QEMU's memory, too.
+    /// Returns whether page `next` directly follows page `at`, both in guest memory and in QEMU's
+    /// memory.
     pub fn adjacent(&self, at: Index, next: Index) -> bool {
         at.checked_add(1) == Some(next) && !self.starts.contains(&next)
     }

@@ -1,4 +1,5 @@
-//! Records the outcomes of orders, run by run, and decides which files are skipped for a while.
+//! Records how each run of a fold order ended, and decides which files the engine skips for a while
+//! because their bytes differ.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -23,8 +24,9 @@ const GIVE_UP: Duration = Duration::from_secs(30);
 const MAX_TRIES: u8 = 4;
 
 impl Engine {
-    /// Records the outcome of a group. Runs before the page at which the order stopped are done;
-    /// the run with that page gets the outcome; later runs return to the queue.
+    /// Records the outcome of a group of runs that were folded as one. Runs before the page at
+    /// which the library stopped are done; the run with that page gets the outcome; later runs
+    /// return to the queue.
     pub(super) fn book_group(
         &mut self,
         id: VmId,

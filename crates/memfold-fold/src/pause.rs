@@ -1,5 +1,5 @@
-//! Refolds pages in a VM with direct I/O. The library stops the VM for one order, so that vCPUs and
-//! I/O are at rest.
+//! Folds pages again in a VM whose disks use direct I/O. The library in QEMU stops the VM for one
+//! order, so that vCPUs and I/O are at rest.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
@@ -12,15 +12,16 @@ use super::state::{Engine, VmState, usable};
 use super::vm_table::Index;
 
 impl VmState {
-    /// Returns the time at which the VM may be stopped to fold the pages that wait for that.
+    /// Returns the time at which the VM may be stopped to fold pages again; `None` if no page waits
+    /// for a stop.
     pub(super) fn pause_due(&self, interval: Duration) -> Option<Instant> {
         (!self.wait_for_pause.is_empty()).then(|| self.last_pause + interval)
     }
 }
 
 impl Engine {
-    /// Refolds pages in a VM with direct I/O while the library stops the VM. Returns whether such
-    /// work was due.
+    /// Folds pages again in the VM that is due, while the library stops the VM. Returns whether a
+    /// VM was due.
     pub(super) fn pause_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.pause_interval;
         let Some(id) = self.first_due(now, |vm| vm.pause_due(interval)) else {

@@ -1,5 +1,5 @@
 //! A QEMU process as the target of the engine's orders: sends orders to the fold library in QEMU,
-//! and asks QEMU whether a page may be refolded while the VM runs.
+//! and asks QEMU whether pages may be folded again while the VM runs.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -17,23 +17,23 @@ use crate::guest::{Guest, GuestError, Refold};
 /// uses a device that was plugged in.
 const CONDITIONS_HOLD: Duration = Duration::from_secs(1);
 
-/// State of the fold library's connection in QEMU.
+/// State of the connection to memfold's fold library in a QEMU process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LibraryState {
-    /// The library waits for orders.
+    /// The library executes no order and waits for the next one.
     #[default]
     Free,
-    /// The library received an order at this time and has not answered.
+    /// The library received an order at this time and has not answered yet.
     Ordered(Instant),
     /// The library did not answer in time or sent an invalid answer: the connection can no longer
     /// be used.
     Lost,
 }
 
-/// The library's state, shared by the engine and by threads that watch it.
+/// State of the connection to a fold library, shared by the engine and by threads that watch it.
 pub type SharedLibraryState = Arc<Mutex<LibraryState>>;
 
-/// A VM as the target of the engine's orders.
+/// A VM whose QEMU has the fold library, as the target of the engine's orders.
 pub struct QemuGuest {
     pid: Pid,
     library: LibraryLink,
@@ -43,7 +43,8 @@ pub struct QemuGuest {
 }
 
 impl QemuGuest {
-    /// Creates a target. The target stores changes of the fold library's state in `state`.
+    /// Creates the target for the VM of QEMU process `pid`. The target writes each change of the
+    /// connection's state to `state`.
     pub fn new(
         pid: Pid,
         library: LibraryLink,
@@ -117,10 +118,11 @@ impl Guest for QemuGuest {
     }
 }
 
-/// Reason why a VM without the fold library is not folded.
+/// Text for the operator: the reason why a VM without the fold library is not folded.
 pub const NO_LIBRARY: &str = "QEMU runs without memfold's library; start the VM with 'memfold vm run', or with LD_PRELOAD=libmemfold_qemu.so and MEMFOLD_QEMU_SOCKET=PATH in its environment";
 
-/// A VM without the fold library. The fold engine lists such a VM and gives it no orders.
+/// A VM without the fold library, identified by its QEMU process. The fold engine lists such a VM
+/// and gives it no orders.
 pub struct Unfolded(pub Pid);
 
 impl Guest for Unfolded {

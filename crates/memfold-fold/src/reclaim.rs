@@ -1,10 +1,12 @@
-//! Syncs the engine's tables with the kernel's page tables, and punches store pages that no VM can
-//! need out of the store's file.
+//! Frees pages of the page store that no VM can need any more. To find these pages, syncs the
+//! engine's tables with the kernel: which guest pages map the store, and which of them have private
+//! copies.
 //!
-//! A store page may be punched out if no VM maps it, or if every VM page that maps it has a private
-//! copy *in memory*. No access can then reach the store page any more (after a discard, the library
-//! maps anonymous memory). A copy that was swapped out does not count: `PAGEMAP_SCAN` also shows
-//! the markers of write protection as swapped, and pages with such markers still use the store.
+//! A store page may be freed (punched out of the store's file) if no VM maps it, or if every guest
+//! page that maps it has a private copy *in memory*. No access can then reach the store page any
+//! more: after a discard, the library maps anonymous memory. A private copy that was swapped out
+//! does not count, because `PAGEMAP_SCAN` also shows the markers of write protection as swapped,
+//! and pages with such markers still use the store.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -35,7 +37,8 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Engine {
-    /// Returns the VM whose time, as `due` tells it, came first.
+    /// Returns the VM that has been due for longest, by the times that `due` returns; `None` if
+    /// none is due at `now`.
     pub(super) fn first_due(
         &self,
         now: Instant,
@@ -46,7 +49,8 @@ impl Engine {
         due.filter(|(due, _)| *due <= now).min().map(|(_, id)| id)
     }
 
-    /// Syncs the VM that has waited longest. Returns whether a VM was due.
+    /// Syncs the tables of the VM that has waited longest with the kernel's page tables. Returns
+    /// whether a VM was due.
     pub(super) fn sync_due(&mut self, now: Instant) -> bool {
         let interval = self.settings.sync_interval;
         let Some(id) = self.first_due(now, |vm| vm.look_due(interval)) else {
@@ -75,15 +79,15 @@ impl Engine {
         true
     }
 
-    /// Syncs the tables of every VM.
+    /// Syncs the tables of every VM with the kernel's page tables.
     pub(super) fn sync_all(&mut self) {
         for id in self.vms.keys().copied().collect::<Vec<_>>() {
             self.sync(id);
         }
     }
 
-    /// Updates the tables of one VM from the kernel's tables. Returns whether the kernel's tables
-    /// could be read.
+    /// Syncs the tables of one VM with the kernel's page tables. Returns whether the kernel's
+    /// tables could be read.
     ///
     /// The mappings of the store change by the engine's orders, and by discards, which the library
     /// counts. `/proc/PID/maps` is expensive with thousands of mappings, so it is read only after
@@ -132,7 +136,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Punches out the pages of a domain's store that no VM can need.
+    /// Frees (punches out) the pages in the page store of trust domain `name` that no VM can need.
     pub(super) fn reclaim(&mut self, name: &str) {
         // Every VM of the domain must have been synced just now. If one cannot be, nothing is
         // punched out.

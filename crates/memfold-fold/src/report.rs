@@ -1,4 +1,4 @@
-//! Computes the engine's statistics.
+//! Computes the statistics of the fold engine, its VMs and their trust domains.
 
 use memfold_sys::cpu::thread_cpu_ns;
 
@@ -8,7 +8,7 @@ use super::state::{Engine, VmState};
 use super::stats::{DomainStats, EngineStats, VmStats};
 
 impl Engine {
-    /// Returns the present statistics. Callers call [`Engine::sync_all`] before.
+    /// Returns the present statistics of folding. Callers call [`Engine::sync_all`] before.
     pub(super) fn report(&mut self) -> EngineStats {
         let ids: Vec<VmId> = self.vms.keys().copied().collect();
         let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();

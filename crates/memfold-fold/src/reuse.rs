@@ -1,5 +1,5 @@
-//! Reuses holes of a page store whose file has reached its last page number (16 TiB of pages were
-//! appended since the store was created).
+//! Reuses holes (freed pages) of a page store whose file has reached its last page number, because
+//! 16 TiB of pages were appended since the store was created.
 //!
 //! A hole is reused only if no process maps it and no table of this engine refers to it, so it is
 //! like space that was never used.
@@ -26,7 +26,7 @@ const ROOM: u64 = BATCH_PAGES as u64 + HUGE_PAGE_PAGES;
 const SEARCH_INTERVAL: Duration = Duration::from_secs(60);
 
 impl Engine {
-    /// Ensures that every store with holes has space for a batch.
+    /// Ensures, as far as holes allow, that every page store has space for the pages of a batch.
     pub(super) fn make_room(&mut self) {
         let now = Instant::now();
         for (name, domain) in &mut self.domains {

@@ -1,4 +1,4 @@
-//! Runs of pages to fold, and groups of runs that form one run in an order.
+//! Runs of pages to fold, and groups of adjacent runs, which the library folds as one run.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -9,31 +9,34 @@ use memfold_wire::library::MAX_RUN_PAGES;
 use super::content::ContentId;
 use super::vm_table::{Index, VmTable};
 
-/// Run of a VM's pages that are consecutive in guest memory, in the file and in the store.
+/// Run of a VM's pages that are consecutive in guest memory, in the file that they cache, and in
+/// the page store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Index of the run's first guest page.
+    /// Index of the run's first guest page in the VM's tables.
     pub index: Index,
-    /// Length in pages, 1 to [`MAX_RUN_PAGES`].
+    /// Length of the run in pages, 1 to [`MAX_RUN_PAGES`].
     pub pages: u32,
-    /// Index in the store of the run's first page.
+    /// Offset of the run's bytes in the page store, in pages.
     pub store_page: u32,
-    /// Number of the file, from the VM's agent.
+    /// Number of the file that the run caches, assigned by the VM's agent.
     pub file: FileNumber,
-    /// Index in the file of the run's first page, in pages.
+    /// Offset of the run's first page in the file, in pages.
     pub page: u32,
-    /// Content that the run's pages probably have.
+    /// Number of the content (the bytes of a file) that the run's pages probably hold.
     pub content: ContentId,
-    /// Time of the hint for these pages; `None` for pages found by a sweep.
+    /// Time at which the daemon received the hint for the run; `None` if a search of all tables (a
+    /// sweep) has found the run.
     pub at: Option<Instant>,
-    /// Number of earlier attempts to fold the run.
+    /// Number of earlier attempts to fold the run that failed because a page was busy.
     pub tries: u8,
-    /// Whether the pages map a file (store or image) already, so that they are refolded.
+    /// Whether the run's pages already map a file (the page store or a snapshot's image), so that
+    /// they are folded again.
     pub again: bool,
 }
 
 impl Run {
-    /// Returns the part of the run after its first `pages` pages; `None` if nothing is left.
+    /// Returns the run without its first `pages` pages; `None` if nothing is left.
     #[must_use]
     pub fn rest(&self, pages: u32) -> Option<Self> {
         (pages < self.pages).then(|| Self {
@@ -46,11 +49,12 @@ impl Run {
     }
 }
 
-/// Runs that are consecutive in guest memory and in the store. The library folds a group as one
-/// run, even if its pages belong to several files.
+/// Runs that are consecutive in guest memory and in the page store. The library folds a group as
+/// one run, even if its pages belong to several files.
 pub type Group = Vec<Run>;
 
-/// Adds a run of one page to the last run if it continues that run, otherwise as a new run.
+/// Adds the one-page run `run` to `runs`: extends the last run if `run` continues it, otherwise
+/// appends a new run.
 pub fn append(runs: &mut Vec<Run>, run: Run, table: &VmTable) {
     let last = runs.last_mut().filter(|last| {
         (last.file, last.content, last.page + last.pages) == (run.file, run.content, run.page)
@@ -65,13 +69,13 @@ pub fn append(runs: &mut Vec<Run>, run: Run, table: &VmTable) {
     }
 }
 
-/// Returns the number of pages in a group.
+/// Returns the total number of pages in a group of runs.
 pub fn length(group: &[Run]) -> u32 {
     group.iter().map(|run| run.pages).sum()
 }
 
-/// Joins runs into groups of at most [`MAX_RUN_PAGES`] pages. Returns the groups sorted by length,
-/// the longest first.
+/// Joins adjacent runs into groups of at most [`MAX_RUN_PAGES`] pages. Returns the groups sorted by
+/// length, the longest first.
 pub fn group(mut runs: Vec<Run>, table: &VmTable) -> VecDeque<Group> {
     runs.sort_by_key(|run| run.index);
     let mut groups: Vec<Group> = Vec::new();

@@ -1,40 +1,44 @@
-//! Settings of the engine that an operator may change.
+//! Settings of the fold engine that an operator may change.
 
 use std::time::Duration;
 
 use memfold_units::ByteSize;
 use memfold_wire::library::{Freeze, MAX_STOP_US};
 
-/// Settings of the fold engine.
+/// Settings of the fold engine: budgets, intervals and limits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineSettings {
-    /// Share of one core that folding may use on average, 0 to 1.
+    /// CPU time that folding may use on average, as a fraction of one core, 0 to 1.
     pub cpu_share: f64,
-    /// Maximum number of pages processed per second; `None` for no limit.
+    /// Maximum number of pages that the engine processes per second; `None` for no limit.
     pub pages_per_second: Option<u64>,
-    /// Settling time: how long a hint waits, so that its page is read from disk first.
+    /// Settling time: time for which a hint waits before its pages are folded, so that the guest
+    /// has read them from disk.
     pub settle: Duration,
     /// Maximum size of each trust domain's page store.
     pub store_cap: ByteSize,
-    /// Maximum number of hints that wait for one VM.
+    /// Maximum number of hints that wait for one VM; the oldest hints beyond it are dropped.
     pub stack_limit: usize,
-    /// Shortest time between two pauses of a VM with direct I/O, in which its pages are refolded.
+    /// Minimum time between two pauses of a VM whose disks use direct I/O. In such a pause, the
+    /// VM's pages are folded again.
     pub pause_interval: Duration,
-    /// Longest planned pause of a VM with direct I/O, in which its pages are refolded.
+    /// Planned maximum length of a pause of a VM whose disks use direct I/O. In such a pause, the
+    /// VM's pages are folded again.
     pub pause_length: Duration,
-    /// Time between two syncs of an active VM with the kernel's page tables.
+    /// Time between two reads of the kernel's page tables of a VM with recent hints or folds. Other
+    /// VMs are read less often.
     pub sync_interval: Duration,
     /// Value of the sysctl `vm.max_map_count`, which limits the mappings of a process.
     pub max_mappings: usize,
     /// Whether memfold discards guest pages that hold only zeroes.
     pub drop_zero: bool,
-    /// Shortest time between two fold-back passes, which search a VM for pages that equal the image
-    /// of its snapshot again.
+    /// Minimum time between two fold-back passes over a VM, which search for pages that equal the
+    /// image of the VM's snapshot again.
     pub fold_back_interval: Duration,
 }
 
 impl EngineSettings {
-    /// Returns the freeze mode of orders that stop a VM with direct I/O.
+    /// Returns the freeze mode of orders that stop a VM whose disks use direct I/O.
     pub(super) fn pause(&self) -> Freeze {
         let limit = self.pause_length.as_micros();
         Freeze::Stopped {

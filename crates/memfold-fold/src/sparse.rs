@@ -1,4 +1,4 @@
-//! Sparse tables: only entries that were set use memory, and a copy is cheap.
+//! A sparse table (array): only entries that were set use memory, and the table is cheap to copy.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ impl<T: Copy + Default + PartialEq> Sparse<T> {
         Arc::make_mut(piece)[(at % PIECE_ENTRIES) as usize] = value;
     }
 
-    /// Returns whether no entry was ever set in the piece that contains `at`.
+    /// Returns whether no entry was ever set in the piece (512 entries) that contains index `at`.
     pub fn is_empty_at(&self, at: u32) -> bool {
         let piece = self.pieces.get((at / PIECE_ENTRIES) as usize);
         piece.is_none_or(Option::is_none)

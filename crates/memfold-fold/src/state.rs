@@ -1,4 +1,4 @@
-//! State of the fold engine: VMs, domains, budgets.
+//! State of the fold engine: its VMs, their trust domains, and the budgets of folding.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -21,31 +21,32 @@ use super::task::Task;
 use super::vm_table::{Index, VmTable};
 use super::zero_pass::ZeroPass;
 
-/// What the engine has found out about a VM's file.
+/// What the engine has learned about one file of a VM by comparing its pages with the page store.
 #[derive(Debug, Default)]
 pub(super) struct FileState {
-    /// Whether the file's path differs from its content's path.
+    /// Whether the file shares its content with files of another path (but the same name and size).
     pub alias: bool,
-    /// Number of compared pages of the file that were equal to the store.
+    /// Number of compared pages of the file whose bytes equalled the page store's.
     pub equal: u32,
-    /// Number of compared pages of the file that differed from the store.
+    /// Number of compared pages of the file whose bytes differed from the page store's.
     pub differing: u32,
-    /// Number of times that the engine has skipped the file since pages of it were last folded.
+    /// Number of times that the engine has skipped the file for a while since pages of the file
+    /// were last folded.
     pub given_up: u32,
-    /// Time until which the file is skipped.
+    /// Time until which the engine does not fold the file; `None` if the file was never skipped.
     pub skip_until: Option<Instant>,
 }
 
 impl FileState {
-    /// Returns whether the file's pages must not be folded for a while.
+    /// Returns whether the file's pages must not be folded at time `now`.
     pub fn is_skipped(&self, now: Instant) -> bool {
         self.skip_until.is_some_and(|until| now < until)
     }
 }
 
-/// State of a VM that the engine leaves alone for a snapshot.
+/// State of a VM that the engine does not fold while a snapshot of the VM is made.
 pub(super) struct Held {
-    /// Reason why the VM must not be folded after the snapshot either, if there is one.
+    /// Reason why the VM must not be folded after the snapshot either; `None` if it may be.
     pub after: Option<String>,
 }
 
@@ -53,31 +54,32 @@ pub(super) struct Held {
 pub(super) struct VmState {
     pub domain: String,
     pub guest: Box<dyn Guest>,
-    /// Way in which folded ranges may be folded again in this batch.
+    /// Way in which pages that map a file already may be frozen in this batch, to fold them again.
     pub refold: Refold,
     pub table: VmTable,
     pub huge: HugePages,
-    /// Page map of the VM's process; `None` if it cannot be read.
+    /// Page map (`/proc/PID/pagemap`) of the VM's QEMU; `None` if it cannot be read.
     pub pagemap: Option<Pagemap>,
-    /// Folded pages that QEMU has discarded, as memfold's library in the QEMU process counts them.
+    /// Number of folded pages that QEMU has discarded, counted by memfold's library in QEMU.
     pub discarded: u64,
-    /// Whether the table may contain mappings that no longer exist.
+    /// Whether the VM's table may contain mappings of the page store that no longer exist.
     pub maps_stale: bool,
     pub last_full_sync: Instant,
-    /// Shortest time until the next sync, computed from the cost of the last one.
+    /// Shortest time between two syncs with the kernel's page tables, computed from the CPU time of
+    /// the last sync.
     pub sync_cost: Duration,
     pub stack: HintStack,
     pub files: HashMap<FileNumber, FileState>,
-    /// Number of bytes of paths that the agent has sent in this session.
+    /// Total length of the file paths that the VM's agent has sent in this session, in bytes.
     pub path_bytes: usize,
-    /// Limit on the number of pages that the agent may report.
+    /// Rate limit of the pages that the VM's agent may report.
     pub allowance: TokenBucket,
-    /// Whether the library knows the VM's RAM and page store.
+    /// Whether memfold's library in QEMU knows the VM's RAM and page store.
     pub introduced: bool,
-    /// `madvise` advice of each RAM block.
+    /// `madvise` advice that QEMU gave each RAM block.
     pub advice: Vec<Advice>,
-    /// Addresses of removed RAM blocks of which the library does not know yet that they are
-    /// removed.
+    /// Host virtual addresses of RAM blocks that were removed, and about which memfold's library in
+    /// QEMU was not told yet.
     pub gone_blocks: Vec<Hva>,
     pub active: bool,
     pub last_sync: Instant,
@@ -92,12 +94,13 @@ pub(super) struct VmState {
 }
 
 impl VmState {
-    /// Returns whether the VM can be folded.
+    /// Returns whether the VM may be folded: no problem is recorded for it.
     pub fn is_foldable(&self) -> bool {
         self.stats.problem.is_none()
     }
 
-    /// Puts every cached page of a file on the stack of hints.
+    /// Puts every cached page of a file on the stack of hints, as if the agent had hinted it at
+    /// time `at`.
     pub fn offer_file(&mut self, file: FileNumber, at: Instant) {
         for piece in self.table.pieces(file).collect::<Vec<_>>() {
             self.stack.push(Hint::of_piece(file, piece, at));
@@ -105,8 +108,8 @@ impl VmState {
     }
 }
 
-/// The fold engine. It owns all tables of folding, and runs on a thread of its own
-/// ([`Engine::run`]).
+/// The fold engine: finds file pages that several VMs cache, and folds them. The engine runs on a
+/// thread of its own ([`Engine::run`]).
 pub struct Engine {
     pub(super) settings: EngineSettings,
     pub(super) vms: BTreeMap<VmId, VmState>,
@@ -133,7 +136,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Creates an engine without VMs.
+    /// Creates a fold engine without VMs.
     #[must_use]
     pub fn new(settings: EngineSettings) -> Self {
         let now = Instant::now();

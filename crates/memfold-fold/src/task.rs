@@ -1,4 +1,4 @@
-//! Unit of work of a batch.
+//! Task of a batch: a range of file pages to fold in all VMs that cache them.
 
 use super::content::ContentId;
 use super::guest::VmId;
@@ -7,7 +7,8 @@ use super::hint_stack::Hint;
 /// Maximum number of pages in one batch.
 pub(super) const BATCH_PAGES: u32 = 2048;
 
-/// Range of one content that must be folded in all VMs that cache it.
+/// Range of pages of one content (the bytes of a file) that must be folded in all VMs that cache
+/// them.
 pub(super) struct Task {
     pub domain: String,
     pub content: ContentId,

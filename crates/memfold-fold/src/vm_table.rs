@@ -1,5 +1,5 @@
-//! Tables of one VM's memory: which file page each guest page caches, and where the store is
-//! mapped. The tables follow the agent's messages and may be wrong.
+//! Tables of one VM's memory: which file page each guest page caches, and which page of the page
+//! store each guest page maps. The first table follows the agent's messages, which may be wrong.
 //!
 //! The tables are divided into pieces, and only pieces with entries use memory: about 10 bytes for
 //! each cached page. A hint with false page numbers can create at most one piece, and
@@ -19,10 +19,12 @@ pub use super::numbering::Index;
 use super::numbering::Numbering;
 use super::sparse::Sparse;
 
-/// Number of pages in one piece of a file's table, and in one word of a bit set.
+/// Number of consecutive pages of a file in a *piece*, the unit in which tables are allocated. A
+/// word of a bit set has as many bits.
 pub const PIECE: u32 = 64;
 
-/// A number for each page of a piece, plus one; 0 means no number.
+/// One number for each of the 64 pages of a piece. Each number is stored plus one; 0 means that the
+/// page has no number.
 pub type Piece = [u32; PIECE as usize];
 
 /// A set of guest pages.
@@ -54,16 +56,18 @@ impl Bits {
     }
 }
 
-/// State of a guest page that maps the store.
+/// State of a guest page that maps the page store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapped {
-    /// Store page that the guest page maps.
+    /// Index in the page store of the page that the guest page maps.
     pub store_page: u32,
-    /// Whether the guest had not written the page at the last sync since it was folded.
+    /// Whether the guest page still shows the store page: at the last sync with the kernel's page
+    /// tables, the guest had not written it since it was folded.
     pub shared: bool,
 }
 
-/// The tables of one VM.
+/// Tables of one VM's guest pages: which file pages they cache, which store pages they map, and
+/// marks such as "dirty".
 #[derive(Debug)]
 pub struct VmTable {
     numbering: Arc<Numbering>,
@@ -90,7 +94,7 @@ pub struct VmTable {
 }
 
 impl VmTable {
-    /// Creates empty tables for a VM with this RAM (at most 16 TiB).
+    /// Creates empty tables for a VM whose RAM has this layout (at most 16 TiB).
     #[must_use]
     pub fn new(layout: RamLayout) -> Self {
         let numbering = Numbering::new(layout);
@@ -119,39 +123,41 @@ impl VmTable {
         &self.numbering.layout
     }
 
-    /// Returns the size of guest RAM in pages.
+    /// Returns the size of the VM's RAM in pages.
     #[must_use]
     pub fn pages(&self) -> u32 {
         self.numbering.pages()
     }
 
-    /// Returns the index of page frame `pfn`; `None` for a page frame outside RAM.
+    /// Returns the table index of guest page frame `pfn`; `None` for a page frame outside RAM.
     #[must_use]
     pub fn index_of(&self, pfn: Pfn) -> Option<Index> {
         self.numbering.index_of(pfn)
     }
 
-    /// Returns the index of the page at `hva`; `None` for an address outside RAM.
+    /// Returns the table index of the guest page at host virtual address `hva` in QEMU; `None` for
+    /// an address outside RAM.
     #[must_use]
     pub fn index_at(&self, hva: Hva) -> Option<Index> {
         self.index_of(self.layout().pfn_of(hva)?)
     }
 
-    /// Returns the host virtual address of a page in QEMU.
+    /// Returns the host virtual address in QEMU of the guest page with table index `at`; `None` for
+    /// an index outside RAM.
     #[must_use]
     pub fn hva(&self, at: Index) -> Option<Hva> {
         self.numbering.hva(at)
     }
 
-    /// Returns whether page `next` follows page `at` in one memory slot, so that both are
-    /// neighbours in QEMU's memory, too.
+    /// Returns whether guest page `next` directly follows guest page `at`, both in guest memory and
+    /// in QEMU's memory.
     #[must_use]
     pub fn adjacent(&self, at: Index, next: Index) -> bool {
         self.numbering.adjacent(at, next)
     }
 
-    /// Returns a copy of the table of cached pages. The copy costs one reference for each 512
-    /// pages.
+    /// Returns a copy of the table of cached pages. The copy is cheap: one reference count for each
+    /// 512 pages.
     #[must_use]
     pub fn copy_cached(&self) -> CachedPages {
         CachedPages {
@@ -160,8 +166,8 @@ impl VmTable {
         }
     }
 
-    /// Records that guest page `at` now caches page `page` of `file`. Returns `false` if the VM has
-    /// too many pieces.
+    /// Records that guest page `at` now caches page `page` of `file`. Returns `false` if the VM's
+    /// table is full.
     pub fn cache(&mut self, at: Index, file: FileNumber, page: u32) -> bool {
         let key = (file, page / PIECE);
         if !self.places.contains_key(&key)
@@ -219,14 +225,15 @@ impl VmTable {
         }
     }
 
-    /// Returns the guest page that caches page `page` of `file`.
+    /// Returns the guest page that caches page `page` of `file`; `None` if no page does.
     #[must_use]
     pub fn place(&self, file: FileNumber, page: u32) -> Option<Index> {
         self.places.get(&(file, page / PIECE))?[(page % PIECE) as usize].checked_sub(1)
     }
 
-    /// Returns the guest pages (plus one) that cache the pages `range` of a piece of `file`. Leaves
-    /// out dirty pages and pages that were found to differ. Returns `None` if no page is left.
+    /// Returns, for the pages `range` of a piece of `file`, the guest pages (each plus one) that
+    /// cache them and may be folded. A value of 0 stands for a page that is not cached, is dirty,
+    /// or was found to differ from the page store. Returns `None` if all values are 0.
     #[must_use]
     pub fn usable(&self, file: FileNumber, piece: u32, range: &Range<usize>) -> Option<Piece> {
         let places = self.places.get(&(file, piece))?;
@@ -241,13 +248,14 @@ impl VmTable {
         (any != 0).then_some(usable)
     }
 
-    /// Returns whether any of the 64 pages of a piece of `file` is cached.
+    /// Returns whether any of the 64 pages of piece `piece` of `file` is cached.
     #[must_use]
     pub fn has_piece(&self, file: FileNumber, piece: u32) -> bool {
         self.places.contains_key(&(file, piece))
     }
 
-    /// Returns the pieces of `file` that have cached pages, in ascending order.
+    /// Returns the numbers of the pieces (64 pages each) of `file` that have cached pages, in
+    /// ascending order.
     pub fn pieces(&self, file: FileNumber) -> impl Iterator<Item = u32> + '_ {
         self.places
             .range((file, 0)..=(file, u32::MAX))
@@ -260,15 +268,16 @@ impl VmTable {
         self.cached_pages
     }
 
-    /// Returns the file page that a guest page caches.
+    /// Returns the file, and the page of the file, that guest page `at` caches; `None` if it caches
+    /// none.
     #[must_use]
     pub fn cached(&self, at: Index) -> Option<(FileNumber, u32)> {
         let Cached { file, page } = self.cached.get(at);
         Some((file.checked_sub(1)?, page))
     }
 
-    /// Marks the cached pages of a file range as dirty or clean. The cost depends on the number of
-    /// cached pages, not on the length of the range.
+    /// Marks the cached pages of a file range as dirty (written, but not yet written back to disk)
+    /// or clean. The cost depends on the number of cached pages, not on the length of the range.
     pub fn set_dirty(&mut self, file: FileNumber, pages: Range<u32>, dirty: bool) {
         for at in self.places_in(file, pages) {
             self.dirty.set(at, dirty);
@@ -293,7 +302,8 @@ impl VmTable {
         found
     }
 
-    /// Returns the pieces of a file range that have cached pages, in ascending order.
+    /// Returns the numbers of the pieces (64 pages each) in a file range that have cached pages, in
+    /// ascending order.
     #[must_use]
     pub fn pieces_in(&self, file: FileNumber, pages: Range<u32>) -> Vec<u32> {
         if pages.is_empty() {
@@ -305,45 +315,47 @@ impl VmTable {
             .collect()
     }
 
-    /// Returns whether a page is dirty: the guest has written it, and has not yet written it back
-    /// to disk.
+    /// Returns whether guest page `at` is dirty: the guest has written it, and has not yet written
+    /// it back to disk.
     #[must_use]
     pub fn is_dirty(&self, at: Index) -> bool {
         self.dirty.has(at)
     }
 
-    /// Records that a page's bytes differ from the store. A new hint for the page clears this mark.
+    /// Records that the bytes of guest page `at` differ from the page store's, so that the page is
+    /// not tried again. A new hint for the page clears this mark.
     pub fn refuse(&mut self, at: Index) {
         self.refused.set(at, true);
     }
 
-    /// Allows refused pages of a file range to be tried again, because their bytes have been read
-    /// from disk since.
+    /// Allows pages of a file range that were found to differ from the page store to be tried
+    /// again, because their bytes have been read from disk since.
     pub fn settle(&mut self, file: FileNumber, pages: Range<u32>) {
         for at in self.places_in(file, pages) {
             self.refused.set(at, false);
         }
     }
 
-    /// Marks a page as part of a batch. Returns `false` if the page is part of one already.
+    /// Marks guest page `at` as part of the present batch. Returns `false` if it was marked
+    /// already.
     pub fn plan(&mut self, at: Index) -> bool {
         let new = !self.planned.has(at);
         self.planned.set(at, true);
         new
     }
 
-    /// Records that a page is no longer part of a batch.
+    /// Clears the mark that guest page `at` is part of a batch.
     pub fn unplan(&mut self, at: Index) {
         self.planned.set(at, false);
     }
 
-    /// Returns whether a page was found to differ from the store.
+    /// Returns whether guest page `at` was found to differ from the page store.
     #[must_use]
     pub fn is_refused(&self, at: Index) -> bool {
         self.refused.has(at)
     }
 
-    /// Returns the store page that a guest page maps.
+    /// Returns the store page that guest page `at` maps; `None` if it maps none.
     #[must_use]
     pub fn mapped(&self, at: Index) -> Option<Mapped> {
         let store_page = self.mapped.get(at).checked_sub(1)?;
@@ -353,7 +365,7 @@ impl VmTable {
         })
     }
 
-    /// Sets or clears the store page that a guest page maps.
+    /// Sets the store page that guest page `at` maps, or records that it maps none (`None`).
     pub fn set_mapped(&mut self, at: Index, mapped: Option<Mapped>) {
         self.mapped.set(at, mapped.map_or(0, |m| m.store_page + 1));
         self.shared.set(at, mapped.is_some_and(|m| m.shared));
@@ -362,18 +374,21 @@ impl VmTable {
         }
     }
 
-    /// Sets which pages are views of a snapshot's image.
+    /// Sets which guest pages are in *views*: private mappings of the files of a snapshot (its RAM
+    /// image and disks).
     pub fn set_views(&mut self, views: impl Iterator<Item = Range<Index>>) {
         self.view = Bits::of(self.pages(), views);
     }
 
-    /// Sets for which pages the snapshot's image holds data.
+    /// Sets for which guest pages the snapshot's files hold data. The other pages of views are in
+    /// holes, which use no memory.
     pub fn set_image_data(&mut self, data: impl Iterator<Item = Range<Index>>) {
         self.image_data = Bits::of(self.pages(), data);
     }
 
-    /// Returns the number of pages that still map data of the image, without a private copy. `own`
-    /// has one bit for each page, which is set if the page has a private copy.
+    /// Returns the number of guest pages that still show data of the snapshot's files, without a
+    /// private copy. `own` has one bit for each guest page, which is set if the page has a private
+    /// copy.
     #[must_use]
     pub fn count_shared_views(&self, own: &[u64]) -> u64 {
         let views = self.view.0.iter().zip(&self.image_data.0);
@@ -383,8 +398,9 @@ impl VmTable {
             .sum()
     }
 
-    /// Sets which pages may be folded (one bit for each page). Returns whether a cached page in a
-    /// view may be folded now that could not be folded before.
+    /// Sets which guest pages may be folded (one bit for each page). Returns whether a cached page
+    /// in a view (a private mapping of a snapshot's file) may be folded now that could not be
+    /// folded before.
     pub fn set_foldable(&mut self, bits: &[u64]) -> bool {
         let mut any = false;
         for (number, &now) in (0..).step_by(64).zip(bits) {
@@ -399,8 +415,9 @@ impl VmTable {
         any
     }
 
-    /// Returns the number of pages in views, and how many of them have private copies. `own` has
-    /// one bit for each page, which is set if the page has a private copy.
+    /// Returns the number of guest pages in views (private mappings of a snapshot's files), and how
+    /// many of them have private copies. `own` has one bit for each guest page, which is set if the
+    /// page has a private copy.
     #[must_use]
     pub fn count_views(&self, own: &[u64]) -> (u64, u64) {
         let words = own.iter().zip(&self.view.0);
@@ -410,27 +427,28 @@ impl VmTable {
         })
     }
 
-    /// Returns whether a page is in a view of a snapshot's image. Such a page can be frozen only by
-    /// write protection or by a stop of the VM.
+    /// Returns whether guest page `at` is in a view (a private mapping of a snapshot's file). Such
+    /// a page can be frozen only by write protection or by a stop of the VM.
     #[must_use]
     pub fn is_in_view(&self, at: Index) -> bool {
         self.view.has(at)
     }
 
-    /// Returns whether a page belongs to the snapshot's image: the page is in memory once for all
-    /// VMs that run from this image, or not at all.
+    /// Returns whether guest page `at` still belongs to its snapshot: the page is in memory once
+    /// for all VMs that run from this snapshot, or not at all.
     #[must_use]
     pub fn is_template(&self, at: Index) -> bool {
         self.view.has(at) && !self.foldable.has(at)
     }
 
-    /// Records that a page was discarded because it held only zeroes.
+    /// Records that guest page `at` was discarded because it held only zeroes.
     pub fn set_zero(&mut self, at: Index) {
         self.zero.set(at, true);
     }
 
-    /// Removes pages from the set of zero pages that are in memory again. `own` has one bit for
-    /// each page, which is set if the page is in memory. Returns the number of zero pages left.
+    /// Removes from the set of discarded zero pages those that are in memory again. `own` has one
+    /// bit for each guest page, which is set if the page is in memory. Returns the number of zero
+    /// pages left.
     pub fn keep_zero(&mut self, own: &[u64]) -> u64 {
         let mut left = 0;
         for (zero, own) in self.zero.0.iter_mut().zip(own) {
@@ -440,12 +458,13 @@ impl VmTable {
         left
     }
 
-    /// Begins an inventory. At its end, all cached pages that it did not repeat are removed.
+    /// Begins an inventory, in which the agent reports all pages of the guest's page cache again.
+    /// At the inventory's end, cached pages that it did not report are removed from the table.
     pub fn inventory_begin(&mut self) {
         self.seen = Some(Bits::new(self.pages()));
     }
 
-    /// Ends an inventory: removes the cached pages that it did not repeat.
+    /// Ends an inventory: removes the cached pages that the agent did not report in it.
     pub fn inventory_end(&mut self) {
         let Some(seen) = self.seen.take() else { return };
         for at in 0..self.pages() {
@@ -455,7 +474,8 @@ impl VmTable {
         }
     }
 
-    /// Removes all cached pages, because a new agent session numbers its files anew. Mappings stay.
+    /// Removes all cached pages from the table, because a new agent session numbers its files anew.
+    /// The records of mapped store pages stay.
     pub fn forget_cached(&mut self) {
         let total = self.pages();
         self.cached = Sparse::new(total);

@@ -1,4 +1,5 @@
-//! Lifecycle of VMs in the engine: add, change, hold for a snapshot, lose, remove.
+//! Adds VMs to the fold engine, changes their RAM layout, holds them for a snapshot, and removes
+//! them. Handles libraries that no longer answer.
 
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc::SyncSender;

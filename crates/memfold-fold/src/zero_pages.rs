@@ -1,6 +1,7 @@
 //! Discards guest pages that hold only zeroes, so that the host has their memory back.
 //!
-//! The library finds, freezes, verifies and discards the pages; [`super::zero_pass`] decides when.
+//! memfold's library in QEMU finds, freezes, verifies and discards the pages; [`super::zero_pass`]
+//! decides when.
 
 use std::time::Instant;
 

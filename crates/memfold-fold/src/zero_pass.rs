@@ -1,5 +1,5 @@
 //! Schedules the search of a VM's memory for zero pages: once after the VM has booted, and again
-//! whenever its memory has grown by [`GROWTH_PAGES`].
+//! whenever the QEMU process has grown by [`GROWTH_PAGES`] since the last search.
 
 use std::time::{Duration, Instant};
 
@@ -15,10 +15,10 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// Growth of the VM's memory in pages (16 MiB) that makes another pass worthwhile.
 const GROWTH_PAGES: u64 = 4096;
 
-/// State of the pass over a VM's memory.
+/// State of the search (pass) of one VM's memory for zero pages.
 #[derive(Debug)]
 pub(super) struct ZeroPass {
-    /// Time at which the next order of the pass is due; `None` if no pass is planned.
+    /// Time at which the next part of the pass is due; `None` if no pass is planned.
     pub due: Option<Instant>,
     pub rest: Vec<Range>,
     pub resident_pages: u64,
@@ -27,8 +27,8 @@ pub(super) struct ZeroPass {
 }
 
 impl ZeroPass {
-    /// Creates the state before the first pass, which is due 30 s after `added`. `None` disables
-    /// all passes.
+    /// Creates the state before the first pass, which is due 30 s after `added`, the time at which
+    /// the VM was added. `None` disables all passes.
     pub fn new(added: Option<Instant>) -> Self {
         let now = added.unwrap_or_else(Instant::now);
         Self {
@@ -40,7 +40,7 @@ impl ZeroPass {
         }
     }
 
-    /// Plans a pass if the VM's process has grown enough since the last pass.
+    /// Plans a pass if the QEMU process `pid` has grown by at least 16 MiB since the last pass.
     pub fn consider(&mut self, now: Instant, pid: Pid) {
         if self.enabled
             && self.due.is_none()

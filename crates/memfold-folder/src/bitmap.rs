@@ -38,7 +38,7 @@ impl Bitmap {
         self.words.get(number).copied().unwrap_or(0)
     }
 
-    /// Sets `count` bits from `first` on to `value`.
+    /// Sets `count` bits from bit `first` on to `value`.
     pub fn fill(&mut self, first: u64, count: u64, value: bool) {
         let end = first.saturating_add(count).min(self.len);
         let mut at = first;
@@ -55,7 +55,7 @@ impl Bitmap {
         }
     }
 
-    /// Returns the first index in `from..to` whose bit equals `value`; `to` if no bit does.
+    /// Returns the index of the first bit in `from..to` that equals `value`; `to` if no bit does.
     #[must_use]
     pub fn find(&self, value: bool, from: u64, to: u64) -> u64 {
         let mut at = from;

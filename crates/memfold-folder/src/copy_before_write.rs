@@ -11,8 +11,8 @@
 //!   daemon          reads all pages and marks the table entry of each page that it has read
 //! ```
 //! The thread takes only the lock `copying`, so no holder of another lock can delay a writer. If a
-//! page cannot be saved, the whole copy fails: the VM runs on, and the daemon reads the reason from
-//! the file.
+//! page cannot be saved, the whole copy fails: the VM continues to run, and the daemon reads the
+//! reason from the file.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};

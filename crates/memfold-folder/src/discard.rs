@@ -1,4 +1,5 @@
-//! Handles QEMU's discards (`MADV_DONTNEED`, `MADV_FREE`) of guest RAM.
+//! Handles QEMU's discards (`MADV_DONTNEED`, `MADV_FREE`) of guest RAM, so that a discarded page
+//! reads as zeroes even if it was folded.
 
 use memfold_sys::region;
 use memfold_units::PAGE_SIZE;

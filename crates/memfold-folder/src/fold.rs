@@ -1,4 +1,5 @@
-//! Folds one run of pages: freeze, compare with the store, replace the mapping, thaw.
+//! Folds one run of pages: freezes the run, compares it with the page store, replaces the mapping,
+//! and thaws the run.
 
 use std::os::fd::AsFd as _;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Executes the daemon's orders.
+//! Executes the daemon's orders on the RAM of this process.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -31,7 +31,8 @@ struct Missing {
     tracker: Option<String>,
 }
 
-/// State of the library in one process.
+/// memfold's library in one process: executes the daemon's orders, and handles QEMU's discards of
+/// RAM.
 #[derive(Debug)]
 pub struct Folder {
     uffd: OnceLock<Arc<Userfaultfd>>,
@@ -58,9 +59,9 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// Opens a userfaultfd, or uses `device`, an open `/dev/userfaultfd` that was passed to QEMU.
-    /// Without a userfaultfd the folder still answers orders, and its reply to `Hello` names the
-    /// reason. Orders that stop the VM use `monitor`.
+    /// Creates the folder and opens a userfaultfd, through `device` if that is given: an open
+    /// `/dev/userfaultfd` that was passed to QEMU. Without a userfaultfd the folder still answers
+    /// orders, and its reply to `Hello` names the reason. Orders that stop the VM use `monitor`.
     #[must_use]
     pub fn new(device: Option<RawFd>, monitor: Option<Monitor>) -> Self {
         let mut folder = Self {
@@ -126,7 +127,7 @@ impl Folder {
         self.lock()
     }
 
-    /// Executes one order. `descriptor` is the file that came with the order.
+    /// Executes one order and returns the reply. `descriptor` is the file that came with the order.
     pub fn execute(&self, order: &Order, descriptor: Option<OwnedFd>) -> Reply {
         if let Err(error) = order.validate() {
             return refuse(error.to_string());
@@ -322,8 +323,8 @@ impl Folder {
         }
     }
 
-    /// Handles the end of the daemon's connection: resumes the VM, ends write tracking and ends a
-    /// copy before write.
+    /// Handles the end of the daemon's connection: resumes the VM if an order has stopped it, ends
+    /// write tracking, and ends a copy before write.
     pub fn disconnected(&self) {
         self.untrack_writes();
         self.forget_past();

@@ -1,6 +1,9 @@
 //! Freezes pages of a running guest: no thread can change a page until it is thawed. A guard thaws
 //! its pages when it is dropped.
 //!
+//! Anonymous pages are frozen by a move to a staging area, as drawn here. Pages that map a file are
+//! frozen by write protection.
+//!
 //! ```text
 //!   guest RAM   | run: MISSING-registered, empty |  <- a thread that touches the run sleeps
 //!                    |  UFFDIO_MOVE    ^
@@ -28,7 +31,7 @@ const STAGING_PAGES: u64 = 2048;
 /// Number of attempts of an operation that fails with `EAGAIN`, before a page counts as busy.
 const PATIENCE: u32 = 64;
 
-/// Staging area: memory that holds pages while they are frozen.
+/// Staging area: memory that holds the pages of a run while they are frozen.
 #[derive(Debug)]
 pub struct Staging {
     mapping: Mapping,
@@ -38,7 +41,7 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Maps and registers the staging area.
+    /// Maps the staging area and registers it with `uffd`.
     pub fn new(uffd: &Userfaultfd) -> Result<Self, Errno> {
         let mapping = Mapping::anonymous(STAGING_PAGES, true)?;
         let area = mapping.area();
@@ -65,8 +68,8 @@ impl Staging {
         })
     }
 
-    /// Returns an empty part of the area for `run`. A whole huge page gets an aligned part, so that
-    /// the kernel moves it in one piece.
+    /// Returns an empty part of the staging area for `run`. A whole huge page gets an aligned part,
+    /// so that the kernel moves it in one piece.
     pub fn slot(&mut self, run: Area) -> Area {
         const HUGE: u64 = memfold_units::HUGE_PAGE_PAGES;
         let whole_huge =
@@ -84,7 +87,8 @@ impl Staging {
         self.mapping.area().part(first, run.pages())
     }
 
-    /// Frees the staged pages, whose place in the guest store pages have taken.
+    /// Frees the pages that stayed in the staging area, because mappings of the page store replaced
+    /// them in the guest.
     pub fn free(&mut self) {
         if self.used > 0 {
             // The call fails only on locked memory, which `AddRam` refused. If it fails, the pages
@@ -99,7 +103,8 @@ impl Staging {
     }
 }
 
-/// A run that is registered with a userfaultfd. Dropping the guard thaws the run.
+/// Guard of a frozen run: the run is registered with a userfaultfd, so that threads that touch it
+/// wait. Dropping the guard thaws the run.
 #[derive(Debug)]
 pub struct Frozen<'a> {
     uffd: &'a Userfaultfd,
@@ -121,7 +126,7 @@ impl<'a> Frozen<'a> {
         })
     }
 
-    /// Protects all of `run` against writes.
+    /// Freezes `run` by write protection: threads that write to it wait, and reads continue.
     pub fn protect(uffd: &'a Userfaultfd, run: Area) -> Result<Self, Errno> {
         let guard = Self::register(uffd, run, Mode::WriteProtect)?;
         for _ in 0..PATIENCE {
@@ -133,8 +138,8 @@ impl<'a> Frozen<'a> {
         Err(Errno::AGAIN)
     }
 
-    /// Thaws the run. New mappings have replaced the first `replaced` pages. Returns how long the
-    /// run was frozen.
+    /// Thaws the run, of which new mappings have replaced the first `replaced` pages. Returns how
+    /// long the run was frozen.
     pub fn finish(mut self, replaced: u64) -> Duration {
         self.replaced = replaced;
         let began = self.began;
@@ -164,8 +169,8 @@ impl Drop for Frozen<'_> {
     }
 }
 
-/// Pages moved out of a run into staging. Dropping the guard puts back all pages that
-/// [`Staged::finish`] did not report as replaced.
+/// Guard of pages that were moved out of a run into the staging area. Dropping the guard puts back
+/// all pages that [`Staged::finish`] did not report as replaced.
 #[derive(Debug)]
 pub struct Staged<'a> {
     /// Dropped, and thereby thawed, after the pages were put back.
@@ -179,7 +184,7 @@ pub struct Staged<'a> {
 
 impl<'a> Staged<'a> {
     /// Freezes pages from the start of `run` by moving them to `slot`, as many as can be moved.
-    /// Also returns the error that ended the move early.
+    /// Also returns the error that ended the move early, if one did.
     ///
     /// # Errors
     ///
@@ -208,9 +213,9 @@ impl<'a> Staged<'a> {
         self.slot.part(0, self.pages)
     }
 
-    /// Thaws the run. The first `gone` pages do not return: if `mapped` is set, a new mapping has
-    /// replaced them; otherwise they become empty anonymous memory. Returns how long the run was
-    /// frozen.
+    /// Thaws the run. The first `gone` pages do not return from the staging area. If `mapped` is
+    /// set, a new mapping has replaced them; otherwise they become empty anonymous memory. Returns
+    /// how long the run was frozen.
     pub fn finish(mut self, gone: u64, mapped: bool) -> Duration {
         self.gone = gone.min(self.pages);
         self.frozen.replaced = if mapped { self.gone } else { 0 };

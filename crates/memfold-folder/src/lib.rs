@@ -1,5 +1,6 @@
-//! Executes the daemon's orders on the RAM of its own process: folds runs, releases folded pages,
-//! drops zero pages, maps files. `memfold-qemu` runs this crate inside QEMU.
+//! Executes the daemon's orders on the RAM of its own process: folds runs of pages, turns folded
+//! pages into anonymous memory again (*release*), discards pages of zeroes, and maps files.
+//! `memfold-qemu` runs this crate inside QEMU.
 //!
 //! To *fold* a run of pages is to replace the run by a private (copy-on-write) mapping of the same
 //! bytes in a *page store*, a file that many VMs map.
@@ -30,8 +31,8 @@
 //! 6. Old bytes for a snapshot are copied before the write to their page continues. If one copy
 //!    fails, the whole copy is marked as failed (`copy_before_write`).
 //!
-//! The same [`Folder`] works in any process, on memory of that process: the stress tests and
-//! `memfold bench fold` use it so.
+//! The same [`Folder`] works in any process, on memory of that process. The stress tests and
+//! `memfold bench fold` use it in this way.
 
 /// Writes a line to standard error. Unlike `eprintln!`, the macro does not panic if the line cannot
 /// be written.

@@ -35,8 +35,8 @@ impl Monitor {
         }
     }
 
-    /// Creates a monitor from a connection that QEMU serves already. The connection works even
-    /// after QEMU has dropped its privileges.
+    /// Creates a monitor from a connection that QEMU's monitor serves already. The connection works
+    /// even after QEMU has dropped its privileges.
     pub fn connected(stream: UnixStream) -> io::Result<Self> {
         Ok(Self {
             link: Some(Link::new(stream)?),
@@ -44,8 +44,8 @@ impl Monitor {
         })
     }
 
-    /// Stops vCPUs and drains I/O. Returns `None` if the VM was not running; then the library must
-    /// not resume the VM.
+    /// Stops the VM (vCPUs, and I/O after it has drained) until the returned guard is dropped.
+    /// Returns `None` if the VM was not running; then the library must not resume the VM.
     pub fn stop(&mut self) -> io::Result<Option<Stopped<'_>>> {
         let status = self.ask("query-status")?;
         if status["status"] != "running" {
@@ -63,7 +63,8 @@ impl Monitor {
         Ok(Some(stopped))
     }
 
-    /// Stops the VM until [`Monitor::release`]. Returns `false` if the VM was not running.
+    /// Stops the VM until [`Monitor::release`]. Returns `false`, and does nothing, if the VM was
+    /// not running.
     pub fn hold(&mut self) -> io::Result<bool> {
         let stopped = self.stop()?.map(std::mem::forget).is_some();
         self.held |= stopped;
@@ -114,13 +115,13 @@ pub struct Stopped<'a> {
 }
 
 impl Stopped<'_> {
-    /// Returns how long the VM has been stopped.
+    /// Returns the time since the VM came to rest.
     #[must_use]
     pub fn since(&self) -> Duration {
         self.at_rest.elapsed()
     }
 
-    /// Resumes the VM. Returns the time since the stop was requested.
+    /// Resumes the VM. Returns the time from the request to stop until the VM was resumed.
     pub fn go_on(self) -> Duration {
         let began = self.began;
         drop(self);

@@ -1,4 +1,5 @@
-//! RAM blocks of the VM: their addresses, and which of their pages are folded.
+//! The VM's RAM blocks: their addresses, and what each of their pages maps (anonymous memory, a
+//! page store, or a snapshot's file).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,35 +12,36 @@ use rustix::mm::Advice as Madvise;
 
 use crate::bitmap::Bitmap;
 
-/// Kind of a page's mapping.
+/// Kind of memory that a page of a RAM block maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Anonymous memory, as QEMU has mapped it.
     Anonymous,
-    /// A private mapping of a page store.
+    /// A private mapping of a page store: the page is folded.
     Folded,
-    /// A private mapping of a template's file (a snapshot's image).
+    /// A private mapping of a snapshot's file: its RAM image or a disk.
     Template,
 }
 
-/// File mapped over part of a block: page 0 of `area` shows page `file_page` of the file.
+/// Private mapping of a snapshot's file over part of a RAM block: page 0 of `area` shows page
+/// `file_page` of the file.
 #[derive(Clone, Copy, Debug)]
 pub struct TemplateMap {
-    /// Part of the block that maps the file.
+    /// Part of the RAM block that maps the file.
     pub area: Area,
-    /// Device and inode number of the file.
+    /// Device and inode number of the mapped file.
     pub file: (u64, u64),
-    /// Index in the file of the page that is mapped first.
+    /// Offset of the mapping in the file, in pages.
     pub file_page: u64,
 }
 
 /// Maximum number of pages between two areas that share one call of `madvise`.
 const ADVISE_GAP_PAGES: u64 = 128;
 
-/// One RAM block of the VM, and which of its pages are folded.
+/// One RAM block of the VM, and what each of its pages maps.
 #[derive(Debug)]
 pub struct Block {
-    /// Address range of the block.
+    /// Address range of the RAM block in this process.
     pub area: Area,
     pub advice: Advice,
     folded: Bitmap,
@@ -52,7 +54,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Returns whether every page of the block is anonymous.
+    /// Returns whether every page of the block is anonymous memory, as QEMU has mapped it.
     #[must_use]
     pub const fn is_untouched(&self) -> bool {
         self.folded.count() == 0 && self.template.count() == 0
@@ -62,8 +64,8 @@ impl Block {
         at.pages_since(self.area.start())
     }
 
-    /// Returns the kind of the first page of `area`, and the longest part from the start of `area`
-    /// whose pages all have this kind.
+    /// Returns the kind of mapping of the first page of `area`, and the longest part from the start
+    /// of `area` whose pages all have this kind.
     #[must_use]
     pub fn first_kind(&self, area: Area) -> (Kind, Area) {
         let from = self.index(area.start());
@@ -81,7 +83,7 @@ impl Block {
         (kind, area.part(0, end - from))
     }
 
-    /// Sets the kind of all pages of `area`.
+    /// Records that all pages of `area` have a mapping of this kind.
     pub fn set(&mut self, area: Area, kind: Kind) {
         let first = self.index(area.start());
         self.folded.fill(first, area.pages(), kind == Kind::Folded);
@@ -89,8 +91,8 @@ impl Block {
             .fill(first, area.pages(), kind == Kind::Template);
     }
 
-    /// Records that a template's memory file is now mapped at `map.area`. Earlier mappings that
-    /// overlap `map.area` stay recorded only outside it.
+    /// Records that a snapshot's file is now mapped at `map.area`, in place of earlier mappings
+    /// there.
     pub fn add_template(&mut self, map: TemplateMap) {
         let (start, end) = (map.area.start(), map.area.end());
         let below = self.templates.range(..end).rev();
@@ -117,7 +119,8 @@ impl Block {
         self.set(map.area, Kind::Template);
     }
 
-    /// Returns whether the pages of `area` map `file` from page `page` on.
+    /// Returns whether the pages of `area` map a snapshot's file `file` (device, inode) from page
+    /// `page` of the file on.
     #[must_use]
     pub fn shows(&self, area: Area, file: (u64, u64), page: u64) -> bool {
         let below = self.templates.range(..=area.start()).next_back();
@@ -128,9 +131,9 @@ impl Block {
         })
     }
 
-    /// Repeats the block's advice on new anonymous memory, so that its mapping merges with the
-    /// neighbouring mappings. Errors are ignored: advice is optional, and a kernel without KSM or
-    /// huge pages refused the same advice from QEMU.
+    /// Gives new anonymous memory the `madvise` advice of the block, so that its mapping merges
+    /// with the neighbouring mappings. Errors are ignored: advice is optional, and a kernel without
+    /// KSM or huge pages refused the same advice from QEMU.
     pub fn advise_anonymous(&self, area: Area) {
         let wishes = [
             (self.advice.mergeable, Madvise::LinuxMergeable),
@@ -143,8 +146,8 @@ impl Block {
         self.advise_file(area);
     }
 
-    /// Repeats the part of the block's advice that matters for a file mapping. Huge-page advice is
-    /// left out, because khugepaged would then rearrange the page store.
+    /// Gives a file mapping the part of the block's `madvise` advice that matters for files.
+    /// Huge-page advice is left out, because khugepaged would then rearrange the page store.
     pub fn advise_file(&self, area: Area) {
         if self.advice.dontfork {
             let _ = area.advise(Madvise::LinuxDontFork);
@@ -160,9 +163,9 @@ impl Block {
         self.unadvised.push((first, first + area.pages()));
     }
 
-    /// Calls [`Self::advise_file`] for all areas folded since the last call. Areas near each other
-    /// share a call; the pages between them have the same advice already. A single call for all
-    /// areas would walk thousands of mappings.
+    /// Calls [`Self::advise_file`] for all areas that were folded since the last call. Areas near
+    /// each other share a call; the pages between them have the same advice already. A single call
+    /// for all areas would walk thousands of mappings.
     pub fn advise_now(&mut self) {
         self.unadvised.sort_unstable();
         for near in self
@@ -175,7 +178,7 @@ impl Block {
         self.unadvised.clear();
     }
 
-    /// Replaces `area` by fresh anonymous memory (zeroes).
+    /// Replaces the mappings of `area` by fresh anonymous memory (zeroes).
     pub fn refresh(&mut self, area: Area) -> Result<(), Errno> {
         area.map_anonymous(self.advice.noreserve)?;
         self.advise_anonymous(area);
@@ -191,7 +194,8 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// Adds a block, or changes the advice of a block that is known already.
+    /// Adds the RAM block of `pages` pages at address `hva`, or changes the advice of a known
+    /// block. Fails if the memory cannot be folded, for example because it is shared.
     pub fn add(&mut self, hva: u64, pages: u64, advice: Advice) -> Result<(), String> {
         // SAFETY: the daemon, whose socket only this user can open, vouches that the range is guest
         // RAM: memory that QEMU made with mmap and that no Rust code knows. The call below checks
@@ -234,7 +238,8 @@ impl Ram {
         Ok(())
     }
 
-    /// Removes the block at `hva` from the records.
+    /// Removes the RAM block at `hva` from the records; its mappings stay. Fails if no block starts
+    /// there.
     pub fn remove(&mut self, hva: u64) -> Result<(), String> {
         let before = self.blocks.len();
         self.blocks.retain(|b| b.area.start() != Hva(hva));
@@ -244,7 +249,8 @@ impl Ram {
         Ok(())
     }
 
-    /// Returns the block that contains the `pages` pages at `hva`, and these pages.
+    /// Returns the RAM block that contains the `pages` pages at `hva`, and the area of these pages;
+    /// `None` if they are not inside one block.
     pub fn find(&mut self, hva: u64, pages: u64) -> Option<(&mut Block, Area)> {
         let start = Hva(hva);
         let end = hva.checked_add(pages.checked_mul(PAGE_SIZE)?)?;
@@ -261,7 +267,7 @@ impl Ram {
         Some((block, area))
     }
 
-    /// Returns the lowest address of RAM and the end of the highest block.
+    /// Returns the lowest address of RAM and the end of the highest RAM block.
     #[must_use]
     pub fn span(&self) -> (u64, u64) {
         let low = self.blocks.iter().map(|b| b.area.start().0).min();

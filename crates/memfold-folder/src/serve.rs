@@ -1,4 +1,5 @@
-//! Serves the library's socket: one daemon at a time, until the process ends.
+//! Serves the Unix socket on which the daemon sends orders: one daemon at a time, until the process
+//! ends.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,7 +16,8 @@ use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketT
 
 use crate::Folder;
 
-/// Listens at `path`, and replaces a stale socket. Only the socket's owner may connect.
+/// Listens on a Unix socket at `path`, in place of a stale file there. Only the socket's owner may
+/// connect.
 pub fn listen(path: &Path) -> io::Result<UnixListener> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -36,7 +38,8 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(UnixListener::from(socket))
 }
 
-/// Serves connections one after another, without end. Nothing that a peer does ends the loop.
+/// Serves the daemon's connections one after another, without end. Nothing that a peer does ends
+/// the loop.
 pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
     loop {
         match listener.accept() {
@@ -51,7 +54,7 @@ pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
     }
 }
 
-/// Serves one connection until the peer closes it or breaks the protocol.
+/// Executes the orders of one connection until the peer closes it or breaks the protocol.
 pub fn connection(stream: &UnixStream, folder: &Folder) {
     let mut decoder = Decoder::new();
     let mut buffer = vec![0; 64 << 10];

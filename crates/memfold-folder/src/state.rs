@@ -1,4 +1,5 @@
-//! State of the library that orders and discards change.
+//! State of memfold's library in this process: RAM blocks, page stores and statistics. The daemon's
+//! orders and QEMU's discards change it.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use crate::freeze::Staging;
 use crate::ram::Ram;
 use crate::stores::Stores;
 
-/// State of the library that orders and discards change, protected by one lock.
+/// State of memfold's library that orders and discards change, protected by one lock.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) ram: Ram,

@@ -1,4 +1,5 @@
-//! Page stores of this VM: read-only descriptors, and windows (mappings) for comparison.
+//! Page stores that this process may map into RAM: their read-only descriptors, and windows
+//! (read-only mappings) through which guest pages are compared with store pages.
 
 use std::os::fd::OwnedFd;
 
@@ -10,11 +11,11 @@ use rustix::mm::Advice;
 /// Maximum number of pages of one store: 16 TiB, an eighth of the address space.
 const MAX_STORE_PAGES: u64 = 1 << 32;
 
-/// One page store, mapped read-only for comparison.
+/// One page store, with a read-only mapping (window) for comparing guest pages with its pages.
 #[derive(Debug)]
 pub struct Store {
     number: u32,
-    /// Descriptor for mapping the store.
+    /// Read-only descriptor of the store's file, for mapping its pages into RAM.
     pub(crate) file: OwnedFd,
     /// Device and inode number of the store's file.
     pub(crate) identity: (u64, u64),
@@ -25,8 +26,8 @@ pub struct Store {
 }
 
 impl Store {
-    /// Returns the mapped bytes of `pages` pages from `first`; `None` if the file is shorter.
-    /// (Touching a mapped page beyond the end of a file causes `SIGBUS`.)
+    /// Returns the mapped bytes of `pages` store pages from page `first` on; `None` if the store's
+    /// file is shorter. (Touching a mapped page beyond the end of a file causes `SIGBUS`.)
     #[must_use]
     pub fn window(&self, first: u64, pages: u64) -> Option<Area> {
         let end = first.checked_add(pages)?;
@@ -35,12 +36,14 @@ impl Store {
     }
 }
 
-/// All page stores of this VM.
+/// All page stores that this process may map into RAM.
 #[derive(Debug, Default)]
 pub struct Stores(Vec<Store>);
 
 impl Stores {
-    /// Adds a store. If the number is in use, the existing window remains unless it is too small.
+    /// Adds page store `number` of at most `max_pages` pages. If the store is known already, the
+    /// new descriptor replaces the old one, and the window grows if it is too small. Fails if the
+    /// number names another file.
     pub fn add(&mut self, number: u32, max_pages: u64, file: OwnedFd) -> Result<(), String> {
         if max_pages == 0 || max_pages > MAX_STORE_PAGES {
             return Err(format!(
@@ -81,7 +84,7 @@ impl Stores {
         Ok(())
     }
 
-    /// Closes the store with number `number`.
+    /// Closes page store `number`. Fails if there is none with this number.
     pub fn remove(&mut self, number: u32) -> Result<(), String> {
         let before = self.0.len();
         self.0.retain(|store| store.number != number);
@@ -91,21 +94,22 @@ impl Stores {
         Ok(())
     }
 
-    /// Reads the size of store `number` from the kernel.
+    /// Reads the size of page store `number` from the kernel, because the daemon may have appended
+    /// pages.
     pub fn refresh(&mut self, number: u32) {
         if let Some(store) = self.0.iter_mut().find(|store| store.number == number) {
             store.pages = identity(&store.file).map_or(0, |(_, pages)| pages);
         }
     }
 
-    /// Returns the store with number `number`.
+    /// Returns page store `number`; `None` if there is none with this number.
     #[must_use]
     pub fn get(&self, number: u32) -> Option<&Store> {
         self.0.iter().find(|store| store.number == number)
     }
 }
 
-/// Returns device, inode number and number of whole pages of a file.
+/// Returns a file's device and inode number, and its length in whole pages.
 pub fn identity(descriptor: &OwnedFd) -> Result<((u64, u64), u64), String> {
     let stat = rustix::fs::fstat(descriptor).map_err(|errno| {
         format!("cannot read the size of the file that came with the order: {errno}")

@@ -1,4 +1,4 @@
-//! Discards anonymous pages that hold only zeroes.
+//! Discards anonymous pages of guest RAM that hold only zeroes.
 //!
 //! Only pages that the page map shows as anonymous and in memory are examined, so no page is
 //! swapped in and no hole is filled. A run of pages that seem to be zero is frozen, checked again,

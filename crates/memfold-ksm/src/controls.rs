@@ -1,4 +1,4 @@
-//! Reads and writes the settings in `/sys/kernel/mm/ksm`.
+//! Reads and writes KSM's settings in `/sys/kernel/mm/ksm`.
 //!
 //! Source: `Documentation/admin-guide/mm/ksm.rst`, `mm/ksm.c`.
 
@@ -14,8 +14,9 @@ use serde_json::{Map, Value, json};
 
 use super::error::KsmError;
 
-/// KSM's settings, by the names of the kernel's files. `None` in a read setting: the kernel does
-/// not have it. `None` in a setting to write: the present value stays.
+/// KSM's settings, by the names of the kernel's files. In settings that were read, `None` means
+/// that the kernel does not have the setting. In settings to write, `None` means that the present
+/// value stays.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -73,7 +74,7 @@ pub(super) const CONTROLS: [[&str; 4]; 13] = [
     ["advisor_max_pages_to_scan", "pages", "6.8", "highest pages_to_scan that the advisor sets"],
 ];
 
-/// Directory of KSM's settings and counters.
+/// The directory with the kernel's files for KSM: settings and counters.
 #[derive(Clone, Debug)]
 pub struct Controls {
     pub(super) root: PathBuf,
@@ -86,12 +87,12 @@ impl Default for Controls {
 }
 
 impl Controls {
-    /// Creates the controls in directory `root`, which is `/sys/kernel/mm/ksm` except in tests.
+    /// Uses the kernel's files in directory `root`, which is `/sys/kernel/mm/ksm` except in tests.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// Returns the text of one file; `None` if the kernel does not have the file.
+    /// Returns the text of the file `name`; `None` if the kernel does not have the file.
     pub fn text(&self, name: &str) -> Result<Option<String>, KsmError> {
         let path = self.root.join(name);
         match fs::read_to_string(&path) {
@@ -102,7 +103,7 @@ impl Controls {
         }
     }
 
-    /// Returns the names of all files in the directory, sorted.
+    /// Returns the names of all of the kernel's files for KSM (settings and counters), sorted.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
@@ -114,7 +115,7 @@ impl Controls {
         names
     }
 
-    /// Returns the number in one file; `None` if the kernel does not have the file.
+    /// Returns the number in the file `name`; `None` if the kernel does not have the file.
     pub fn number<T: std::str::FromStr>(&self, name: &str) -> Result<Option<T>, KsmError> {
         let Some(text) = self.text(name)? else {
             return Ok(None);
@@ -126,7 +127,8 @@ impl Controls {
         Ok(Some(parsed))
     }
 
-    /// Writes one setting. A write of 2 to `run` returns when all pages are unmerged.
+    /// Writes `value` to the setting `name`. A write of 2 to `run` returns when all pages are
+    /// unmerged.
     pub fn write(&self, name: &str, value: &dyn fmt::Display) -> Result<(), KsmError> {
         let (path, value) = (self.root.join(name), value.to_string());
         // No file is created, because a name that the kernel does not have must not become a file
@@ -143,7 +145,7 @@ impl Controls {
         })
     }
 
-    /// Reads all settings from the directory.
+    /// Reads all of KSM's settings.
     pub fn settings(&self) -> Result<Settings, KsmError> {
         self.read(&CONTROLS)
     }
@@ -169,7 +171,8 @@ impl Controls {
         serde_json::from_value(found.into()).map_err(|e| bad(self.root.clone(), e.to_string()))
     }
 
-    /// Writes every setting in `wanted` that this kernel has and that differs; `run` comes last.
+    /// Writes every setting in `wanted` that this kernel has and whose present value differs. The
+    /// setting `run` is written last.
     ///
     /// While any page is merged, the kernel refuses changes of `merge_across_nodes` and
     /// `max_page_sharing` (EBUSY); the caller must unmerge first. While an advisor runs, the kernel
@@ -198,8 +201,8 @@ impl Controls {
         set(run)
     }
 
-    /// Gives every process its own copy of each merged page again (`run` = 2), then sets `run` to
-    /// `after`.
+    /// Unmerges all pages (`run` = 2), so that every process has its own copy of each page again.
+    /// Then sets `run` to `after`.
     pub fn unmerge(&self, after: u64) -> Result<(), KsmError> {
         self.write("run", &2)?;
         // The kernel frees merged pages before the write returns, but its counters may change only

@@ -1,9 +1,9 @@
-//! Errors when reading or setting KSM.
+//! Errors of reading KSM's figures and of writing its settings.
 
 use std::io;
 use std::path::PathBuf;
 
-/// Reason why KSM could not be read or set.
+/// Reason why KSM's figures could not be read or its settings not be written.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages explain the variants
 pub enum KsmError {

@@ -1,9 +1,11 @@
-//! Explains why a VM's memory merges or does not: every cause, with the number of pages that it
+//! Explains why KSM merges a VM's memory or does not: every cause, with the number of pages that it
 //! affects.
-//! Each page of the guest's mappings is in exactly one class: of a kind that KSM does not scan, not
-//! advised mergeable, not in memory, merged, not yet scanned twice, or scanned without a match.
-//! Causes that hold for the whole host (such as a stopped KSM) affect all pages that are not
-//! merged. [`weigh`] only computes; [`super::facts`] reads the kernel's files.
+//!
+//! Each page of guest memory is in exactly one class: of a kind that KSM does not scan, not advised
+//! mergeable, not in memory, merged, not yet scanned twice, or scanned without a match. Causes that
+//! hold for the whole host (such as a stopped KSM) affect all pages that are not merged.
+//!
+//! [`weigh`] only computes; [`super::facts`] reads the kernel's files.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -16,62 +18,64 @@ use super::passes::{Passes, Places};
 
 pub use super::facts::Steered;
 
-/// A cause, and the pages of a VM that it affects.
+/// Reason why KSM does not merge some pages of a VM, and the number of these pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Finding {
-    /// Reason why KSM does not merge these pages.
+    /// Reason why KSM does not merge some pages of the VM.
     pub cause: Cause,
-    /// Whether these pages cannot merge at all until somebody changes something.
+    /// Whether pages with this cause cannot merge at all until somebody changes something.
     pub blocks: bool,
-    /// Number of affected pages.
+    /// Number of pages that KSM does not merge for this reason; 0 if the number is unknown.
     pub pages: u64,
-    /// Size of the affected pages, in bytes.
+    /// Size of the pages that KSM does not merge for this reason, in bytes.
     pub bytes: u64,
-    /// Description of the cause for the operator.
+    /// Description of the reason for the operator.
     pub words: String,
-    /// Change that would let these pages merge.
+    /// Change by which the operator would let these pages merge, as text.
     pub fix: String,
 }
 
-/// Explanation of how much of a VM's memory is merged, and why no more.
+/// Explanation of how much of a VM's memory KSM has merged, and why no more.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Explanation {
     /// Name of the VM.
     pub vm: String,
-    /// Process number of QEMU.
+    /// Process number of the VM's QEMU.
     pub pid: i32,
-    /// Trust domain of the VM.
+    /// Trust domain of the VM; null if the VM has none or no daemon knows the VM.
     pub domain: Option<String>,
-    /// Size of guest memory, in bytes: mappings of RAM and other large mappings that the guest
-    /// sees.
+    /// Size of the VM's guest memory, in bytes: mappings of RAM and other large mappings that the
+    /// guest sees.
     pub guest_bytes: u64,
-    /// Part of the guest memory that is advised mergeable, in bytes.
+    /// Size of the guest memory that is advised mergeable, in bytes.
     pub mergeable_bytes: u64,
-    /// Part of the mergeable memory that is in the host's RAM, in bytes.
+    /// Size of the guest memory that is advised mergeable and in the host's RAM, in bytes.
     pub present_bytes: u64,
-    /// Part of `present_bytes` that is merged (mapped to a page that others map too), zero pages on
-    /// the kernel's zero page included.
+    /// Size of the guest memory that KSM has merged, in bytes: pages mapped to a page that others
+    /// map too, and pages mapped to the kernel's zero page.
     pub merged_bytes: u64,
-    /// Bytes that merging saves in this process, less its metadata (`ksm_process_profit`).
+    /// Bytes that merging saves in the QEMU process, less KSM's metadata about it
+    /// (`ksm_process_profit`); null if the kernel does not report them.
     pub profit_bytes: Option<i64>,
-    /// Bytes of ksmd's metadata about this process.
+    /// Size of ksmd's metadata about the QEMU process, in bytes; null if the kernel does not report
+    /// enough.
     pub rmap_overhead_bytes: Option<u64>,
-    /// Seconds since QEMU's start.
+    /// Time since the QEMU process started, in seconds.
     pub age_s: f64,
     /// Duration of a full scan of the host's mergeable memory at the present `pages_to_scan` and
-    /// `sleep_millisecs`, in seconds.
+    /// `sleep_millisecs`, in seconds; null if ksmd scans nothing.
     pub pass_s: Option<f64>,
-    /// Longest time until the first pages merge, in seconds, if equal pages exist; null: some are
-    /// merged, or nothing can merge.
+    /// Maximum time until the VM's first pages merge if equal pages exist, in seconds; null if some
+    /// are merged already or nothing can merge.
     pub first_merge_s: Option<f64>,
-    /// Summary of the VM's merging in one line.
+    /// Summary in one line: how much of the VM's memory is merged, and the main reason why no more.
     pub verdict: String,
-    /// Causes why pages are not merged. Causes that block come first, then causes with the most
-    /// pages.
+    /// Reasons why pages of the VM are not merged. Reasons for which pages cannot merge at all come
+    /// first, then those with the most pages.
     pub causes: Vec<Finding>,
 }
 
-/// Determines the causes, and the number of pages that each cause affects.
+/// Determines why KSM does not merge the VM's pages, and how many pages each cause affects.
 #[must_use]
 pub fn weigh(facts: &Facts) -> Explanation {
     let places = Places::of(facts);

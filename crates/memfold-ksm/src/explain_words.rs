@@ -1,4 +1,5 @@
-//! Texts of `memfold ksm explain`: a description of each cause, and its remedy.
+//! Texts of `memfold ksm explain`: a description of each reason why pages do not merge, and its
+//! remedy.
 
 use super::cause::Cause;
 use super::facts::Facts;

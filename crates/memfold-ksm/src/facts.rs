@@ -1,4 +1,4 @@
-//! Facts that explain why a VM's memory merges or not, read from `/proc` and `/sys`.
+//! Reads from `/proc` and `/sys` the facts that explain why KSM merges a VM's memory or does not.
 
 use std::fs;
 use std::io;
@@ -11,73 +11,76 @@ use super::ranges::{self, Mapping};
 use super::status::{Ksmd, Status, stat_field};
 use super::zeroes;
 
-/// What a daemon knows about a VM.
+/// What the daemon knows about a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Known {
     /// Name of the VM.
     pub name: String,
     /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Ranges of the VM's RAM in QEMU: first byte, and byte after the last.
+    /// Address ranges of the VM's RAM in QEMU, each with its first byte and the byte after its
+    /// last.
     pub ram: Vec<(u64, u64)>,
 }
 
-/// KSM's settings and counters of the host, and related figures.
+/// Figures of the host that determine what KSM merges: KSM's settings and counters, ksmd's CPU
+/// time, and the amount of mergeable memory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HostSide {
-    /// KSM's settings on the host.
+    /// KSM's settings on the host, in `/sys/kernel/mm/ksm`.
     pub settings: Settings,
-    /// KSM's counters of the host.
+    /// KSM's counters for the whole host.
     pub status: Status,
-    /// CPU time of ksmd since boot, in seconds.
+    /// CPU time of ksmd since the host's boot, in seconds; `None` if it cannot be read.
     pub ksmd_cpu_s: Option<f64>,
-    /// Number of anonymous pages in memory, summed over all processes with mergeable memory.
+    /// Number of anonymous pages in memory of all processes that have mergeable memory.
     pub mergeable_pages: u64,
     /// Number of NUMA nodes of the host.
     pub nodes: u64,
 }
 
-/// State of a daemon that steers KSM.
+/// State of a daemon that steers KSM, that is, sets ksmd's scan rate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Steered {
-    /// Trust domain that KSM runs for.
+    /// Trust domain for which the daemon runs KSM.
     pub domain: String,
     /// Reason why the daemon has paused KSM; `None` if KSM runs.
     pub held: Option<String>,
-    /// Number of full scans since the daemon began to steer KSM.
+    /// Number of full scans that ksmd has completed since the daemon began to steer KSM.
     pub scans: u64,
 }
 
-/// All facts that explain why a VM's memory merges or not.
+/// All facts that explain why KSM merges a VM's memory or does not.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Facts {
     /// Name of the VM.
     pub vm: String,
     /// Trust domain of the VM.
     pub domain: Option<String>,
-    /// Whether a daemon knows the VM. Only then is `domain` meaningful.
+    /// Whether a daemon knows the VM. Only then is the VM's trust domain meaningful.
     pub known: bool,
     /// KSM's figures of the VM's process.
     pub process: Process,
     /// Mappings of the VM's guest memory.
     pub mappings: Vec<Mapping>,
-    /// Whether QEMU was told not to offer guest memory to KSM.
+    /// Whether QEMU was told not to advise guest memory mergeable (`mem-merge=off`).
     pub merge_off: bool,
-    /// Whether the process has a seccomp filter beside QEMU's own (`-sandbox`), which permits
-    /// `madvise`.
+    /// Whether the QEMU process has a seccomp filter other than QEMU's own (`-sandbox`). QEMU's
+    /// filter permits `madvise`; another may refuse it.
     pub filtered: bool,
-    /// Estimated number of zero pages in the mergeable memory, from a sample; `None` if unknown.
+    /// Number of zero pages in the VM's mergeable memory, estimated from a sample; `None` if
+    /// unknown.
     pub zero_pages: Option<u64>,
-    /// Time since QEMU's start, in seconds.
+    /// Time since the QEMU process started, in seconds.
     pub age_s: f64,
-    /// Figures of the host; `None` if the kernel has no KSM.
+    /// Figures of the host that determine what KSM merges; `None` if the kernel has no KSM.
     pub host: Option<HostSide>,
-    /// State of the daemon that steers KSM; `None` if none does, or no daemon was asked.
+    /// State of the daemon that steers KSM; `None` if no daemon steers KSM or no daemon was asked.
     pub steered: Option<Steered>,
 }
 
 impl HostSide {
-    /// Reads the host's figures. Returns `None` if the host's kernel has no KSM.
+    /// Reads KSM's figures of the host. Returns `None` if the host's kernel has no KSM.
     pub fn read(controls: &Controls, proc_root: &Path) -> Result<Option<Self>, KsmError> {
         let settings = match controls.settings() {
             Err(KsmError::Missing(_)) => return Ok(None),
@@ -106,8 +109,8 @@ fn nodes(directory: &Path) -> u64 {
 }
 
 impl Facts {
-    /// Reads the facts of the QEMU process `pid`. `known` is what a daemon knows about the VM, if a
-    /// daemon was asked.
+    /// Reads the facts about the QEMU process `pid`. `known` is what a daemon knows about the VM,
+    /// if a daemon was asked. `steered` is the state of the daemon that steers KSM, if one does.
     ///
     /// # Errors
     /// Fails if the process has ended or may not be read.

@@ -1,4 +1,5 @@
-//! The meaning, unit and first kernel version of each file in `/sys/kernel/mm/ksm`.
+//! Lists the files in `/sys/kernel/mm/ksm`, with the meaning, unit and first kernel version of
+//! each.
 //!
 //! Source: `Documentation/admin-guide/mm/ksm.rst`, `mm/ksm.c`.
 
@@ -9,13 +10,13 @@ use super::controls::{CONTROLS, Controls};
 use super::error::KsmError;
 use super::status::COUNTERS;
 
-/// Role of a file in `/sys/kernel/mm/ksm`: setting or counter.
+/// Role of a file in `/sys/kernel/mm/ksm`: a setting or a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// A setting, which can be written.
+    /// A setting of KSM, which can be written.
     Control,
-    /// A counter of the kernel.
+    /// A counter of KSM, which the kernel updates.
     Counter,
 }
 
@@ -24,9 +25,9 @@ pub enum Role {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Value {
-    /// The file holds one number.
+    /// Contents of a file that holds one number.
     Number(i64),
-    /// The file holds anything else, as the kernel writes it.
+    /// Contents of a file that holds anything else, as the kernel writes it.
     Text(String),
 }
 
@@ -39,25 +40,26 @@ impl std::fmt::Display for Value {
     }
 }
 
-/// One file in `/sys/kernel/mm/ksm` and its present contents.
+/// One file in `/sys/kernel/mm/ksm` (a setting or counter of KSM), with its present contents and
+/// meaning.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Entry {
-    /// The kernel's name of the file.
+    /// Name of the file in `/sys/kernel/mm/ksm`.
     pub name: String,
-    /// Whether the file is a setting or a counter.
+    /// Whether the file holds a setting or a counter of KSM.
     pub role: Role,
-    /// Contents of the file; null if this kernel lacks the file.
+    /// Present contents of the file; null if this kernel lacks the file.
     pub value: Option<Value>,
-    /// Unit of the value.
+    /// Unit of the file's value; `?` for a file that this memfold does not know.
     pub unit: String,
-    /// Meaning of the value.
+    /// Meaning of the file's value, in one line.
     pub meaning: String,
-    /// First Linux version that has the file.
+    /// First Linux version that has the file; `?` for a file that this memfold does not know.
     pub since: String,
 }
 
-/// Returns all settings and counters in the order of ksm.rst. Files that this memfold does not know
-/// come last.
+/// Returns all settings and counters with their present values, in the order of ksm.rst. Files that
+/// this memfold does not know come last.
 pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
     let read = |name: &str| -> Result<Option<Value>, KsmError> {
         let text = controls.text(name)?;

@@ -14,12 +14,14 @@ use super::controls::{Controls, Settings};
 use super::error::KsmError;
 use super::status::merging_pages;
 
-/// What to do, when settings are restored, with pages that were merged while memfold used KSM.
+/// What happens to the pages that were merged while memfold used KSM, when KSM's previous settings
+/// are restored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Merged {
-    /// Unmerge all pages, if no page was merged before.
+    /// All pages are unmerged if no page was merged before memfold used KSM. Otherwise merged pages
+    /// stay merged.
     AsBefore,
-    /// Leave the pages merged. To unmerge them would take as much memory at once as merging has
+    /// The pages stay merged. To unmerge them would take as much memory at once as merging has
     /// saved.
     Stay,
 }
@@ -29,9 +31,10 @@ pub enum Merged {
 struct Note {
     root: PathBuf,
     settings: Settings,
-    /// Whether pages were merged before. If so, merged pages stay merged.
+    /// Whether pages were merged before memfold used KSM. If so, merged pages stay merged.
     merged_before: bool,
-    /// ID of the boot. After another boot there is nothing to restore.
+    /// ID of the host's boot in which the settings were saved. After another boot there is nothing
+    /// to restore.
     boot_id: String,
 }
 
@@ -48,8 +51,8 @@ impl Note {
 /// Number of guards that this process holds.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// KSM's previous settings. They are restored when this value is dropped (also in a panic); after a
-/// kill, [`restore_leftover`] restores them.
+/// KSM's settings from before memfold used KSM. They are restored when this value is dropped (also
+/// in a panic); after a kill, [`restore_leftover`] restores them.
 #[derive(Debug)]
 pub struct Guard {
     note: Note,
@@ -60,9 +63,9 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Saves the settings of `controls` in memory and in a file in `state_dir`, which must exist.
-    /// If a process was killed while it held a guard, restores that process's saved settings first.
-    /// Only one process can hold a guard.
+    /// Saves KSM's present settings in memory and in a file in `state_dir`, which must exist. If a
+    /// process was killed while it held a guard, restores that process's saved settings first. Only
+    /// one process can hold a guard.
     ///
     /// # Errors
     /// Fails with [`KsmError::Busy`] if another process holds a guard, and with other errors if
@@ -71,8 +74,8 @@ impl Guard {
         Self::take_as(controls, state_dir, Merged::AsBefore)
     }
 
-    /// Does the same as [`Guard::take`], with a choice of what happens to pages that are merged
-    /// meanwhile.
+    /// Does the same as [`Guard::take`]. `merged` determines what happens to pages that KSM merges
+    /// until the guard is dropped.
     pub fn take_as(
         controls: &Controls,
         state_dir: &Path,
@@ -112,13 +115,14 @@ impl Guard {
         })
     }
 
-    /// Returns the settings that will be restored.
+    /// Returns KSM's settings from before memfold used KSM, which will be restored.
     #[must_use]
     pub fn before(&self) -> &Settings {
         &self.note.settings
     }
 
-    /// Restores the settings now. Returns an error if that fails; a drop can only log the error.
+    /// Restores KSM's previous settings now. Returns an error if that fails, whereas a drop can
+    /// only log the error.
     pub fn restore(mut self) -> Result<(), KsmError> {
         self.put_back()
     }
@@ -147,8 +151,8 @@ impl Drop for Guard {
     }
 }
 
-/// Restores the settings that a killed process left in `state_dir`. Returns whether it found any
-/// for this boot.
+/// Restores KSM's settings that a killed memfold process saved in `state_dir`. Returns whether
+/// there were saved settings of this boot.
 ///
 /// # Errors
 /// Fails with [`KsmError::Busy`] if the process that saved the settings still runs.
@@ -160,9 +164,9 @@ pub fn restore_leftover(state_dir: &Path) -> Result<bool, KsmError> {
     restore_note(state_dir)
 }
 
-/// Restores the settings that this process itself has saved, when it ends without unwinding
-/// (Ctrl-C). Settings that another process has saved, such as a daemon that steers KSM, stay
-/// unchanged.
+/// Restores KSM's settings that this process has saved in `state_dir`. Callers call this function
+/// when the process ends without unwinding (Ctrl-C). Settings that another process has saved, such
+/// as a daemon that steers KSM, stay unchanged. Returns whether settings were restored.
 pub fn restore_own(state_dir: &Path) -> Result<bool, KsmError> {
     if HELD.load(Ordering::Acquire) == 0 {
         return Ok(false);

@@ -1,4 +1,4 @@
-//! KSM, the kernel's same-page merging: reads its figures, runs it, controls its speed, and
+//! Reads the figures of KSM (the kernel's same-page merging), runs KSM, controls its speed, and
 //! explains its results.
 //!
 //! | | |

@@ -1,4 +1,5 @@
-//! KSM on this host at one moment: settings, counters, ksmd, and figures of each process.
+//! Collects all figures of KSM on this host at one moment: settings, counters, ksmd's CPU time, and
+//! figures of each process.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,32 +17,33 @@ use super::pressure::Pressure;
 use super::processes::{self, Process};
 use super::steer::Mode;
 
-/// KSM's figures of one process.
+/// KSM's figures of one process (a VM's QEMU or another).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
 pub struct Part {
-    /// Name of the VM, or of the process if no daemon knows it as a VM.
+    /// Name of the VM, or name of the process (`/proc/PID/comm`) if no daemon knows the process as
+    /// a VM.
     pub name: String,
-    /// Trust domain, if a daemon knows the VM.
+    /// Trust domain of the VM; null if the VM has none or no daemon knows the VM.
     pub domain: Option<String>,
-    /// Number of the process.
+    /// Process number of the VM's QEMU, or of the other process.
     pub pid: i32,
     /// Whether KSM may merge some of the process's memory.
     pub mergeable: bool,
-    /// Number of merged pages (mapped to a page that others map too), without pages on the kernel's
-    /// zero page.
+    /// Number of the process's merged pages (mapped to a page that others map too), without pages
+    /// on the kernel's zero page.
     pub ksm_merging_pages: Option<u64>,
-    /// Number of zero pages that KSM has mapped to the kernel's zero page.
+    /// Number of the process's zero pages that KSM has mapped to the kernel's zero page.
     pub ksm_zero_pages: Option<u64>,
-    /// Number of ksmd's metadata items, one for each page that it tracks.
+    /// Number of ksmd's metadata items about the process, one for each page that ksmd tracks.
     pub ksm_rmap_items: Option<u64>,
-    /// Bytes that KSM saves in this process according to the kernel; negative if KSM's metadata
-    /// take more.
+    /// Memory that KSM saves in the process, in bytes, by the kernel's count; negative if KSM's
+    /// metadata take more than merging saves.
     pub ksm_process_profit: Option<i64>,
-    /// Whether the process has offered all of its memory (`PR_SET_MEMORY_MERGE`).
+    /// Whether the process has let KSM merge all of its memory (`PR_SET_MEMORY_MERGE`).
     pub ksm_merge_any: Option<bool>,
-    /// Bytes of ksmd's metadata about this process: `ksm_merging_pages` and `ksm_zero_pages` in
-    /// bytes less `ksm_process_profit`.
+    /// Size of ksmd's metadata about the process, in bytes: the size of the pages that KSM has
+    /// merged or mapped to the zero page, less the profit that the kernel reports.
     pub rmap_overhead_bytes: Option<u64>,
 }
 
@@ -64,92 +66,96 @@ impl Part {
     }
 }
 
-/// Sums over the processes shown.
+/// Sums of KSM's figures over all processes in an `Overview`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
 pub struct Totals {
-    /// Number of merged pages (mapped to a page that others map too), without pages on the kernel's
-    /// zero page.
+    /// Number of merged pages of all processes (mapped to a page that others map too), without
+    /// pages on the kernel's zero page.
     pub ksm_merging_pages: u64,
-    /// Number of zero pages that KSM has mapped to the kernel's zero page.
+    /// Number of zero pages of all processes that KSM has mapped to the kernel's zero page.
     pub ksm_zero_pages: u64,
-    /// Number of ksmd's metadata items, one for each page that it tracks.
+    /// Number of ksmd's metadata items about all processes, one for each page that ksmd tracks.
     pub ksm_rmap_items: u64,
-    /// Bytes that KSM saves in these processes according to the kernel; negative if KSM's metadata
-    /// take more.
+    /// Memory that KSM saves in all processes, in bytes, by the kernel's count; negative if KSM's
+    /// metadata take more than merging saves.
     pub ksm_process_profit: i64,
-    /// Bytes of ksmd's metadata about these processes.
+    /// Size of ksmd's metadata about all processes, in bytes.
     pub rmap_overhead_bytes: u64,
 }
 
-/// State of a daemon that steers KSM.
+/// State of a daemon that steers KSM, that is, sets ksmd's scan rate.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Steering {
-    /// Trust domain that KSM runs for.
+    /// Trust domain for which the daemon runs KSM.
     pub domain: String,
-    /// Most CPU of ksmd, in percent of one CPU.
+    /// Maximum CPU use of ksmd, in percent of one CPU.
     pub cpu_percent: f64,
-    /// Target duration of a full scan, in seconds.
+    /// Target duration of ksmd's full scan of all mergeable memory, in seconds.
     pub target_s: f64,
-    /// Whether the kernel's advisor sets the scan rate.
+    /// Whether the kernel's advisor sets ksmd's scan rate instead of the daemon.
     pub advisor: bool,
-    /// Scan mode; null while KSM is paused.
+    /// Scan mode that the daemon has chosen for ksmd; null while KSM is paused.
     pub mode: Option<Mode>,
-    /// Description of the reason for the mode.
+    /// Description of the reason for ksmd's scan mode, or for the pause of KSM.
     pub why: String,
-    /// Reason why KSM is paused; null while KSM runs.
+    /// Reason why the daemon has paused KSM; null while KSM runs.
     pub held: Option<String>,
-    /// Present value of `pages_to_scan`.
+    /// Present value of KSM's setting `pages_to_scan`: pages that ksmd scans before it sleeps.
     pub pages_to_scan: u64,
-    /// Present value of `sleep_millisecs`.
+    /// Present value of KSM's setting `sleep_millisecs`: pause of ksmd between two batches, in
+    /// milliseconds.
     pub sleep_millisecs: u64,
-    /// CPU of ksmd over the last seconds, in percent of one CPU.
+    /// CPU use of ksmd over the last seconds, in percent of one CPU.
     pub ksmd_cpu_percent: f64,
-    /// CPU of ksmd per scanned page, in microseconds.
+    /// CPU time of ksmd per scanned page, in microseconds.
     pub cost_us_per_page: f64,
-    /// Full scans since steering began.
+    /// Number of full scans that ksmd has completed since the daemon began to steer KSM.
     pub full_scans: u64,
-    /// Seconds since steering began.
+    /// Time since the daemon began to steer KSM, in seconds.
     pub running_s: f64,
-    /// CPU of ksmd since steering began, in seconds.
+    /// CPU time of ksmd since the daemon began to steer KSM, in seconds.
     pub ksmd_cpu_s: f64,
-    /// VMs of other trust domains that were started with `mem-merge=off` meanwhile.
+    /// Names of VMs of other trust domains that the daemon started with `mem-merge=off` while it
+    /// steers KSM, so that KSM does not merge their memory.
     pub kept_out: Vec<String>,
 }
 
-/// KSM on this host: settings, counters, and processes.
+/// State of KSM on this host: settings, counters, ksmd's CPU time, and figures of each process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
-    /// Whether the kernel has KSM.
+    /// Whether the host's kernel has KSM.
     pub available: bool,
-    /// All files of `/sys/kernel/mm/ksm`.
+    /// All files of `/sys/kernel/mm/ksm` (settings and counters), with their values.
     pub files: Vec<Entry>,
     /// CPU time of ksmd since the host's boot, in seconds; null if it cannot be read.
     pub ksmd_cpu_s: Option<f64>,
-    /// Anonymous memory of the processes with mergeable memory, in bytes: the memory that a full
-    /// scan examines, and a little of QEMU's own.
+    /// Size of the anonymous memory of the processes with mergeable memory, in bytes. This is the
+    /// memory that a full scan examines, and a little of QEMU's own.
     pub mergeable_bytes: u64,
-    /// Duration of a full scan at the present settings, in seconds.
+    /// Duration of a full scan by ksmd at the present settings, in seconds; null if ksmd scans
+    /// nothing.
     pub pass_s: Option<f64>,
     /// Pressure of CPU and memory on this host.
     pub pressure: Pressure,
-    /// Whether a daemon was asked. Only then VMs have names and trust domains.
+    /// Whether a daemon was asked about VMs. Only then do VMs have names and trust domains.
     pub daemon: bool,
-    /// State of the daemon's steering; null if the daemon does not steer KSM.
+    /// State of the daemon that steers KSM (sets ksmd's scan rate); null if the daemon does not
+    /// steer KSM.
     pub steering: Option<Steering>,
-    /// VMs: those of the daemon, and all QEMUs with mergeable memory.
+    /// KSM's figures of each VM: the daemon's VMs, and all other QEMUs with mergeable memory.
     pub vms: Vec<Part>,
-    /// Other processes with mergeable memory.
+    /// KSM's figures of each other process with mergeable memory.
     pub others: Vec<Part>,
-    /// Sums over `vms` and `others`.
+    /// Sums of KSM's figures over all VMs and other processes.
     pub totals: Totals,
 }
 
-/// Name and trust domain of each VM that a daemon knows, by process number.
+/// Name and trust domain of each VM that a daemon knows, by the process number of its QEMU.
 pub type Names = BTreeMap<i32, (String, Option<String>)>;
 
 impl Overview {
-    /// Reads the figures of this host. `known` contains the daemon's VMs; `None` if no daemon was
+    /// Reads KSM's figures of this host. `known` contains the daemon's VMs; `None` if no daemon was
     /// asked.
     pub fn now(known: Option<&Names>) -> Result<Self, KsmError> {
         Self::read(&Controls::default(), Path::new("/proc"), known)

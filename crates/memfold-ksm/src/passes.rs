@@ -1,8 +1,9 @@
-//! Counts a VM's pages by class, and computes the progress of ksmd's passes over them.
+//! Counts a VM's pages by what prevents KSM from merging them, and computes how far ksmd has
+//! scanned them.
 
 use super::facts::{Facts, HostSide};
 
-/// Number of a VM's pages in each class.
+/// Number of a VM's pages in each class, such as merged, swapped or folded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Places {
     pub(super) guest: u64,
@@ -67,7 +68,7 @@ impl Places {
 /// Progress of ksmd's passes over a VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Passes {
-    /// Duration of a full scan in seconds; `None` if ksmd scans nothing.
+    /// Duration of ksmd's full scan of the host in seconds; `None` if ksmd scans nothing.
     pub(super) pass_s: Option<f64>,
     /// Fraction of the VM's mergeable pages that ksmd has scanned, 0 to 1.
     pub(super) visited: f64,
@@ -96,7 +97,8 @@ impl Passes {
         }
     }
 
-    /// Returns the duration of two passes in seconds, minus the completed part of the first.
+    /// Returns the time in seconds until ksmd has scanned all of the VM's memory twice; `None` if
+    /// ksmd scans nothing.
     pub(super) fn first_merge_s(&self) -> Option<f64> {
         Some((2.0 - self.visited) * self.pass_s?)
     }
@@ -105,8 +107,8 @@ impl Passes {
 /// Assumed CPU time of ksmd per page in seconds, until enough pages were scanned.
 const COST_S: f64 = 3e-6;
 
-/// Returns the duration of a full scan at the present settings in seconds; `None` if ksmd scans
-/// nothing.
+/// Returns the duration of a full scan of the host at KSM's present settings, in seconds; `None` if
+/// ksmd scans nothing.
 pub(super) fn pass_s(host: &HostSide) -> Option<f64> {
     let batch = host.settings.pages_to_scan.filter(|&pages| pages > 0)? as f64;
     let sleep_s = host.settings.sleep_millisecs? as f64 / 1e3;

@@ -1,5 +1,5 @@
-//! Pressure stall information: the share of time in which tasks waited for CPU or memory on this
-//! host.
+//! Pressure stall information: the percentage of time in which tasks waited for CPU or memory on
+//! this host.
 //!
 //! Source: `Documentation/accounting/psi.rst`.
 
@@ -9,24 +9,24 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Percentage of the last ten seconds in which at least one task waited (`some avg10`). A value is
-/// null if the kernel does not measure it (no `CONFIG_PSI`, or `psi=0`).
+/// Percentage of the last ten seconds in which at least one task of this host waited
+/// (`some avg10`). A value is null if the kernel does not measure it (no `CONFIG_PSI`, or `psi=0`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Pressure {
-    /// Percentage of time in which a task waited for a CPU.
+    /// Percentage of the last ten seconds in which a task waited for a CPU.
     pub cpu_some_avg10: Option<f64>,
-    /// Percentage of time in which a task waited for memory.
+    /// Percentage of the last ten seconds in which a task waited for memory.
     pub memory_some_avg10: Option<f64>,
 }
 
 impl Pressure {
-    /// Returns the present pressure of this host.
+    /// Returns the present CPU and memory pressure of this host.
     #[must_use]
     pub fn now() -> Self {
         Self::read(Path::new("/proc/pressure"))
     }
 
-    /// Returns the pressure in the files of directory `root`.
+    /// Returns the pressure that the files `cpu` and `memory` in directory `root` report.
     #[must_use]
     pub fn read(root: &Path) -> Self {
         let some = |name: &str| some_avg10(&fs::read_to_string(root.join(name)).ok()?);

@@ -1,9 +1,9 @@
 //! Finds the processes whose memory KSM may merge, and tells which of them are QEMUs.
 //!
-//! To show these figures (`/proc/PID/ksm_stat`, `smaps`), the kernel takes the process's `mmap`
-//! lock. If a process hangs while it holds this lock, for example because of an unreachable file
-//! server, the reader hangs, too. Therefore a separate thread reads, and the caller stops waiting
-//! after [`PATIENCE`]. No second read is started while one hangs.
+//! Before the kernel answers a read of `/proc/PID/ksm_stat` or `smaps`, it takes the process's
+//! `mmap` lock. If a process hangs while it holds this lock, for example because of an unreachable
+//! file server, the reader hangs, too. Therefore a separate thread reads, and the caller stops
+//! waiting after [`PATIENCE`]. No second read is started while one hangs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -24,25 +24,25 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Reads whose callers have stopped waiting, and which still hang.
 static HANGING: Mutex<Vec<Look>> = Mutex::new(Vec::new());
 
-/// Figures of a process that has mergeable memory or is a QEMU.
+/// KSM's figures of one process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     /// Process number in the daemon's PID namespace.
     pub pid: i32,
     /// Name of the process from `/proc/PID/comm`.
     pub comm: String,
-    /// Whether the process runs a QEMU.
+    /// Whether the process is a QEMU.
     pub qemu: bool,
     /// Whether KSM may merge some of the process's memory.
     pub mergeable: bool,
-    /// KSM's figures of the process.
+    /// KSM's counters of the process, as the kernel reports them.
     pub status: ProcessStatus,
     /// Number of the process's anonymous pages in memory.
     pub anonymous_pages: u64,
 }
 
 impl Process {
-    /// Reads the figures of process `pid`. Returns `None` if the process has ended or is a kernel
+    /// Reads KSM's figures of process `pid`. Returns `None` if the process has ended or is a kernel
     /// thread.
     #[must_use]
     pub fn read(proc_root: &Path, pid: i32) -> Option<Self> {
@@ -88,14 +88,15 @@ impl Process {
         })
     }
 
-    /// Returns the number of merged pages, including zero pages.
+    /// Returns the number of the process's pages that KSM has merged, including zero pages on the
+    /// kernel's zero page.
     #[must_use]
     pub fn merged_pages(&self) -> u64 {
         self.status.ksm_merging_pages.unwrap_or(0) + self.status.ksm_zero_pages.unwrap_or(0)
     }
 
-    /// Returns the size of ksmd's metadata about the process in bytes, from the kernel's formula
-    /// (profit = saved bytes - metadata).
+    /// Returns the size of ksmd's metadata about the process in bytes, by the kernel's formula
+    /// (profit = saved bytes - metadata). Returns `None` if the kernel does not report the profit.
     #[must_use]
     pub fn rmap_overhead_bytes(&self) -> Option<u64> {
         let profit = self.status.ksm_process_profit?;
@@ -111,7 +112,8 @@ enum Wanted {
     Mergeable,
 }
 
-/// Returns all processes with mergeable memory and all QEMUs, sorted by process number.
+/// Returns KSM's figures of all processes with mergeable memory and of all QEMUs, sorted by process
+/// number.
 ///
 /// # Errors
 /// Fails with [`KsmError::Hung`] after [`PATIENCE`], or at once while an earlier read hangs.
@@ -119,8 +121,8 @@ pub fn all(proc_root: &Path) -> Result<Vec<Process>, KsmError> {
     look(proc_root, Wanted::MergeableOrQemu)
 }
 
-/// Returns all processes with mergeable memory, sorted by process number. On new kernels, this
-/// costs one read of a small file for each other process.
+/// Returns KSM's figures of all processes with mergeable memory, sorted by process number. Since
+/// about Linux 6.13, this costs only one read of a small file for each other process.
 ///
 /// # Errors
 /// Fails as [`all`] does.

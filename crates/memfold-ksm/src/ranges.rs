@@ -1,4 +1,5 @@
-//! Finds a QEMU's guest RAM, and KSM's figures of each mapping, in `/proc/PID/smaps`.
+//! Finds the mappings of guest RAM in a QEMU process, and KSM's figures of each mapping, in
+//! `/proc/PID/smaps`.
 //!
 //! Source: `fs/proc/task_mmu.c` (`show_smap_vma_flags`), `mm/ksm.c` (`vma_ksm_compatible`).
 
@@ -12,29 +13,29 @@ use memfold_units::PAGE_SIZE;
 /// QEMU's own mappings are smaller, or executable.
 const GUEST_BYTES: u64 = 16 << 20;
 
-/// A mapping of a process, from `smaps`.
+/// A mapping of a process, as `/proc/PID/smaps` shows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mapping {
-    /// Address of the first byte.
+    /// Address of the mapping's first byte.
     pub start: u64,
-    /// Address after the last byte.
+    /// Address after the mapping's last byte.
     pub end: u64,
-    /// Permissions in the form `rwxp` (private) or `rwxs` (shared), with `-` for those that are
-    /// missing.
+    /// Permissions of the mapping in the form `rwxp` (private) or `rwxs` (shared), with `-` for
+    /// each missing one.
     pub permissions: String,
     /// Path of the mapped file; empty for anonymous memory.
     pub path: String,
-    /// Flags from the line `VmFlags`.
+    /// Flags of the mapping, two letters each, from the line `VmFlags`.
     pub flags: Vec<String>,
-    /// Number of pages in memory (`Rss`).
+    /// Number of the mapping's pages in memory (`Rss`).
     pub resident_pages: u64,
-    /// Number of anonymous pages in memory (`Anonymous`).
+    /// Number of the mapping's anonymous pages in memory (`Anonymous`).
     pub anonymous_pages: u64,
-    /// Number of 4 KiB pages in transparent huge pages (`AnonHugePages`).
+    /// Number of the mapping's 4 KiB pages that are in transparent huge pages (`AnonHugePages`).
     pub huge_pages: u64,
-    /// Number of pages in swap (`Swap`).
+    /// Number of the mapping's pages in swap (`Swap`).
     pub swapped_pages: u64,
-    /// Number of pages that KSM has merged (`KSM`); `None` before Linux 6.6.
+    /// Number of the mapping's pages that KSM has merged (`KSM`); `None` before Linux 6.6.
     pub merged_pages: Option<u64>,
 }
 
@@ -45,13 +46,13 @@ impl Mapping {
         (self.end - self.start) / PAGE_SIZE
     }
 
-    /// Returns whether `VmFlags` contains the flag `name`.
+    /// Returns whether the mapping has the flag `name` in `VmFlags`.
     #[must_use]
     pub fn has(&self, name: &str) -> bool {
         self.flags.iter().any(|flag| flag == name)
     }
 
-    /// Returns whether KSM may merge pages of the mapping.
+    /// Returns whether KSM may merge pages of the mapping (flag `mg`).
     #[must_use]
     pub fn is_mergeable(&self) -> bool {
         self.has("mg")
@@ -73,8 +74,9 @@ impl Mapping {
     }
 }
 
-/// Returns the mappings of guest memory, sorted by address: the mappings in `ram` (first byte, byte
-/// after the last) if `ram` is known, otherwise all large ones.
+/// Returns the mappings of guest memory in QEMU process `pid`, sorted by address. `ram` contains
+/// the known address ranges of RAM (first byte, byte after the last); if `ram` is empty, all large
+/// mappings that may be guest memory are returned.
 ///
 /// # Errors
 /// Fails if the process has ended or may not be read.
@@ -103,7 +105,7 @@ fn is_known(ram: &[(u64, u64)], mapping: &Mapping) -> bool {
         .any(|(start, end)| mapping.start < *end && *start < mapping.end)
 }
 
-/// Parses the text of `smaps`. Lines of an unknown form are skipped.
+/// Parses the text of `/proc/PID/smaps`. Lines of an unknown form are skipped.
 #[must_use]
 pub fn parse(text: &str) -> Vec<Mapping> {
     let mut all: Vec<Mapping> = Vec::new();

@@ -1,4 +1,4 @@
-//! Runs KSM with given settings, or limits ksmd to a CPU budget.
+//! Runs KSM with given settings, pauses KSM, or limits ksmd to a CPU budget.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,7 +9,7 @@ use super::error::KsmError;
 use super::guard::{Guard, lock};
 use super::status::{Ksmd, Status};
 
-/// KSM while memfold runs it. Dropping this value restores the previous settings.
+/// A run of KSM that memfold has started. Dropping this value restores KSM's previous settings.
 #[derive(Debug)]
 pub struct Run {
     controls: Controls,
@@ -17,9 +17,9 @@ pub struct Run {
 }
 
 impl Run {
-    /// Saves the present settings (see [`Guard::take`]) and starts KSM with `settings`. Pages that
-    /// are merged already stay merged, unless the kernel refuses to change one of the settings
-    /// while pages are merged.
+    /// Saves KSM's present settings (see [`Guard::take`]) and starts KSM with `settings`. Pages
+    /// that are merged already stay merged, unless a setting changes that the kernel refuses to
+    /// change while pages are merged.
     pub fn start(
         controls: &Controls,
         state_dir: &Path,
@@ -46,9 +46,9 @@ impl Run {
         })
     }
 
-    /// Stops merging and restores the settings. If `unmerge` is set, all pages are unmerged first.
-    /// Otherwise merged pages stay merged if KSM was in use before. If no page was merged before,
-    /// pages are unmerged in any case, so that the host is in its previous state.
+    /// Stops KSM and restores its previous settings. If `unmerge` is set, all pages are unmerged
+    /// first. Pages are also unmerged if no page was merged before this run, so that the host is in
+    /// its previous state.
     pub fn stop(self, unmerge: bool) -> Result<(), KsmError> {
         self.controls.write("run", &0)?;
         if unmerge {
@@ -57,15 +57,15 @@ impl Run {
         self.guard.restore()
     }
 
-    /// Returns KSM's settings and counters.
+    /// Returns the directory of KSM's settings and counters.
     #[must_use]
     pub fn controls(&self) -> &Controls {
         &self.controls
     }
 }
 
-/// A pause of KSM: ksmd is stopped, and no other memfold starts KSM. Dropping this value restores
-/// the previous state.
+/// A pause of KSM: ksmd is stopped, and no other memfold process starts KSM. Dropping this value
+/// restores the previous state.
 #[derive(Debug)]
 pub struct Paused {
     _settings: Option<Guard>,
@@ -93,25 +93,26 @@ pub fn pause(controls: &Controls, state_dir: &Path) -> Result<Paused, KsmError> 
     })
 }
 
-/// Result of one [`EqualCpu::step`]: the measurement, and the settings until the next step.
+/// Result of one [`EqualCpu::step`]: ksmd's measured CPU time, and its settings until the next
+/// step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Step {
-    /// CPU time of ksmd since [`EqualCpu::new`].
+    /// CPU time that ksmd has used since [`EqualCpu::new`].
     pub used: Duration,
-    /// Whether ksmd runs until the next step.
+    /// Whether ksmd runs until the next [`EqualCpu::step`].
     pub running: bool,
-    /// Number of pages that ksmd scans in a batch.
+    /// Number of pages that ksmd scans before it sleeps.
     pub pages_to_scan: u64,
-    /// Pause of ksmd between batches, in milliseconds.
+    /// Time for which ksmd sleeps between two batches, in milliseconds.
     pub sleep_millisecs: u64,
 }
 
-/// Limits ksmd's CPU time to a growing budget of the caller. In a comparison, the budget is the CPU
-/// time of the other side.
+/// Limits ksmd's CPU time to a budget that the caller lets grow. In a comparison of KSM with
+/// another mechanism, the budget is the CPU time that the other mechanism has used.
 ///
-/// Each step sets the scan rate of the next interval from the measured cost of a scanned page, so
-/// that ksmd's total CPU time reaches the budget. The CPU time of the next interval is the budget's
-/// recent growth, plus the unused budget spread over [`CATCH_UP`].
+/// Each step sets ksmd's scan rate until the next step from the measured cost of a scanned page, so
+/// that ksmd's total CPU time reaches the budget. Until the next step, ksmd may use what the budget
+/// recently grew by, plus a part of the unused budget, which is spread over [`CATCH_UP`].
 #[derive(Debug)]
 pub struct EqualCpu {
     controls: Controls,
@@ -141,7 +142,7 @@ const FIRST_COST_S: f64 = 2e-6;
 const MOST: f64 = 0.95;
 
 impl EqualCpu {
-    /// Starts to limit ksmd to a budget that is zero now. KSM is paused until the first
+    /// Starts to limit ksmd, with a budget of zero. KSM is paused until the first
     /// [`step`](Self::step). `run` is a running KSM.
     ///
     /// # Errors
@@ -173,8 +174,9 @@ impl EqualCpu {
         })
     }
 
-    /// Measures ksmd's CPU time, and sets the scan rate for the next interval. Callers call this
-    /// function about once a second. `allowed` is the whole budget since [`new`](Self::new).
+    /// Measures ksmd's CPU time, and sets its scan rate until the next step. Callers call this
+    /// function about once a second. `allowed` is the CPU time that ksmd may have used since
+    /// [`new`](Self::new).
     pub fn step(&mut self, allowed: Duration) -> Result<Step, KsmError> {
         let now = Sample {
             at: Instant::now(),

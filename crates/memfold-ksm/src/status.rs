@@ -1,4 +1,4 @@
-//! KSM's counters of the host and of a process, and ksmd's CPU time.
+//! Reads KSM's counters of the host and of a process, and ksmd's CPU time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -25,8 +25,8 @@ pub(super) const COUNTERS: [[&str; 4]; 11] = [
     ["general_profit", "bytes", "6.4", "bytes that merging saves less its metadata; while KSM is stopped, ended processes still count"],
 ];
 
-/// Counters in `/sys/kernel/mm/ksm`, by the names of the kernel's files, in pages unless ksm.rst
-/// says otherwise. A counter is `None` if the kernel does not have it.
+/// KSM's counters of the host in `/sys/kernel/mm/ksm`, by the names of the kernel's files, in pages
+/// unless ksm.rst says otherwise. A counter is `None` if the kernel does not have it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -41,19 +41,20 @@ pub struct Status {
     pub stable_node_chains: Option<u64>,
     pub stable_node_dups: Option<u64>,
     pub ksm_zero_pages: Option<u64>,
-    /// Saved memory in bytes; negative while metadata use more than merging saves.
+    /// Memory that KSM saves on the host, less its metadata, in bytes; negative while the metadata
+    /// use more than merging saves.
     pub general_profit: Option<i64>,
 }
 
 impl Status {
-    /// Reads all counters in the directory of `controls`.
+    /// Reads all of KSM's counters in the directory of `controls`.
     pub fn read(controls: &Controls) -> Result<Self, KsmError> {
         controls.read(&COUNTERS)
     }
 }
 
-/// KSM's figures of one process, by the kernel's names, from `/proc/PID/ksm_stat` and
-/// `/proc/PID/ksm_merging_pages`.
+/// KSM's figures of one process, by the names of the kernel, from `/proc/PID/ksm_stat` and
+/// `/proc/PID/ksm_merging_pages`. A figure is `None` if the kernel does not have it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)] // the kernel's names, explained in ksm.rst
@@ -61,14 +62,14 @@ pub struct ProcessStatus {
     pub ksm_rmap_items: Option<u64>,
     pub ksm_zero_pages: Option<u64>,
     pub ksm_merging_pages: Option<u64>,
-    /// Saved memory minus metadata, in bytes; may be negative.
+    /// Memory that KSM saves in the process, less its metadata, in bytes; may be negative.
     pub ksm_process_profit: Option<i64>,
     pub ksm_merge_any: Option<bool>,
     pub ksm_mergeable: Option<bool>,
 }
 
 impl ProcessStatus {
-    /// Reads the figures of process `pid` in the directory `proc_root`. Before Linux 6.1, all
+    /// Reads KSM's figures of process `pid` in the directory `proc_root`. Before Linux 6.1, all
     /// figures are `None`.
     pub fn read(proc_root: &Path, pid: i32) -> Result<Self, KsmError> {
         let directory = proc_root.join(pid.to_string());
@@ -128,15 +129,15 @@ pub struct Ksmd {
 }
 
 impl Ksmd {
-    /// Finds ksmd of this host. Returns `None` if it is not visible (no KSM, or a PID namespace
+    /// Finds ksmd of this host. Returns `None` if ksmd is not visible (no KSM, or a PID namespace
     /// that hides it).
     #[must_use]
     pub fn find() -> Option<Self> {
         Self::find_in(Path::new("/proc"))
     }
 
-    /// Finds ksmd in the directory `proc_root`: the process with this name whose parent is kthreadd
-    /// (PID 2).
+    /// Finds ksmd in the directory `proc_root`, which is `/proc` except in tests: the process named
+    /// ksmd whose parent is kthreadd (PID 2).
     #[must_use]
     pub fn find_in(proc_root: &Path) -> Option<Self> {
         let is_ksmd = |directory: &PathBuf| {
@@ -148,8 +149,8 @@ impl Ksmd {
         Some(Self { directory })
     }
 
-    /// Returns ksmd's CPU time since boot from `schedstat` (nanoseconds), or from `utime` and
-    /// `stime` (ticks of 10 ms) if the kernel does not have `schedstat`.
+    /// Returns ksmd's CPU time since the host's boot, from `schedstat` (nanoseconds), or from
+    /// `utime` and `stime` (ticks of 10 ms) if the kernel does not have `schedstat`.
     pub fn cpu_time(&self) -> Result<Duration, KsmError> {
         let scheduled = text(&self.directory.join("schedstat"))?.unwrap_or_default();
         let nanoseconds = scheduled.split_whitespace().next();

@@ -1,5 +1,8 @@
-//! Decides how fast ksmd scans, from the cost of a scanned page, the CPU budget, the target time,
-//! and the results of earlier passes. (*Steering* is this control of KSM by the daemon.)
+//! Decides how fast ksmd scans. The decision depends on the cost of a scanned page, the CPU budget,
+//! the target time of a full scan, and the results of earlier passes. (*Steering* is this control
+//! of KSM by the daemon.)
+//!
+//! The drawing shows the three scan modes, and what changes the mode.
 //!
 //! ```text
 //!               a VM started, or memory grew         two passes that merged nothing
@@ -22,65 +25,68 @@ use utoipa::ToSchema;
 use super::pressure::Pressure;
 use super::run::pace;
 
-/// Limits and target of steering.
+/// The operator's limits for steering KSM: CPU use of ksmd, and target time of a full scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Goal {
     /// Maximum CPU use of ksmd, as a fraction of one CPU.
     pub cpu_share: f64,
-    /// Target duration of a full scan of all mergeable memory.
+    /// Target duration of ksmd's full scan of all mergeable memory.
     pub target: Duration,
 }
 
 /// Figures of KSM and of the host at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// Time since steering began.
+    /// Time at which the figures were read, since the daemon began to steer KSM.
     pub at: Duration,
-    /// CPU time of ksmd since any fixed moment.
+    /// CPU time of ksmd, since a moment that is the same for all samples.
     pub cpu: Duration,
-    /// KSM's counter `pages_scanned`; `None` before Linux 6.6.
+    /// KSM's counter `pages_scanned`: pages that ksmd has scanned; `None` before Linux 6.6.
     pub scanned: Option<u64>,
-    /// KSM's counter `full_scans`.
+    /// KSM's counter `full_scans`: completed scans of all mergeable memory.
     pub full_scans: u64,
-    /// Number of merged pages in live processes, including `ksm_zero_pages`.
+    /// Number of merged pages of all live processes, including pages on the kernel's zero page.
     pub merged_pages: u64,
-    /// Number of anonymous pages in memory of the processes with mergeable memory.
+    /// Number of anonymous pages in memory of all processes that have mergeable memory.
     pub mergeable_pages: u64,
-    /// Number of VMs that have started since steering began.
+    /// Number of VMs that have started since the daemon began to steer KSM.
     pub arrivals: u64,
     /// Pressure of CPU and memory on this host.
     pub pressure: Pressure,
 }
 
-/// Scan mode of steering.
+/// Scan mode that the daemon chooses for ksmd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// ksmd uses the whole CPU budget: a VM started or memory grew, and two full scans have not
-    /// passed since.
+    /// ksmd uses the whole CPU budget, because a VM started or memory grew. The mode lasts for two
+    /// full scans.
     Boost,
-    /// ksmd completes one full scan per target time.
+    /// ksmd completes one full scan per target time, if the CPU budget allows that.
     Steady,
-    /// ksmd scans at a tenth of the steady speed: two full scans in a row merged nothing.
+    /// ksmd scans at a tenth of the speed of [`Mode::Steady`], because two full scans in a row
+    /// merged nothing.
     Idle,
 }
 
-/// Settings of ksmd until the next step, and the reason for them.
+/// Settings of ksmd until the next call of [`Steer::step`], and the reason for them.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
-    /// Scan mode of ksmd, from which the settings follow.
+    /// Scan mode from which ksmd's settings follow.
     pub mode: Mode,
-    /// Fraction of the speed that the pressure on the host allows, 0.1 to 1.
+    /// Factor of ksmd's scan rate because of CPU and memory pressure on the host, 0.1 (high
+    /// pressure) to 1.
     pub pressure_factor: f64,
-    /// Scan rate in pages per second.
+    /// Scan rate of ksmd in pages per second.
     pub pages_per_second: f64,
     /// Expected CPU use of ksmd, as a fraction of one CPU.
     pub cpu_share: f64,
-    /// Value of `pages_to_scan`: pages in a batch.
+    /// Value for KSM's setting `pages_to_scan`: pages that ksmd scans before it sleeps.
     pub pages_to_scan: u64,
-    /// Value of `sleep_millisecs`: pause between batches in milliseconds.
+    /// Value for KSM's setting `sleep_millisecs`: pause of ksmd between two batches, in
+    /// milliseconds.
     pub sleep_millisecs: u64,
-    /// Description of the reason for the settings.
+    /// Description of the reason for ksmd's settings, for the operator.
     pub why: String,
 }
 
@@ -113,7 +119,7 @@ const LEAST_PAGES: f64 = 50.0;
 /// Assumed CPU time of ksmd per page in seconds, until it is measured.
 const FIRST_COST_S: f64 = 3e-6;
 
-/// Controller of ksmd's scan rate.
+/// Controller of ksmd's scan rate; keeps the measurements on which a decision depends.
 #[derive(Clone, Debug, Default)]
 pub struct Steer {
     goal: Goal,
@@ -140,7 +146,7 @@ pub struct Steer {
 }
 
 impl Steer {
-    /// Creates a controller without measurements, which begins with a boost.
+    /// Creates a controller without measurements. Its first decision is [`Mode::Boost`].
     #[must_use]
     pub fn new(goal: Goal) -> Self {
         Self {
@@ -150,7 +156,7 @@ impl Steer {
         }
     }
 
-    /// Returns the CPU time of ksmd per scanned page in seconds, as last measured.
+    /// Returns the CPU time of ksmd per scanned page, in seconds, as last measured.
     #[must_use]
     pub const fn cost_s(&self) -> f64 {
         self.cost_s
@@ -162,13 +168,13 @@ impl Steer {
         self.used_share
     }
 
-    /// Discards the running measurement, because KSM was paused meanwhile.
+    /// Discards the unfinished measurement of a page's cost, because KSM was paused meanwhile.
     pub fn interrupted(&mut self) {
         self.measured = None;
         self.rate = 0.0;
     }
 
-    /// Decides the settings until the next step from the present figures.
+    /// Decides ksmd's settings until the next call, from the present figures of KSM and the host.
     pub fn step(&mut self, now: &Sample) -> Decision {
         self.measure(now);
         if self.measured.is_none() {

@@ -1,5 +1,5 @@
-//! Estimates the number of zero pages in mergeable memory from a small sample. KSM itself counts
-//! zero pages only after it has merged them, and only with `use_zero_pages`.
+//! Estimates the number of zero pages in a VM's mergeable memory from a small sample. KSM itself
+//! counts zero pages only after it has merged them, and only with `use_zero_pages`.
 
 use std::io;
 
@@ -25,8 +25,8 @@ const ANONYMOUS: Filter = Filter {
     none_of: category::FILE | category::ZERO,
 };
 
-/// Estimates the number of zero pages among the mergeable pages of `mappings` of process `pid`,
-/// scaled up from the sample.
+/// Estimates, from a sample, the number of zero pages among the mergeable pages of `mappings` in
+/// process `pid`.
 ///
 /// # Errors
 /// Fails if the process has ended or may not be read, or if the kernel has no `PAGEMAP_SCAN`

@@ -1,4 +1,4 @@
-//! Tests of KSM on real memory of this process. Each test restores KSM's settings.
+//! Tests of this host's KSM on memory of the test's process. Each test restores KSM's settings.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;

@@ -1,5 +1,5 @@
-//! Builds a generation of a segment: chooses files, copies them, and packs them into an EROFS image
-//! that guests can map.
+//! Builds a segment's next generation (numbered image): chooses files, copies them, and packs them
+//! into an EROFS image that guests can map. The drawing shows the image's layout in bytes.
 //!
 //! ```text
 //!   byte 0       1024                                                     padded to 2 MiB
@@ -30,7 +30,8 @@ use super::tree::{Filter, PROGRAMS, Tree, is_full};
 /// Size of the pieces in which guests add device memory (`SUBSECTION_SIZE` of Linux on x86-64).
 const ALIGN: u64 = 2 << 20;
 
-/// Name of the file in the image's root that describes the segment to guests.
+/// Name of the file in the root directory of a segment's image that describes the segment to
+/// guests.
 pub const MARK: &str = ".memfold-segment";
 
 /// Directories over which guests never mount a segment, because they belong to the guest or its
@@ -49,32 +50,37 @@ const BUILT_BYTES: usize = 12;
 /// Feature flag `EROFS_FEATURE_COMPAT_SB_CHKSUM`.
 const HAS_CHECKSUM: u32 = 1;
 
-/// Request to build a segment.
+/// Request to build the next generation (numbered image) of a segment.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Name of the segment.
+    /// Name of the segment to build.
     pub name: String,
-    /// Trust domain of the segment.
+    /// Trust domain of the segment. Only VMs of this domain may map the image.
     pub domain: String,
-    /// Sources of the files: one directory or image, or packages.
+    /// Sources of the segment's files: the path of one directory or one image, or any number of
+    /// packages (`.deb` files or `package:NAME`).
     pub from: Vec<String>,
-    /// Source to record in the manifest instead of `from`, if `from` is a copy made for this build.
+    /// Source of the files to record in the manifest, if the files come from a copy that was made
+    /// for this build. `None`: the sources of the build are recorded.
     pub origin: Option<String>,
-    /// Glob patterns of paths to include, beginning with a slash; empty: programs and libraries
-    /// (`/usr`, `/opt`), or everything for a root file system.
+    /// Glob patterns of the guest paths to include, each beginning with a slash. Without patterns,
+    /// programs and libraries (`/usr`, `/opt`) are included, or everything for a root file system.
     pub include: Vec<String>,
-    /// Glob patterns of paths to exclude.
+    /// Glob patterns of the guest paths to exclude, each beginning with a slash; they take
+    /// precedence.
     pub exclude: Vec<String>,
-    /// Limit in bytes, and a ranking of files: only the best files that fit are included.
+    /// Maximum total size of the segment's files, and a ranking of files: only the best ranked
+    /// files that fit are included. `None`: all files that match the patterns are included.
     pub top: Option<(ByteSize, Vec<Ranked>)>,
-    /// Whether the segment is a VM's root file system.
+    /// Whether the segment is built to be a VM's root file system.
     pub root: bool,
-    /// Whether the image is kept in memory while VMs use it.
+    /// Whether a copy of the image is kept in memory (tmpfs) while VMs use the segment.
     pub pinned: bool,
 }
 
-/// Builds a new generation, and returns its manifest with `true`. If the newest generation has the
-/// same content, returns the manifest of that generation with `false`.
+/// Builds a segment's next generation, and returns its manifest with `true`. If the newest
+/// generation has the same content, builds nothing and returns that generation's manifest with
+/// `false`.
 pub fn build(
     shelf: &Shelf,
     request: &Request,

@@ -1,9 +1,9 @@
-//! Errors of operations on segments: build, verify, attach, remove.
+//! Errors of building, verifying, attaching and removing segments.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Error of an operation on a segment. After an error, no partial result remains.
+/// Reason why an operation on a segment failed. After an error, no partial result remains.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum SegmentError {

@@ -36,7 +36,8 @@ struct Facts {
     attributes: Vec<(&'static str, Vec<u8>)>,
 }
 
-/// Unpacks the file system in `image` into the empty directory `room`.
+/// Unpacks the files of the ext2, ext3 or ext4 file system in `image` into the empty directory
+/// `room`.
 pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
     let debugfs = tool("debugfs", "reads ext4 images", "e2fsprogs")?;
     for path in [image, room] {

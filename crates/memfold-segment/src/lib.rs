@@ -1,14 +1,15 @@
 //! Segments: read-only images of files that VMs of one trust domain map and execute in place, so
-//! that these files never enter a guest's page cache (study A's DCSS).
+//! that these files never enter a guest's page cache. The drawing shows the three tasks around a
+//! segment, and the modules that do them. (Study A calls segments DCSS.)
 //!
 //! ```text
 //!   build    source -> tree (chosen files) -> EROFS image, padded -> SHELF/NAME/GENERATION/      (source, tree, build, shelf)
 //!   rank     which files would save memory in a segment, by the pages that VMs really cache        (rank)
 //!   attach   QEMU maps the image (virtio-pmem) -> guest mounts it with DAX, over its own directories       (memfold_daemon)
 //! ```
-//! A published image never changes; a new generation is a separate image. Its pages are in the
-//! host's page cache, one copy for all VMs, and the host may reclaim them. With `--pinned`, a copy
-//! is kept in memory instead.
+//! An image never changes after its build; each later build makes a separate image, the segment's
+//! next *generation*. An image's pages are in the host's page cache, one copy for all VMs, and the
+//! host may reclaim them. With `--pinned`, a copy of the image is kept in memory instead.
 
 mod build;
 mod error;

@@ -1,79 +1,83 @@
-//! The manifest of a segment's generation (`manifest.json`): its contents and how it was built.
+//! The manifest (`manifest.json`) of a segment's generation, that is, of one numbered image of the
+//! segment. It describes the image's contents and build.
 
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Version of the format of `manifest.json` and of images; other versions are refused.
+/// Version of the format of a segment's `manifest.json` and image; other versions are refused.
 pub const FORMAT: u32 = 1;
 
-/// One generation of a segment.
+/// Description of one generation of a segment: the image that one build has made.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Manifest {
-    /// Version of the format, [`FORMAT`].
+    /// Version of the format of this manifest and its image.
     pub format: u32,
     /// Name of the segment.
     pub name: String,
-    /// Number of the build of this segment from changed files, from 1.
+    /// Number of this image among all images that were built for the segment, from 1.
     pub generation: u32,
     /// Trust domain of the segment; only VMs of this domain may map it.
     pub domain: String,
-    /// Length of the image in bytes, padding included: the size of the device that guests see.
+    /// Length of the segment's image in bytes, including padding. Guests see a device of this size.
     pub image_bytes: u64,
-    /// BLAKE3 of the image, 64 hexadecimal digits.
+    /// BLAKE3 digest of the segment's image, 64 hexadecimal digits.
     pub digest: String,
-    /// BLAKE3 of the files in the image: names, kinds, modes, owners, times, links and bytes.
+    /// BLAKE3 digest of the files in the image (names, kinds, modes, owners, times, links and
+    /// bytes), 64 hexadecimal digits.
     pub content: String,
-    /// Number of regular files in the image.
+    /// Number of regular files in the segment's image.
     pub files: u64,
-    /// Total size of these files, in bytes.
+    /// Total size of the regular files in the segment's image, in bytes.
     pub content_bytes: u64,
-    /// Directories over which guests mount the segment.
+    /// Absolute paths of the directories over which guests mount the segment.
     pub lay: Vec<String>,
-    /// Whether the image holds a whole system that can be a VM's root.
+    /// Whether the segment holds a whole system, which can be a VM's root file system.
     pub root: bool,
-    /// Whether the image is kept in memory; then the host cannot drop it, only swap it out.
+    /// Whether a copy of the image is kept in memory (tmpfs) while VMs use the segment. The host
+    /// cannot drop the copy, only swap it out.
     pub pinned: bool,
-    /// Sources of the files, as given in the request.
+    /// Sources of the segment's files, as given in the build request.
     pub from: Vec<String>,
-    /// Time of the build, in seconds since 1970.
+    /// Time at which the image was built, in seconds since 1970.
     pub created_s: u64,
-    /// Version of the memfold that built the generation.
+    /// Version of the memfold that built the image.
     pub memfold: String,
 }
 
 impl Manifest {
-    /// Returns the reference to the generation, `NAME@GENERATION`.
+    /// Returns the text by which commands name this image of the segment: `NAME@GENERATION`.
     #[must_use]
     pub fn reference(&self) -> String {
         format!("{}@{}", self.name, self.generation)
     }
 
-    /// Returns the guest RAM that describes the segment's pages in each VM: 64 bytes per page
-    /// (`struct page`).
+    /// Returns the amount of RAM that each guest needs to describe the segment's pages: 64 bytes
+    /// per page (`struct page`).
     #[must_use]
     pub const fn struct_page_bytes(&self) -> ByteSize {
         ByteSize(self.image_bytes / 64)
     }
 }
 
-/// Summary of a segment's generation.
+/// Description and present state of one image (generation) of a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SegmentInfo {
-    /// Manifest of the generation.
+    /// Description of the segment's image from its build.
     pub segment: Manifest,
-    /// Names of VMs that map the generation; `process N` for processes unknown to this daemon.
+    /// Names of the VMs that map the segment's image; `process N` for a process that this daemon
+    /// does not know.
     pub users: Vec<String>,
-    /// Name of the VM that writes the next generation; while it does, no other VM may map the
-    /// segment.
+    /// Name of the VM in which files of the segment are changed for the next build; null if there
+    /// is none. Meanwhile no other VM may map the segment.
     pub writer: Option<String>,
-    /// Bytes of the image in the host's memory now.
+    /// Size of the part of the image that is in the host's memory now, in bytes.
     pub resident_bytes: u64,
-    /// Guest RAM that describes the segment's pages in each VM, in bytes.
+    /// RAM that each guest needs to describe the segment's pages, in bytes.
     pub struct_page_bytes: u64,
-    /// Protection of the image against changes: `immutable` (file system flag), `memory` (a copy in
-    /// memory), or `nothing`.
+    /// Protection of the segment's image against changes: `immutable` (file system flag), `memory`
+    /// (a copy in memory), or `nothing`.
     pub protection: String,
-    /// Why the generation cannot be used; unset: it can be used.
+    /// Reason why VMs cannot use the segment's image; null if they can.
     pub problem: Option<String>,
 }

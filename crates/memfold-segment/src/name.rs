@@ -1,20 +1,21 @@
-//! References to segments: `NAME` for the newest generation, `NAME@GENERATION` for a certain one.
+//! Parses references to segments: `NAME` means the newest image (generation) of the segment,
+//! `NAME@GENERATION` a certain one.
 
 use std::fmt;
 
 use super::error::SegmentError;
 
-/// A reference to a segment or to one of its generations.
+/// A reference to a segment, or to one of its generations (numbered images).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reference {
     /// Name of the segment.
     pub name: String,
-    /// Number of the generation; `None`: the newest one.
+    /// Number of the segment's build whose image is meant, from 1; `None` means the newest one.
     pub generation: Option<u32>,
 }
 
 impl Reference {
-    /// Parses a reference, `NAME` or `NAME@GENERATION`.
+    /// Parses a reference to a segment, `NAME` or `NAME@GENERATION`.
     pub fn parse(text: &str) -> Result<Self, SegmentError> {
         let (name, generation) = match text.split_once('@') {
             Some((name, number)) => (name, Some(number)),

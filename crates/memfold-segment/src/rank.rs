@@ -1,10 +1,10 @@
 //! Ranks files by the memory that they would save in a segment, from the pages that VMs cache now.
 //!
-//! A file of `n` pages, of which `u` of `v` VMs cache `t` pages each, takes `u * t` pages in guest
-//! page caches. In a segment, its touched pages exist once per trust domain (at least `t`, at most
-//! `n`). Every VM that maps the segment spends 64 bytes (`struct page`) on each of its `n` pages.
-//! So `net = u * t - t - v * n / 64`. A file that only one VM uses saves nothing. (Study A does not
-//! say how to choose files.)
+//! A file has `n` pages, and `u` of `v` VMs each cache `t` of them: together `u * t` pages of guest
+//! page caches. In a segment, the touched pages exist once per trust domain (at least `t`, at most
+//! `n`). But every VM that maps the segment spends 64 bytes (`struct page`) on each of the `n`
+//! pages. So the segment saves `u * t - t - v * n / 64` pages. A file that only one VM uses saves
+//! nothing. (Study A does not say how to choose files.)
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -19,24 +19,26 @@ use utoipa::ToSchema;
 use super::error::SegmentError;
 use super::tree::{self, PROGRAMS};
 
-/// A file, with the memory that it would save in a segment.
+/// A file that guests cache, and the memory that the host would save if the file were in a segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Ranked {
     /// Absolute path of the file in the guests.
     pub path: String,
     /// Length of the file in bytes.
     pub file_bytes: u64,
-    /// Bytes of the file that a VM caches, on average over the VMs that cache a part of it.
+    /// Average number of the file's bytes that a VM caches, over the VMs that cache a part of the
+    /// file.
     pub touched_bytes: u64,
     /// Number of VMs that cache a part of the file.
     pub vms: u64,
-    /// Memory saved over all VMs that would map the segment, minus the cost of describing the
-    /// file's pages, in bytes; negative if the cost is higher.
+    /// Memory that the host would save if the file were in a segment, in bytes. The RAM that guests
+    /// need to describe the segment's pages is subtracted, so the value may be negative.
     pub net_bytes: i64,
 }
 
-/// Returns a function that says whether `include` chooses a path; without patterns, whether it
-/// belongs to programs and libraries.
+/// Returns a function that tells whether a path matches one of the glob patterns in `include`.
+/// Without patterns, the function tells whether the path belongs to programs and libraries (`/usr`,
+/// `/opt`).
 pub fn chosen(include: &[String]) -> Result<impl Fn(&[u8]) -> bool + use<>, SegmentError> {
     let globs = if include.is_empty() {
         tree::globs(&PROGRAMS.map(String::from))?
@@ -57,10 +59,10 @@ struct Cached<'a> {
     most: BTreeMap<&'a str, u64>,
 }
 
-/// Ranks files by their gain for each byte of the image, best first. `looked_at`: number of VMs
-/// whose caches `uses` describes. `vms`: number of similar VMs that will map the segment; by
-/// default `looked_at`. Paths that are not UTF-8 are left out, because no glob pattern or list
-/// could name them.
+/// Ranks files by the memory that they would save in a segment for each byte of the image, best
+/// first. `looked_at` is the number of VMs whose caches `uses` describes. `vms` is the number of
+/// similar VMs that will map the segment, by default `looked_at`. Paths that are not UTF-8 are left
+/// out, because no glob pattern or list could name them.
 #[must_use]
 pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
     let mut files: BTreeMap<&[u8], Cached> = BTreeMap::new();
@@ -108,7 +110,8 @@ pub fn rank(uses: &[FileUse], looked_at: u64, vms: Option<u64>) -> Vec<Ranked> {
     ranked
 }
 
-/// Returns totals over the ranked files that save memory: bytes in an image, and bytes saved.
+/// Returns two totals over those ranked files that would save memory in a segment: their size in
+/// the image, and the saved bytes.
 #[must_use]
 pub fn sums(ranked: &[Ranked]) -> (ByteSize, i64) {
     let gaining = || ranked.iter().filter(|file| file.net_bytes > 0);

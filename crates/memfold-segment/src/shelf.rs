@@ -1,5 +1,6 @@
-//! The directory of all segments (called shelf). Each generation is a subdirectory, which exists
-//! only when it is complete.
+//! The directory of all segments of a host (called shelf). Each build of a segment makes a
+//! *generation*: a subdirectory with an image and its description, which exists only when it is
+//! complete.
 //!
 //! ```text
 //!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable
@@ -29,10 +30,10 @@ use super::manifest::{FORMAT, Manifest};
 use super::name::Reference;
 use super::tree::sum_up;
 
-/// Default directory of segments.
+/// Default path of the directory of all segments.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/segments";
 
-/// Name of the file that VMs map: the image.
+/// Name of the image, the file that VMs map, in a generation's directory.
 pub const IMAGE: &str = "image";
 const MANIFEST: &str = "manifest.json";
 const WRITER: &str = "writer";
@@ -40,7 +41,7 @@ const WRITER: &str = "writer";
 /// File system type of a tmpfs: `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// The segment directory of a host.
+/// The directory of all segments of a host.
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
@@ -70,8 +71,9 @@ fn stamp(facts: &fs::Metadata) -> Stamp {
 }
 
 impl Shelf {
-    /// Opens the segment directory `root`, which need not exist yet; pinned copies are in
-    /// `runtime`. Removes the drafts of daemons that died.
+    /// Opens the directory of segments `root`, which need not exist yet. Copies of images that are
+    /// kept in memory are in `runtime`, which must be on a tmpfs. Removes the unfinished builds of
+    /// daemons that died.
     pub fn open(root: &Path, runtime: &Path) -> Self {
         for entry in fs::read_dir(root).into_iter().flatten().flatten() {
             let name = entry.file_name();
@@ -106,7 +108,8 @@ impl Shelf {
         shelf
     }
 
-    /// Returns the number of a segment's next generation.
+    /// Returns the number of the generation that the next build of segment `name` will make,
+    /// from 1. Numbers are not used again.
     pub fn next_generation(&self, name: &str) -> Result<u32, SegmentError> {
         let newest = self.generations(name)?.last().copied().unwrap_or(0);
         let last = fs::read_to_string(self.last(name)).ok();
@@ -131,8 +134,8 @@ impl Shelf {
         Ok(found)
     }
 
-    /// Returns all generations of all segments, sorted by name and generation. Generations that
-    /// cannot be read are logged.
+    /// Returns the manifests of all generations (images) of all segments, sorted by name and
+    /// number. Generations whose manifest cannot be read are logged and left out.
     pub fn all(&self) -> Result<Vec<Manifest>, SegmentError> {
         let mut names = names(&self.root)?;
         names.retain(|name| !name.starts_with('.'));
@@ -152,14 +155,16 @@ impl Shelf {
         Ok(all)
     }
 
-    /// Returns the newest generation of a segment; `None` if there is none.
+    /// Returns the manifest of the newest generation (image) of segment `name`; `None` if there is
+    /// none.
     pub fn newest(&self, name: &str) -> Result<Option<Manifest>, SegmentError> {
         let generations = self.generations(name)?;
         let newest = generations.last();
         newest.map(|&n| self.manifest_of(name, n)).transpose()
     }
 
-    /// Returns the manifest of a generation; if the reference has no number, of the newest one.
+    /// Returns the manifest of the generation that the reference names; without a number, of the
+    /// segment's newest generation.
     pub fn manifest(&self, reference: &Reference) -> Result<Manifest, SegmentError> {
         match reference.generation {
             Some(generation) => self.manifest_of(&reference.name, generation),
@@ -207,8 +212,9 @@ impl Shelf {
         [self.stored_image(manifest), self.pinned_image(manifest)]
     }
 
-    /// Returns the file that VMs map. The file's digest is verified unless this was done since the
-    /// file's last change. The image of a pinned segment is copied into memory first.
+    /// Returns the manifest of a segment and the path of the image that VMs map. The image's digest
+    /// is verified first, unless this was done since the file's last change. The image of a pinned
+    /// segment is copied into memory first.
     pub fn image(&self, reference: &Reference) -> Result<(Manifest, PathBuf), SegmentError> {
         let manifest = self.manifest(reference)?;
         let stored = self.stored_image(&manifest);
@@ -249,7 +255,8 @@ impl Shelf {
         Ok((manifest, pinned))
     }
 
-    /// Reads all of a segment, including its copy in memory, and compares it with its digest.
+    /// Reads the whole image of a segment, and its copy in memory if there is one, and compares
+    /// both with the digest in the manifest. Fails if one differs.
     pub fn verify(&self, reference: &Reference) -> Result<(), SegmentError> {
         let manifest = self.manifest(reference)?;
         let mut images = self.images(&manifest).into_iter().filter(|i| i.exists());
@@ -277,8 +284,9 @@ impl Shelf {
         Ok(())
     }
 
-    /// Returns the problem of a segment; `None` if there is none. Does not read the whole image,
-    /// but only checks that the image is still the verified file.
+    /// Returns the reason why VMs cannot use a segment's image; `None` if they can. Does not read
+    /// the whole image, but only checks that the file has the right length and was not changed
+    /// since it was verified.
     #[must_use]
     pub fn problem(&self, manifest: &Manifest) -> Option<String> {
         let image = self.stored_image(manifest);
@@ -293,7 +301,8 @@ impl Shelf {
         wrong_length(manifest, &facts)
     }
 
-    /// Returns how the image is protected against changes.
+    /// Returns how a segment's image is protected against changes: `immutable` (file system flag),
+    /// `memory` (only this daemon can access the copy in memory), or `nothing`.
     #[must_use]
     pub fn protection(&self, manifest: &Manifest) -> &'static str {
         let [stored, pinned] = self.images(manifest);
@@ -308,7 +317,7 @@ impl Shelf {
         }
     }
 
-    /// Returns how many bytes of the image are in the host's memory.
+    /// Returns how many bytes of a segment's image are in the host's memory now.
     #[must_use]
     pub fn resident_bytes(&self, manifest: &Manifest) -> u64 {
         let [stored, pinned] = self.images(manifest);
@@ -318,14 +327,16 @@ impl Shelf {
             .map_or(0, |pages| pages * memfold_units::PAGE_SIZE)
     }
 
-    /// Returns the identities of the files that VMs may map.
+    /// Returns the identities (device and inode number) of a segment's image and of its copy in
+    /// memory, as far as they exist.
     #[must_use]
     pub fn identities(&self, manifest: &Manifest) -> Vec<StoreIdentity> {
         let files = self.images(manifest).into_iter().map(fs::metadata);
         files.flatten().map(|f| StoreIdentity::from(&f)).collect()
     }
 
-    /// Returns, for each of these segments, the processes that map it.
+    /// Returns, for each segment in `manifests`, the processes (except this one) that map its
+    /// image.
     pub fn users(&self, manifests: &[Manifest]) -> Result<Vec<Vec<Pid>>, SegmentError> {
         let texts = |manifest: &Manifest| {
             let files = self.identities(manifest).into_iter();
@@ -335,14 +346,15 @@ impl Shelf {
         mapped::processes_with(&texts).map_err(failed(Path::new("/proc")))
     }
 
-    /// Returns the recorded VM that writes a segment's next generation. This VM may have ended
-    /// since.
+    /// Returns the name of the VM in which files of segment `name` are changed for the next build;
+    /// `None` if no VM is recorded. The VM may have ended since.
     #[must_use]
     pub fn writer(&self, name: &str) -> Option<String> {
         fs::read_to_string(self.root.join(name).join(WRITER)).ok()
     }
 
-    /// Records the VM that writes the next generation of an existing segment; `None`: no VM does.
+    /// Records the VM in which files of segment `name` are changed for the next build; `None` means
+    /// that there is none.
     pub fn set_writer(&self, name: &str, vm: Option<&str>) -> Result<(), SegmentError> {
         let place = self.root.join(name).join(WRITER);
         let written = match vm {
@@ -352,7 +364,8 @@ impl Shelf {
         written.map_err(failed(&place))
     }
 
-    /// Creates a draft for a build.
+    /// Creates the draft (directory) for a build of segment `name`. Fails if the segment is being
+    /// built already.
     pub fn draft(&self, name: &str) -> Result<Draft, SegmentError> {
         let path = self.root.join(format!(".{name}.draft"));
         let mut builder = DirBuilder::new();
@@ -372,7 +385,7 @@ impl Shelf {
         Ok(Draft { path, _lock: lock })
     }
 
-    /// Publishes a build as the newest generation.
+    /// Makes the finished build in `draft` the segment's newest generation.
     pub fn publish(&self, draft: &Draft, manifest: &Manifest) -> Result<(), SegmentError> {
         let (image, facts) = (draft.path.join(IMAGE), draft.path.join(MANIFEST));
         let write = || -> io::Result<()> {
@@ -404,7 +417,8 @@ impl Shelf {
         Ok(())
     }
 
-    /// Removes a generation. The caller ensures that it has no users.
+    /// Removes a generation: its image, the copy in memory, and the manifest. The caller ensures
+    /// that no VM uses the image.
     pub fn remove(&self, manifest: &Manifest) -> Result<(), SegmentError> {
         let place = self.place(&manifest.name, manifest.generation);
         let image = place.join(IMAGE);
@@ -424,7 +438,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Removes copies of images in memory that no process maps.
+    /// Removes the copies of pinned images from memory that no process maps.
     pub fn let_go(&self) {
         let mut pinned = self.all().unwrap_or_default();
         pinned.retain(|manifest| manifest.pinned);
@@ -441,7 +455,7 @@ impl Shelf {
         }
     }
 
-    /// Clears the immutable flag of all images, so that a laboratory can remove the files.
+    /// Clears the immutable file flag of all images, so that tests can remove the files.
     pub fn unprotect(&self) {
         for manifest in self.all().unwrap_or_default() {
             let images = self.images(&manifest).into_iter();
@@ -510,7 +524,8 @@ fn protect(image: &Path, on: bool) {
     }
 }
 
-/// Directory of a build in progress. Dropping an unpublished draft removes it.
+/// Directory of a build of a segment in progress. Dropping a draft that was not published removes
+/// the directory.
 #[derive(Debug)]
 pub struct Draft {
     path: PathBuf,
@@ -518,7 +533,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Returns the path of the draft's directory.
+    /// Returns the path of the directory of the unfinished build.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

@@ -1,4 +1,4 @@
-//! Where the files of a segment come from: a directory, a disk image with a file system, or Debian
+//! Opens the sources of a segment's files: a directory, a disk image with a file system, or Debian
 //! packages.
 
 use std::fs::{self, File};
@@ -12,7 +12,7 @@ use super::tools::{confined, run, run_with_input, tool};
 
 /// Magic number of ext2, ext3 and ext4 at byte 1080 (`fs/ext4/ext4.h`).
 const EXT_MAGIC: (u64, [u8; 2]) = (1080, [0x53, 0xEF]);
-/// Magic number of EROFS at byte 1024 (`fs/erofs/erofs_fs.h`).
+/// Offset (byte 1024) and bytes of the magic number of an EROFS image (`fs/erofs/erofs_fs.h`).
 pub const EROFS_MAGIC: (u64, [u8; 4]) = (1024, [0xE2, 0xE1, 0xF5, 0xE0]);
 /// Magic number of qcow2, QEMU's own format, at byte 0 (`docs/interop/qcow2.rst`).
 const QCOW_MAGIC: [u8; 4] = *b"QFI\xFB";
@@ -23,24 +23,24 @@ const MBR_MAGIC: [u8; 2] = [0x55, 0xAA];
 /// still name the old places.
 const MERGED: [&str; 6] = ["bin", "sbin", "lib", "lib32", "lib64", "libx32"];
 
-/// A source of files for a segment.
+/// A source of a segment's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// A directory that stands for the guest's root.
+    /// Path of a directory that stands for the guest's root directory.
     Directory(PathBuf),
-    /// A raw image of an ext2, ext3 or ext4 file system.
+    /// Path of a raw image of an ext2, ext3 or ext4 file system.
     Ext(PathBuf),
-    /// An image of an EROFS file system.
+    /// Path of an image of an EROFS file system.
     Erofs(PathBuf),
-    /// A Debian package file.
+    /// Path of a Debian package file (`.deb`).
     PackageFile(PathBuf),
-    /// A Debian package by name, which apt fetches.
+    /// Name of a Debian package, which apt fetches.
     Package(String),
 }
 
 impl Source {
-    /// Determines the kind of source that `text` names: a directory, an image, a `.deb` file, or
-    /// `package:NAME`.
+    /// Parses the name of a source: the path of a directory, an image or a `.deb` file, or
+    /// `package:NAME`. Fails if an image has an unknown format.
     pub fn find(text: &str) -> Result<Self, SegmentError> {
         let bad = |why: &str| SegmentError::Source {
             from: text.to_owned(),
@@ -85,8 +85,8 @@ impl Source {
         }))
     }
 
-    /// Returns the root directory of the source's files. A source that must be unpacked is unpacked
-    /// into the empty directory `room`.
+    /// Returns the root directory of the source's files. Images and packages are unpacked into the
+    /// empty directory `room`; a directory is used in place.
     pub fn open(&self, room: &Path) -> Result<PathBuf, SegmentError> {
         match self {
             Self::Directory(path) => return Ok(path.clone()),

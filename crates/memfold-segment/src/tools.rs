@@ -1,4 +1,5 @@
-//! Finds, sandboxes and runs external programs that fetch, unpack and pack files.
+//! Finds, sandboxes and runs the external programs that fetch, unpack and pack the files of
+//! segments.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -13,9 +14,9 @@ use super::error::SegmentError;
 /// Time limit for an external program.
 const LIMIT: Duration = Duration::from_secs(3600);
 
-/// Returns a command for a sandboxed program. The program reads untrusted images and packages as
-/// root, and names in these may lead anywhere. So it sees the host read-only, without devices and
-/// network, and can write only to `room`.
+/// Returns a command that runs `program` in a sandbox (bubblewrap). The program reads untrusted
+/// images and packages as root, and file names in these may lead anywhere. So it sees the host
+/// read-only, without devices and network, and can write only to `room`.
 pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     let what = "confines the programs that unpack images and packages";
     let bwrap = tool("bwrap", what, "bubblewrap")?;
@@ -32,7 +33,8 @@ pub fn confined(program: &Path, room: &Path) -> Result<Command, SegmentError> {
     Ok(command)
 }
 
-/// Finds an external program; the error names its purpose and the package that contains it.
+/// Returns the path of the external program `name`. If the program is not installed, the error
+/// names its purpose `what` and the `package` that contains it.
 pub fn tool(
     name: &'static str,
     what: &'static str,
@@ -45,7 +47,8 @@ pub fn tool(
     })
 }
 
-/// Runs a program without input, and returns its standard error.
+/// Runs `command` without input, for at most one hour, and returns its standard error. Fails if the
+/// program fails; the error has its last output. `name` names the program in errors.
 pub fn run(name: &'static str, command: &mut Command) -> Result<String, SegmentError> {
     run_with_input(name, command.stdin(Stdio::null()))
 }

@@ -1,5 +1,5 @@
 //! Chooses the files of a segment, copies them to a build directory, and computes a digest of the
-//! tree.
+//! copied directory tree.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -14,10 +14,12 @@ use rustix::fs::{AtFlags, CWD, FileType, Timespec, Timestamps, XattrFlags};
 
 use super::error::SegmentError;
 
-/// Default glob patterns for guests that have a system of their own.
+/// Default glob patterns of the files in a segment, for guests that have their own root file
+/// system.
 pub const PROGRAMS: [&str; 2] = ["/usr/**", "/opt/**"];
 
-/// Extended attributes that are copied: those that the kernel evaluates when a file is used.
+/// Names of the extended attributes that are copied with a segment's files: those that the kernel
+/// evaluates when a file is used.
 pub const ATTRIBUTES: [&str; 3] = [
     "security.capability",
     "system.posix_acl_access",
@@ -30,7 +32,7 @@ const MAX_ATTRIBUTE: usize = 64 << 10;
 /// Number of bytes that are copied at once.
 const PIECE: usize = 1 << 20;
 
-/// Choice of the files to copy, by their paths in guests, which begin with a slash.
+/// Choice of the files to copy into a segment, by their paths in guests, which begin with a slash.
 #[derive(Debug)]
 pub struct Filter {
     include: GlobSet,
@@ -40,8 +42,8 @@ pub struct Filter {
 }
 
 impl Filter {
-    /// Creates a filter of glob patterns. `include`: one of these must match; empty: every path
-    /// does. `exclude` takes precedence.
+    /// Creates a filter that chooses the paths that match a glob pattern in `include` and none in
+    /// `exclude`. Without `include` patterns, every path matches.
     pub fn new(include: &[String], exclude: &[String]) -> Result<Self, SegmentError> {
         let all = ["/**".to_owned()];
         let include = if include.is_empty() { &all } else { include };
@@ -52,7 +54,8 @@ impl Filter {
         })
     }
 
-    /// Restricts regular files to `paths`, each beginning with a slash.
+    /// Restricts the filter to those regular files that are in `paths`, each beginning with a
+    /// slash. Other kinds of entries are not affected.
     #[must_use]
     pub fn only(mut self, paths: impl IntoIterator<Item = Vec<u8>>) -> Self {
         self.only = Some(paths.into_iter().collect());
@@ -67,7 +70,8 @@ impl Filter {
     }
 }
 
-/// Compiles glob patterns of paths, each beginning with a slash.
+/// Compiles glob patterns of guest paths, each beginning with a slash. Fails if a pattern is
+/// invalid.
 pub fn globs(texts: &[String]) -> Result<GlobSet, SegmentError> {
     let mut set = GlobSetBuilder::new();
     for text in texts {
@@ -85,12 +89,12 @@ pub fn globs(texts: &[String]) -> Result<GlobSet, SegmentError> {
 /// One entry of the chosen tree.
 #[derive(Clone, Debug)]
 struct Entry {
-    /// Path of the entry, relative to the root.
+    /// Path of the entry, relative to the tree's root.
     path: PathBuf,
     facts: fs::Metadata,
 }
 
-/// The chosen files of a directory tree.
+/// The files and directories below a root that a filter has chosen for a segment.
 #[derive(Debug)]
 pub struct Tree {
     root: PathBuf,
@@ -98,20 +102,20 @@ pub struct Tree {
     entries: Vec<Entry>,
 }
 
-/// Digest and size of a tree.
+/// Digest and size of the files that were copied for a segment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// BLAKE3 over all entries, 64 hexadecimal digits.
+    /// BLAKE3 digest of all copied files and directories, 64 hexadecimal digits.
     pub digest: String,
-    /// Number of regular files; a file with several names counts for each.
+    /// Number of copied regular files; a file with several names counts once for each name.
     pub files: u64,
-    /// Bytes of regular files; a file with several names counts once.
+    /// Total size of the copied regular files in bytes; a file with several names counts once.
     pub bytes: u64,
 }
 
 impl Tree {
-    /// Chooses the entries below `root` that `filter` matches. Directories are included if they
-    /// contain a chosen entry; with `everything`, all directories are included.
+    /// Chooses the files below `root` that `filter` matches, and the directories that contain them.
+    /// With `everything`, also chooses empty directories that the filter matches.
     pub fn choose(root: &Path, filter: &Filter, everything: bool) -> io::Result<Self> {
         let mut entries = Vec::new();
         walk(root, Path::new(""), filter, everything, &mut entries)?;
@@ -122,13 +126,13 @@ impl Tree {
         Ok(Self { root, entries })
     }
 
-    /// Returns whether only directories were chosen.
+    /// Returns whether the tree has no files, but only directories or nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.entries.iter().all(|entry| entry.facts.is_dir())
     }
 
-    /// Returns the top directories of the tree, each beginning with a slash.
+    /// Returns the paths of the tree's top directories, each beginning with a slash.
     #[must_use]
     pub fn tops(&self) -> Vec<String> {
         let directories = self.entries.iter().filter(|entry| entry.facts.is_dir());
@@ -138,8 +142,9 @@ impl Tree {
             .collect()
     }
 
-    /// Copies the tree into the empty directory `to`, with owners, modes, times, links and the
-    /// extended attributes that matter.
+    /// Copies the chosen files into the empty directory `to`, with owners, modes, times, links and
+    /// the extended attributes that the kernel evaluates. Returns the digest and size of the copied
+    /// files.
     pub fn copy(&self, to: &Path, progress: &Progress) -> io::Result<Contents> {
         let bytes = self.entries.iter().filter(|e| e.facts.is_file());
         progress.begin("files copied", bytes.map(|e| e.facts.len()).sum());

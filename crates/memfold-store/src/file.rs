@@ -1,5 +1,5 @@
-//! The page store of one trust domain: creates or adopts its file, appends pages, and punches pages
-//! out.
+//! The page store of one trust domain: creates or adopts its file, appends pages, and frees pages
+//! (punches them out of the file).
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -19,20 +19,20 @@ use rustix::mount::{
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-/// Most pages of a page store's file, so that page numbers fit into 32 bits (16 TiB).
+/// Maximum number of pages of a page store's file (16 TiB), so that page numbers fit into 32 bits.
 pub const MAX_PAGES: u64 = u32::MAX as u64 - 1;
 
-/// Identity of a page store's file, as `/proc/PID/maps` shows it.
+/// Identity of a page store's file: the device and inode number, as in `/proc/PID/maps`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StoreIdentity {
-    /// Device number of the file (`st_dev`).
+    /// Device number of the store's file (`st_dev`).
     pub dev: u64,
-    /// Inode number of the file.
+    /// Inode number of the store's file (`st_ino`).
     pub ino: u64,
 }
 
 impl StoreIdentity {
-    /// Returns the identity of an open file.
+    /// Returns the identity (device and inode number) of an open file.
     pub fn of(file: impl AsFd) -> std::io::Result<Self> {
         let stat = rustix::fs::fstat(file)?;
         Ok(Self {
@@ -65,17 +65,18 @@ impl From<&Metadata> for StoreIdentity {
 /// Reason why an operation on the page store failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The page store holds as many bytes as it may.
+    /// The page store has reached its cap: it holds as many bytes as it may.
     #[error(
         "page store is full: {held} of {cap} used; raise --store-cap to share more memory (shared memory stays shared)"
     )]
     Full {
-        /// Bytes in the page store now.
+        /// Number of bytes that the page store holds now.
         held: ByteSize,
-        /// Most bytes that the page store may hold.
+        /// Maximum number of bytes that the page store may hold.
         cap: ByteSize,
     },
-    /// No page numbers are left, and no hole is large enough.
+    /// The page store has no page numbers left, and no hole (range of freed pages) that is large
+    /// enough.
     #[error(
         "page store is full: all {MAX_PAGES} page numbers were used, and no range of freed pages is long enough"
     )]
@@ -83,9 +84,9 @@ pub enum StoreError {
     /// The file of the page store could not be created, enlarged, filled or punched.
     #[error("cannot use the page store: {what} failed")]
     Io {
-        /// The operation that failed.
+        /// Name of the operation on the file that failed.
         what: &'static str,
-        /// Error of the system call.
+        /// Error of the system call that failed.
         #[source]
         source: io::Error,
     },
@@ -98,28 +99,30 @@ fn io_error<E: Into<io::Error>>(what: &'static str) -> impl Fn(E) -> StoreError 
     }
 }
 
-/// Pages of a process that are to be copied into the page store. The process's memory may end
-/// before the last of these pages.
+/// Range of a process's memory to be copied into the page store. The process's memory may end
+/// before the last page of the range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// Process from which the pages are copied.
+    /// Process from whose memory the pages are copied.
     pub pid: Pid,
-    /// Address of the first page in the process.
+    /// Address in the process of the first page to copy.
     pub from: Hva,
-    /// Number of pages.
+    /// Number of pages to copy.
     pub pages: u64,
 }
 
-/// Result of [`Store::fill`]: the pages that were not copied.
+/// Result of [`Store::fill`]: the store pages that were not filled.
 #[derive(Debug, Default)]
 pub struct Filled {
-    /// Pages that could not be read or written. They read as zeroes.
+    /// Store pages whose bytes could not be read from the process or not be written. They read as
+    /// zeroes.
     pub missing: Vec<Range<StorePage>>,
-    /// Error that ended writing before the last page.
+    /// Error that ended the copy before the last page; `None` if all pages that could be read were
+    /// written.
     pub error: Option<StoreError>,
 }
 
-/// A page store of one trust domain. Only the daemon has it open for writing.
+/// The page store of one trust domain. Only the daemon has its file open for writing.
 #[derive(Debug)]
 pub struct Store {
     file: File,
@@ -140,7 +143,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Creates an empty page store for `domain` that holds at most `cap` bytes.
+    /// Creates an empty page store for trust domain `domain` that holds at most `cap` bytes.
     pub fn create(domain: &str, cap: ByteSize) -> Result<Self, StoreError> {
         let file = huge_file(domain).or_else(|error| {
             tracing::info!(
@@ -155,8 +158,9 @@ impl Store {
         Self::from_file(file, cap)
     }
 
-    /// Adopts the page store of `domain` that the QEMU process `pid` has open, because an earlier
-    /// daemon gave QEMU the descriptor; `None` if the process has none.
+    /// Adopts the page store of trust domain `domain` that an earlier daemon created: opens the
+    /// store's file through the QEMU process `pid`, which has it open. Returns `None` if the
+    /// process has no such file.
     pub fn adopt(pid: Pid, domain: &str, cap: ByteSize) -> Result<Option<Self>, StoreError> {
         let directory = format!("/proc/{}/fd", pid.as_raw_nonzero());
         let name = file_name(domain);
@@ -194,38 +198,40 @@ impl Store {
         })
     }
 
-    /// Returns the identity of the page store's file.
+    /// Returns the identity (device and inode number) of the page store's file.
     #[must_use]
     pub const fn identity(&self) -> StoreIdentity {
         self.identity
     }
 
-    /// Returns the read-only descriptor for VMs.
+    /// Returns the read-only descriptor of the page store's file, which VMs get.
     #[must_use]
     pub fn read_only(&self) -> BorrowedFd<'_> {
         self.read_only.as_fd()
     }
 
-    /// Returns the number of the page that will be reserved next.
+    /// Returns the number of the store page that will be reserved next.
     #[must_use]
     pub const fn frontier(&self) -> StorePage {
         self.frontier
     }
 
-    /// Returns the bytes that the page store holds in memory or swap, by the kernel's count.
+    /// Returns the number of bytes that the page store holds in memory or swap, by the kernel's
+    /// count.
     pub fn held(&self) -> Result<ByteSize, StoreError> {
         let facts = self.file.metadata().map_err(io_error("fstat"))?;
         Ok(ByteSize(facts.blocks() * 512))
     }
 
-    /// Returns the cap: the most bytes that the page store may hold.
+    /// Returns the cap: the maximum number of bytes that the page store may hold.
     #[must_use]
     pub const fn cap(&self) -> ByteSize {
         self.cap
     }
 
-    /// Reserves the next `pages` page numbers, to be filled by [`Store::fill`]. These pages read as
-    /// zeroes until then.
+    /// Reserves the next `pages` page numbers, to be filled by [`Store::fill`], and returns the
+    /// first one. These pages read as zeroes until then. Fails if the cap or the last page number
+    /// is reached.
     pub fn reserve(&mut self, pages: u64) -> Result<StorePage, StoreError> {
         let cap = self.cap;
         if self.held_pages.saturating_add(pages) > cap.pages().0 {
@@ -252,20 +258,20 @@ impl Store {
         Ok(held)
     }
 
-    /// Aligns the next reserved page to a huge page. This is worthwhile if many pages are reserved
-    /// before the next fill. Skipped pages stay holes, which cost nothing.
+    /// Makes the next reserved page begin a huge page (2 MiB) of the file. This is worthwhile if
+    /// many pages are reserved before the next fill. Skipped pages stay holes, which cost nothing.
     pub const fn align(&mut self) {
         self.frontier = StorePage(self.frontier.0.next_multiple_of(HUGE_PAGE_PAGES));
     }
 
-    /// Returns the number of consecutive pages that can be reserved now.
+    /// Returns the number of consecutive page numbers that can be reserved now.
     #[must_use]
     pub const fn room(&self) -> u64 {
         self.limit.0.saturating_sub(self.frontier.0)
     }
 
-    /// Continues in the next gap given to [`Store::reuse`]; returns false if there is none. Call it
-    /// only if every reserved page was filled.
+    /// Makes [`Store::reserve`] continue in the next gap given to [`Store::reuse`]; returns `false`
+    /// if there is no gap. Callers call this function only when every reserved page is filled.
     pub fn next_gap(&mut self) -> bool {
         let Some(gap) = self.gaps.pop().filter(|_| self.unfilled_pages == 0) else {
             return false;
@@ -274,8 +280,8 @@ impl Store {
         true
     }
 
-    /// Returns the holes that consist of whole huge pages, ascending. Smaller holes are not used
-    /// again.
+    /// Returns the holes (ranges of freed or skipped pages) that consist of whole huge pages, in
+    /// ascending order. Smaller holes are not used again.
     pub fn holes(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
         let mut holes = Vec::new();
         let mut from = StorePage(0);
@@ -291,8 +297,8 @@ impl Store {
         Ok(holes)
     }
 
-    /// Sets the gaps to use when the space after the frontier is full: holes that no process maps,
-    /// ascending.
+    /// Sets the gaps, which are used when no page numbers are left at the end of the file: holes
+    /// that no process maps, in ascending order.
     pub fn reuse(&mut self, mut gaps: Vec<Range<StorePage>>) {
         gaps.reverse();
         self.gaps = gaps;
@@ -301,8 +307,8 @@ impl Store {
     /// Copies sources, one after another, to the reserved pages from `first` on, with few system
     /// calls. Whole huge pages are written as huge pages. A smaller piece gets ordinary pages,
     /// because the kernel would clear a huge page before a partial write, which takes several times
-    /// as long as the copy. A page may be copied between two writes of the guest; the comparison
-    /// before folding detects that.
+    /// as long as the copy. The guest may write to a page while it is copied; the comparison before
+    /// folding detects that.
     pub fn fill(&mut self, first: StorePage, sources: &[Source]) -> Filled {
         // Each piece is within a huge page of the store, and has its first page in the store.
         let (mut pieces, mut end) = (Vec::new(), first);
@@ -350,8 +356,8 @@ impl Store {
             .map_err(io_error("writing"))
     }
 
-    /// Punches pages out of the file, which frees their memory. Only for pages that no VM can need
-    /// (see the reclaim of memfold-fold).
+    /// Punches `pages` pages from `first` on out of the file, which frees their memory. Callers may
+    /// punch only pages that no VM can need (see the reclaim of memfold-fold).
     pub fn punch(&mut self, first: StorePage, pages: u64) -> Result<(), StoreError> {
         rustix::fs::fallocate(
             &self.file,
@@ -364,7 +370,7 @@ impl Store {
         self.count_held().map(drop)
     }
 
-    /// Returns the pages that hold data, ascending.
+    /// Returns the ranges of store pages that hold data (all but holes), in ascending order.
     pub fn filled(&self) -> Result<Vec<Range<StorePage>>, StoreError> {
         let data = data_ranges(&self.file).map_err(io_error("looking for holes"))?;
         let page = |offset: u64| StorePage(offset.div_ceil(PAGE_SIZE));
@@ -375,7 +381,8 @@ impl Store {
     }
 }
 
-/// Returns the parts of a file that are not holes, ascending (`SEEK_DATA` of `lseek(2)`).
+/// Returns the byte ranges of a file that are not holes, in ascending order (`SEEK_DATA` of
+/// `lseek(2)`).
 pub fn data_ranges(file: &File) -> io::Result<Vec<Range<u64>>> {
     let (mut parts, mut at) = (Vec::new(), 0);
     loop {

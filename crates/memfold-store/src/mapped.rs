@@ -1,5 +1,5 @@
-//! Finds the mappings of a page store in `/proc/PID/maps`. The kernel keeps these mappings while
-//! the daemon restarts.
+//! Finds the processes that map a page store, and their mappings, in `/proc/PID/maps`. The kernel
+//! keeps these mappings while the daemon restarts.
 
 use std::fs::File;
 use std::io;
@@ -9,24 +9,24 @@ use rustix::process::Pid;
 
 use super::StoreIdentity;
 
-/// A private mapping of consecutive pages of a page store, or of another file.
+/// A process's private mapping of consecutive pages of a page store, or of another file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileMapping {
-    /// Device and inode of the file, as `/proc/PID/maps` shows them.
+    /// Device (major, minor) and inode number of the mapped file, as `/proc/PID/maps` shows them.
     pub file: (u32, u32, u64),
-    /// Address of the first page in the process.
+    /// Address in the process of the mapping's first page.
     pub hva: Hva,
     /// Length of the mapping in pages.
     pub pages: u64,
-    /// Number of the mapping's first page in the file.
+    /// Offset of the mapping in the file, in pages.
     pub file_page: u64,
-    /// Whether the file has the name of a snapshot's RAM image.
+    /// Whether the mapped file is a snapshot's RAM image, judged by its name.
     pub is_image: bool,
 }
 
 impl FileMapping {
-    /// Opens the mapped file for reading, even if the file has no name any more. Needs
-    /// `CAP_CHECKPOINT_RESTORE` (root).
+    /// Opens the mapped file of process `pid` for reading, even if the file has no name any more.
+    /// Needs `CAP_CHECKPOINT_RESTORE` (root).
     pub fn open(&self, pid: Pid) -> io::Result<File> {
         let (start, end) = (self.hva.0, self.hva.add_pages(self.pages).0);
         File::open(format!(
@@ -36,32 +36,34 @@ impl FileMapping {
     }
 }
 
-/// The mappings of a process.
+/// A process's private mappings of files, and the number of all its mappings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mappings {
-    /// Private mappings of the page store, sorted by address. Shared read-only mappings, which are
-    /// used for comparison, are not included.
+    /// Private mappings of the page store, sorted by address. Shared read-only mappings, through
+    /// which memfold's library compares pages, are not included.
     pub store: Vec<FileMapping>,
-    /// Private mappings of other files, sorted by address.
+    /// Private mappings of files other than the page store, sorted by address.
     pub others: Vec<FileMapping>,
-    /// Number of mappings of all kinds, which the kernel setting `vm.max_map_count` limits.
+    /// Number of the process's mappings of all kinds, which the kernel setting `vm.max_map_count`
+    /// limits.
     pub total: usize,
 }
 
-/// Reads `/proc/PID/maps` and separates the mappings of `store` from those of other files.
+/// Reads `/proc/PID/maps` of process `pid`, and separates the mappings of page store `store` from
+/// those of other files.
 pub fn read(pid: Pid, store: StoreIdentity) -> io::Result<Mappings> {
     let text = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
     Ok(parse(&text, store))
 }
 
-/// Returns every other process that maps a part of the page store in any way.
+/// Returns every process, except this one, that maps a part of the page store in any way.
 pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
     Ok(processes_with(&[vec![identity_text(store)]])?.concat())
 }
 
-/// Returns, for each group of texts, every other process that has a mapping whose line in `maps`
-/// contains one of the texts. Each process is read once; a process with thousands of mappings takes
-/// milliseconds.
+/// Returns, for each group of texts, the processes (except this one) of which a line in
+/// `/proc/PID/maps` contains one of the group's texts. Each process is read once; a process with
+/// thousands of mappings takes milliseconds.
 pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
     let (mut found, own) = (vec![Vec::new(); groups.len()], rustix::process::getpid());
     for entry in std::fs::read_dir("/proc")?.flatten() {
@@ -97,7 +99,7 @@ fn parse(text: &str, store: StoreIdentity) -> Mappings {
     mappings
 }
 
-/// Returns the text by which a line of `maps` names a file.
+/// Returns the text by which a line of `/proc/PID/maps` names a file: device and inode number.
 #[must_use]
 pub fn identity_text(file: StoreIdentity) -> String {
     let (major, minor) = (rustix::fs::major(file.dev), rustix::fs::minor(file.dev));

@@ -90,9 +90,9 @@ pub struct Ram {
     skip: usize,
     pub folder: Arc<Folder>,
     pub pauses: Arc<AtomicU32>,
-    /// Whether the VM's monitor is busy.
+    /// Whether QEMU's monitor counts as busy, so that the way to fold again is unknown.
     pub busy: Arc<AtomicBool>,
-    /// Whether the connection to the VM's library is broken.
+    /// Whether the connection to memfold's library in the VM counts as broken, so that orders fail.
     pub lost: Arc<AtomicBool>,
 }
 
@@ -125,7 +125,7 @@ impl Ram {
         }
     }
 
-    /// Creates RAM that is a private view of `image`, like the RAM of a VM that runs from a
+    /// Creates RAM that is a private mapping of `image`, like the RAM of a VM that runs from a
     /// snapshot.
     pub fn of_image(image: &File) -> Self {
         let ram = Self::new();
@@ -146,7 +146,8 @@ impl Ram {
         ram
     }
 
-    /// Maps pages of a disk file over the image, as in a VM whose snapshot refers to its disk.
+    /// Maps pages of the file `disk` over the image, as in a VM whose snapshot refers to blocks of
+    /// its disk.
     pub fn map_disk(&self, pages: std::ops::Range<u64>, disk: &File) {
         let run = MapRun {
             hva: self.hva().add_pages(pages.start).0,
@@ -173,7 +174,7 @@ impl Ram {
         }
     }
 
-    /// Fills page `at` with the bytes of page `at` of the file `seed`.
+    /// Fills page `at` of the RAM with the bytes of page `at` of the test file with number `seed`.
     pub fn fill_page(&mut self, at: usize, seed: u64) {
         let bytes = pattern(seed, at);
         self.page(at).copy_from_slice(&bytes);
@@ -206,7 +207,8 @@ impl Ram {
     }
 }
 
-/// Returns the bytes of page `page` of the file `seed`. Any two pages of any two files differ.
+/// Returns the bytes of page `page` of the test file with number `seed`. Any two pages of any two
+/// files differ.
 pub fn pattern(seed: u64, page: usize) -> Vec<u8> {
     let mut state = (seed << 32 | page as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..PAGE / 8)
@@ -273,7 +275,8 @@ impl Running {
         self.commands.send(Command::Agent(id, message)).unwrap();
     }
 
-    /// Reports that the guest has read a file of `pages` pages to page frame `pfn`.
+    /// Sends the hint that VM `id` has read file number `file` (`pages` pages) into page frames
+    /// from `pfn` on.
     pub fn cached(&self, id: VmId, file: u32, path: &str, pfn: usize, pages: usize) {
         let facts = FileFacts {
             file,
@@ -330,7 +333,7 @@ pub fn vm(stats: &EngineStats, id: VmId) -> &VmStats {
         .unwrap()
 }
 
-/// Returns whether each of the VMs `ids` has `pages` pages folded.
+/// Returns whether each of the VMs `ids` has exactly `pages` folded pages.
 pub fn folded(stats: &EngineStats, ids: &[VmId], pages: u64) -> bool {
     ids.iter()
         .all(|&id| vm(stats, id).matched_folded_pages == pages)

@@ -1,5 +1,5 @@
-//! Tests of the fold engine on memory of the test's process: each "VM" is a buffer, and the real
-//! library's code folds it.
+//! Tests of the fold engine on memory of the test's process: each "VM" is a buffer, and the code of
+//! the real library folds it.
 
 mod cached;
 mod debt;
