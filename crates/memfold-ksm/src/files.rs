@@ -10,10 +10,10 @@ use super::controls::{CONTROLS, Controls};
 use super::error::KsmError;
 use super::status::COUNTERS;
 
-/// Role of a file in `/sys/kernel/mm/ksm`: a setting or a counter.
+/// FileRole of a file in `/sys/kernel/mm/ksm`: a setting or a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub enum FileRole {
     /// A setting of KSM, which can be written.
     Control,
     /// A counter of KSM, which the kernel updates.
@@ -47,7 +47,7 @@ pub struct Entry {
     /// Name of the file in `/sys/kernel/mm/ksm`.
     pub name: String,
     /// Whether the file holds a setting or a counter of KSM.
-    pub role: Role,
+    pub role: FileRole,
     /// Present contents of the file; null if this kernel lacks the file.
     pub value: Option<Value>,
     /// Unit of the file's value; `?` for a file that this memfold does not know.
@@ -65,8 +65,8 @@ pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
         let text = controls.text(name)?;
         Ok(text.map(|text| text.parse().map_or(Value::Text(text), Value::Number)))
     };
-    let controlled = CONTROLS.iter().map(|file| (Role::Control, file));
-    let counted = COUNTERS.iter().map(|file| (Role::Counter, file));
+    let controlled = CONTROLS.iter().map(|file| (FileRole::Control, file));
+    let counted = COUNTERS.iter().map(|file| (FileRole::Counter, file));
     let mut found = Vec::new();
     for (role, &[name, unit, since, meaning]) in controlled.chain(counted) {
         found.push(Entry {
@@ -83,7 +83,7 @@ pub fn entries(controls: &Controls) -> Result<Vec<Entry>, KsmError> {
             found.push(Entry {
                 value: read(&name).unwrap_or(None),
                 name,
-                role: Role::Counter,
+                role: FileRole::Counter,
                 unit: "?".to_owned(),
                 meaning: "not known to this memfold".to_owned(),
                 since: "?".to_owned(),

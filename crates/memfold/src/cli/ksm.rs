@@ -9,7 +9,7 @@ use anyhow::bail;
 use clap::Subcommand;
 
 use memfold_api::{ClientError, KsmStartRequest, KsmStopRequest};
-use memfold_ksm::files::Role;
+use memfold_ksm::files::FileRole;
 use memfold_ksm::overview::{Overview, Part, Steering};
 use memfold_ksm::{self as ksm, Controls, Explanation, Facts, processes};
 use memfold_ledger::table::signed;
@@ -144,7 +144,7 @@ fn render(overview: &Overview) -> String {
         return "this kernel has no KSM: /sys/kernel/mm/ksm is missing (CONFIG_KSM)".to_owned();
     }
     let mut text = String::new();
-    for (role, name) in [(Role::Control, "CONTROL"), (Role::Counter, "COUNTER")] {
+    for (role, name) in [(FileRole::Control, "CONTROL"), (FileRole::Counter, "COUNTER")] {
         let files = overview.files.iter().filter(|file| file.role == role);
         let rows = files.map(|file| {
             let absent = || format!("absent (Linux {})", file.since);
