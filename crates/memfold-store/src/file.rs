@@ -273,7 +273,8 @@ impl Store {
     /// Makes [`Store::reserve`] continue in the next gap given to [`Store::reuse`]; returns `false`
     /// if there is no gap. Callers call this function only when every reserved page is filled.
     pub fn next_gap(&mut self) -> bool {
-        let Some(gap) = self.gaps.pop().filter(|_| self.unfilled_pages == 0) else {
+        let gap = (self.unfilled_pages == 0).then(|| self.gaps.pop());
+        let Some(gap) = gap.flatten() else {
             return false;
         };
         (self.frontier, self.limit) = (gap.start, gap.end);
