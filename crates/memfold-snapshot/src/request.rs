@@ -28,6 +28,8 @@ pub struct Request {
     pub live: bool,
     /// The parent, if the snapshot is to be a layer on it.
     pub parent: Option<Arc<Parent>>,
+    /// Number of the VM's pages that are not the parent's, a moment ago.
+    pub changed: u64,
     /// The VM's CPU, if it is known: that of the snapshot from which the VM runs.
     pub cpu: Option<Cpu>,
     /// Pages that the VM's disks may contain, too, by ascending `hva` and without overlaps. Pages

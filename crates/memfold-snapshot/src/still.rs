@@ -98,16 +98,13 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         }
     }
 
-    /// Allocates room for copies of the pages that a layer has to save, by a look at the running
-    /// VM. `None` if they are no layer's, or more than `most`.
-    fn room(&self, qmp: &mut Qmp, most: u64) -> io::Result<Option<Room>> {
-        let Some(parent) = &self.request.parent else {
-            return Ok(None);
-        };
-        let now = changed_pages(self.vm, qmp, parent).map_err(io::Error::other)?;
+    /// Allocates room for copies of the pages that a layer has to save. `None` if they are no
+    /// layer's, or more than `most`.
+    fn room(&self, most: u64) -> Option<Room> {
         // Some more, because the VM goes on writing.
-        let room = now + now / 4 + MORE_PAGES;
-        Ok((room <= most).then(|| Room::new(room)))
+        let pages = self.request.changed + self.request.changed / 4 + MORE_PAGES;
+        let is_layer = self.request.parent.is_some();
+        (is_layer && pages <= most).then(|| Room::new(pages))
     }
 
     /// Stops the VM, saves the parts that must be from one instant, and resumes the VM.
@@ -122,11 +119,15 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let failed = draft.failed(RAM);
         let mut steps = request.steps;
         let began = Instant::now();
-        let layout = vm.layout(qmp)?;
-        let candidates = Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates);
+        let candidates = if request.candidates.is_empty() {
+            Candidates::default()
+        } else {
+            let layout = vm.layout(qmp)?;
+            Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates)
+        };
         steps.refer_ms = milliseconds(began.elapsed());
         let most_copied = host_available_pages().map_err(&failed)? / COPIED_PART;
-        let room = self.room(qmp, most_copied).map_err(&failed)?;
+        let room = self.room(most_copied);
         let waiting = Instant::now();
         let free = hold.free_pages();
         steps.list_ms = milliseconds(waiting.elapsed());
@@ -135,11 +136,12 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let devices = device_state(qmp, draft)?;
         steps.devices_ms = milliseconds(stopped.elapsed());
         let began = Instant::now();
-        let layout = vm.layout(qmp)?;
-        let free = free.and_then(|frames| {
-            free::unwritten(vm.pid(), &layout, &frames)
-                .map_err(|error| format!("cannot read which pages were written: {error}"))
-        });
+        // QEMU is asked only for what is needed, because the VM stands still.
+        let free = match free {
+            Ok(frames) => free::unwritten(vm.pid(), &vm.layout(qmp)?, &frames)
+                .map_err(|error| format!("cannot read which pages were written: {error}")),
+            Err(why) => Err(why),
+        };
         // Write tracking leaves a mark on untouched pages that looks like a page in swap.
         hold.untrack().map_err(SnapshotError::Impossible)?;
         let given = free.as_deref().unwrap_or_default();
@@ -152,8 +154,8 @@ impl<M, H: Hold> Attempt<'_, M, H> {
                 PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).map_err(&failed)?,
             );
         }
-        let past =
-            (request.live && plan.copied.is_none()).then(|| keep_past(vm, &layout, &plan, hold));
+        let protect = || keep_past(vm, &vm.layout(qmp)?, &plan, hold);
+        let past = (request.live && plan.copied.is_none()).then(protect);
         let (past, mut later) = past.transpose()?.flatten().unzip();
         if plan.copied.is_some() {
             later = Some((0..plan.blocks.len()).collect());

@@ -25,7 +25,7 @@ pub(super) struct Base<'a> {
     /// Whether the VM runs from the parent.
     pub(super) is_origin: bool,
     /// Pages of the VM that are not the parent's, a moment ago.
-    changed: u64,
+    pub(super) changed: u64,
     /// Keeps the parent from being removed.
     _used: Use<'a>,
 }

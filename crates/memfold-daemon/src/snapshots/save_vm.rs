@@ -272,6 +272,7 @@ impl Snapshots {
             began,
             cache_kept: prepared.cache_kept,
             parent: base.map(|base| base.parent.clone()),
+            changed: base.map_or(0, |base| base.changed),
             cpu: base.and_then(|base| base.manifest.cpu.clone().filter(|_| base.is_origin)),
             candidates: prepared.candidates,
             steps,

@@ -144,7 +144,10 @@ fn render(overview: &Overview) -> String {
         return "this kernel has no KSM: /sys/kernel/mm/ksm is missing (CONFIG_KSM)".to_owned();
     }
     let mut text = String::new();
-    for (role, name) in [(FileRole::Control, "CONTROL"), (FileRole::Counter, "COUNTER")] {
+    for (role, name) in [
+        (FileRole::Control, "CONTROL"),
+        (FileRole::Counter, "COUNTER"),
+    ] {
         let files = overview.files.iter().filter(|file| file.role == role);
         let rows = files.map(|file| {
             let absent = || format!("absent (Linux {})", file.since);
