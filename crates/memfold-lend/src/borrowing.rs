@@ -1,5 +1,5 @@
-//! Records of a VM's swap disk on lent RAM: its copies, their lenders and leases, and the copy on
-//! the borrower's disk.
+//! Records about a VM's swap disk on lent RAM: the disk's copies there, their lenders and leases,
+//! and the copy on the borrower's disk.
 
 use std::path::PathBuf;
 
@@ -10,49 +10,50 @@ use super::endpoint::Address;
 use super::lease::{Durability, LeaseId};
 use super::relay::start::Running;
 
-/// One lender's share of a [`Part`]: the lease, the lender, and the address of the lender's export.
+/// One lender's share of a copy of a swap disk: the lease, the lender, and the address at which the
+/// lender serves the lease's RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stripe {
-    /// Number of the lease in the registry.
+    /// Number of the share's lease in the registry.
     pub lease: LeaseId,
-    /// Host name of the lender.
+    /// Host name of the share's lender.
     pub lender: String,
-    /// Address of the lender's export.
+    /// Address at which the lender serves the lease's RAM.
     pub address: Address,
 }
 
-/// One copy of a swap disk on lent RAM, on one lender or striped over several lenders.
+/// One copy of a VM's swap disk on lent RAM, on one lender or striped over several lenders.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// Share of the first lender (the only share of a copy on one lender).
+    /// The copy's share at its first lender. A copy on one lender has only this share.
     #[serde(flatten)]
     pub first: Stripe,
-    /// Shares of the other lenders, in stripe order; empty for a copy on one lender.
+    /// The copy's shares at its other lenders, in stripe order; empty for a copy on one lender.
     #[serde(default)]
     pub others: Vec<Stripe>,
-    /// The relay process between QEMU and the lenders. `None` only in records of old daemons, which
-    /// connected QEMU directly to the one lender.
+    /// The relay process that connects QEMU with the copy's lenders. `None` only in records of old
+    /// daemons, which connected QEMU directly to the one lender.
     #[serde(default)]
     pub relay: Option<Running>,
-    /// Whether this copy is lost: QEMU no longer has its block node.
+    /// Whether this copy of the disk is lost: QEMU no longer has its block node.
     pub lost: bool,
 }
 
 impl Part {
-    /// Returns the shares of all lenders, in stripe order.
+    /// Returns the copy's shares at all its lenders, in stripe order.
     pub fn stripes(&self) -> impl Iterator<Item = &Stripe> {
         std::iter::once(&self.first).chain(&self.others)
     }
 
-    /// Returns the host names of the lenders, separated by ", ".
+    /// Returns the host names of the copy's lenders, separated by ", ".
     #[must_use]
     pub fn lenders(&self) -> String {
         let names: Vec<&str> = self.stripes().map(|stripe| &*stripe.lender).collect();
         names.join(", ")
     }
 
-    /// Returns the address that QEMU's NBD client is connected to: the relay's socket, or the
-    /// lender's export if there is no relay.
+    /// Returns the address to which QEMU's NBD client connects for this copy: the relay's socket,
+    /// or the lender's address if there is no relay.
     #[must_use]
     pub fn reached_at(&self) -> Address {
         match &self.relay {
@@ -62,61 +63,64 @@ impl Part {
     }
 }
 
-/// Progress of the switch of a swap disk to lent RAM.
+/// How far the switch of a swap disk to lent RAM has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// The guest's device still uses the old block nodes, or the daemon does not know whether it
-    /// has switched.
+    /// The guest's swap device still uses the old block nodes, or the daemon does not know whether
+    /// the device has switched.
     Switching,
-    /// The guest's device uses the block nodes of this record.
+    /// The guest's swap device uses the block nodes on lent RAM.
     Lent,
 }
 
-/// Record of a swap disk that is on lent RAM or is being moved there. The daemon writes the record
-/// to the VM's directory before it starts the move, so that the next daemon can finish or undo the
-/// move. The record contains no key.
+/// Record of a VM's swap disk that is on lent RAM or is being moved there. The daemon writes the
+/// record to the VM's directory before it starts the move, so that the next daemon can finish or
+/// undo the move. The record contains no key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Borrowing {
-    /// Generation number of the disk's block nodes; part of their names.
+    /// Number in the names of the swap disk's block nodes. Each move of the disk takes a new
+    /// number.
     pub generation: u64,
-    /// Place where the disk's bytes survive if a lender dies.
+    /// Place where the swap disk's bytes survive if a lender dies.
     pub durability: Durability,
-    /// Size of the disk, in bytes.
+    /// Size of the swap disk, in bytes.
     pub bytes: u64,
-    /// Copies on lent RAM: one, or two for durability `replica`.
+    /// Copies of the swap disk on lent RAM: one, or two with durability `replica`.
     pub parts: Vec<Part>,
-    /// File of the copy on the borrower's disk, if there is one.
+    /// Path of the file with the swap disk's copy on the borrower's disk; `None`: there is no such
+    /// copy.
     pub copy: Option<PathBuf>,
-    /// Whether a request to the file `copy` has failed. The daemon then no longer trusts the file
-    /// as a copy.
+    /// Whether a request of QEMU to the file `copy` has failed. The daemon then no longer trusts
+    /// the file as a copy of the swap disk.
     pub copy_failed: bool,
-    /// Whether nobody watched for failures of the file `copy` for some time, so that one may be
-    /// unknown.
+    /// Whether the daemon may have missed a failure of the file `copy`, because no daemon watched
+    /// the VM for some time.
     pub copy_unwatched: bool,
-    /// Progress of the switch to lent RAM.
+    /// How far the switch of the swap disk to lent RAM has come.
     pub phase: Phase,
-    /// Whether the daemon borrowed without an operator's request (`serve --borrow auto`). Such a
-    /// daemon also returns the RAM without a request.
+    /// Whether the daemon moved the swap disk without an operator's request
+    /// (`serve --borrow auto`). Such a daemon also moves the disk back without a request.
     #[serde(default)]
     pub by_itself: bool,
 }
 
-/// The topmost block node of the guest's swap device.
+/// The block node that the guest's swap device uses now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Top {
     /// Name of the block node.
     pub node: String,
-    /// Generation number in the block node's name.
+    /// Number in the block node's name, which grows with each move of the swap disk.
     pub generation: u64,
-    /// Size of the disk, in bytes.
+    /// Size of the swap disk, in bytes.
     pub bytes: u64,
-    /// The file on the host's disk under the block node, if there is one.
+    /// Path of the file on the host's disk that the block node uses; `None`: the node uses no file.
     pub file: Option<PathBuf>,
 }
 
 impl Borrowing {
-    /// Returns the name of the block node that the guest's device uses after the switch.
+    /// Returns the name of the block node that the guest's swap device uses after the switch to
+    /// lent RAM.
     #[must_use]
     pub fn top(&self) -> String {
         match self.durability {
@@ -125,30 +129,31 @@ impl Borrowing {
         }
     }
 
-    /// Returns the name of the block node of part number `part`.
+    /// Returns the name of the NBD block node for the disk's copy number `part` on lent RAM.
     #[must_use]
     pub fn lent(&self, part: usize) -> String {
         lent_node(self.generation, part)
     }
 
-    /// Returns the leases of all parts.
+    /// Returns the numbers of all leases that the swap disk uses.
     pub fn leases(&self) -> impl Iterator<Item = LeaseId> {
         let stripes = self.parts.iter().flat_map(Part::stripes);
         stripes.map(|stripe| stripe.lease)
     }
 
-    /// Returns the parts that are not lost, with their numbers.
+    /// Returns the copies on lent RAM that are not lost, each with its number.
     pub fn reached(&self) -> impl Iterator<Item = (usize, &Part)> {
         self.parts.iter().enumerate().filter(|(_, part)| !part.lost)
     }
 
-    /// Returns whether a single lender holds the only copy, although the durability asks for two.
+    /// Returns whether only one copy of the swap disk is left, on lent RAM, although the durability
+    /// asks for two.
     #[must_use]
     pub fn hangs_on_one(&self) -> bool {
         self.durability != Durability::None && self.reached().count() == 1 && !self.has_copy()
     }
 
-    /// Returns the durability that the disk has now: `none` if a single lender holds the only copy.
+    /// Returns the durability that the swap disk has now: `none` if the only copy is on lent RAM.
     #[must_use]
     pub fn durability_now(&self) -> Durability {
         if self.hangs_on_one() {
@@ -158,14 +163,15 @@ impl Borrowing {
         }
     }
 
-    /// Returns whether the file on the borrower's disk holds every byte: it exists, and no request
-    /// to it has failed.
+    /// Returns whether the file on the borrower's disk holds every byte of the swap disk: the file
+    /// exists, and no request to it has failed.
     #[must_use]
     pub const fn has_copy(&self) -> bool {
         self.copy.is_some() && !self.copy_failed
     }
 
-    /// Returns whether part number `part` is the only copy of the disk.
+    /// Returns whether copy number `part` on lent RAM is the only copy of the swap disk that is
+    /// left.
     #[must_use]
     pub fn is_alone(&self, part: usize) -> bool {
         !self.has_copy() && self.reached().all(|(other, _)| other == part)

@@ -1,5 +1,5 @@
-//! A registry in another daemon: each method of [`Registry`] as a request and its answer, for any
-//! transport.
+//! Uses a registry in another daemon: each method of [`Registry`] becomes a request and its answer,
+//! which any transport can carry.
 
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use super::lease::{Lease, LeaseId, LenderId, MAX_TTL, Picture, ms};
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{RegistryError, Result};
 
-/// One method of [`Registry`] with its arguments. Times are in milliseconds.
+/// A request to a registry: one method of [`Registry`] with its arguments. Times are in
+/// milliseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[allow(missing_docs)] // the methods' documentation explains the variants
@@ -61,8 +62,7 @@ pub enum Call {
 }
 
 impl Call {
-    /// Returns the name of the host whose right the call needs; `None` for a call that any host may
-    /// make.
+    /// Returns the name of the host that may make the request; `None` if any host may make it.
     #[must_use]
     pub fn speaks_for(&self) -> Option<&str> {
         match self {
@@ -81,7 +81,7 @@ impl Call {
     }
 }
 
-/// Result of a call of one of [`Registry`]'s methods.
+/// Answer of a registry to a request ([`Call`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)] // the methods' documentation explains the variants
@@ -93,7 +93,7 @@ pub enum Answer {
     Refused(RegistryError),
 }
 
-/// Runs a call on `registry` and returns the result.
+/// Calls the method of `registry` that the request names, and returns the result as an answer.
 pub fn answer(registry: &dyn Registry, call: &Call) -> Answer {
     // The registry refuses times that are too long, so here they are only kept small enough to add.
     let time = |ms: &u64| Duration::from_millis(*ms).min(MAX_TTL + Duration::from_secs(1));
@@ -131,7 +131,7 @@ fn done((): ()) -> Answer {
     Answer::Done
 }
 
-/// A registry in another process. The transport `T` sends a call to that process and returns the
+/// A registry in another process. The transport `T` sends a request to that process and returns the
 /// answer.
 #[derive(Debug)]
 pub struct CallRegistry<T> {
@@ -140,7 +140,8 @@ pub struct CallRegistry<T> {
 }
 
 impl<T: Fn(&Call) -> Result<Answer, String>> CallRegistry<T> {
-    /// Creates a registry that is reached by `transport`. Error messages name it by `place`.
+    /// Creates a registry that is reached by `transport`. Error messages call this registry
+    /// `place`.
     pub const fn new(place: String, transport: T) -> Self {
         Self { place, transport }
     }

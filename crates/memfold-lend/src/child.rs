@@ -1,4 +1,5 @@
-//! Child processes of the daemon and of helper processes: relays, exports, iSCSI helpers.
+//! Starts, watches and ends child processes of the daemon and of its helper processes: relays,
+//! exports, iSCSI helpers.
 
 use std::io::{self, Read as _};
 use std::os::fd::AsFd;

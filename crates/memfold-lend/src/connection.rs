@@ -1,8 +1,8 @@
-//! A second file descriptor of the socket between a VM's QEMU and a lender's nbdkit
-//! (`pidfd_getfd(2)`).
+//! Watches and ends a connection of another process, such as QEMU's connection to a relay, through
+//! a second file descriptor of its socket (`pidfd_getfd(2)`).
 //!
 //! QEMU's NBD client waits for an answer as long as the connection exists, and QEMU's main loop may
-//! block meanwhile. The daemon's watcher therefore depends on neither QEMU nor the lender. With a
+//! block meanwhile. The daemon's watcher must depend on neither QEMU nor the lender. With a
 //! descriptor of its own, the watcher sees the end of the connection at once, lets the kernel end
 //! the connection when the other host stops answering (TCP keepalive), and can end the connection
 //! itself.
@@ -25,29 +25,30 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use super::endpoint::Address;
 use super::lease::Durability;
 
-/// How long to wait for a lender that does not answer, if another copy of its bytes exists. A VM
-/// may block for all that time.
+/// How long a VM waits for a lender that does not answer, if another copy of its bytes exists. The
+/// VM may block for all that time.
 pub const PATIENCE: Duration = Duration::from_secs(3);
 
-/// How long to wait for a lender that does not answer, if it holds the only copy. A VM that blocks
-/// for a minute loses less than a VM whose swap disk is lost.
+/// How long a VM waits for a lender that does not answer, if the lender holds the only copy of its
+/// bytes. A VM that blocks for a minute loses less than a VM whose swap disk is lost.
 pub const LAST_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Number of TCP keepalive probes without an answer after which the kernel ends the connection.
 const KEEPALIVE_COUNT: u32 = 2;
 
-/// A second file descriptor of another process's socket.
+/// A second file descriptor of a socket that another process has open.
 #[derive(Debug)]
 pub struct Wire(OwnedFd);
 
 impl Wire {
-    /// Returns the socket of `process` that is connected to `address`; `None` if `process` has
-    /// none.
+    /// Returns the socket of `process` that is connected to `address`; `None` if `process` has no
+    /// such socket.
     pub fn find(process: &Process, address: &Address) -> io::Result<Option<Self>> {
         Ok(Self::all(process, |socket| is_connected_to(socket, address))?.pop())
     }
 
-    /// Returns all connections that `process` has accepted at `portal` (address and port).
+    /// Returns the sockets of all connections that `process` has accepted at `portal` (IP address
+    /// and TCP port).
     pub fn served_by(process: &Process, portal: SocketAddr) -> io::Result<Vec<Self>> {
         let is_there = |socket: &OwnedFd| {
             getpeername(socket).is_ok_and(|peer| peer.is_some())
@@ -84,7 +85,8 @@ impl Wire {
         }
     }
 
-    /// Ends the connection. A process that waits for an answer on it gets an error at once.
+    /// Ends the connection. A process that waits for an answer on the connection gets an error at
+    /// once.
     pub fn cut(&self) {
         // The call fails only if the connection has ended already.
         let _ = shutdown(&self.0, Shutdown::Both);
@@ -105,7 +107,7 @@ impl Wire {
     }
 }
 
-/// Returns how long to wait for a lender of a swap disk that does not answer, by the disk's
+/// Returns how long a VM waits for a lender of its swap disk that does not answer, by the disk's
 /// durability.
 #[must_use]
 pub const fn patience(durability: Durability) -> Duration {
@@ -144,7 +146,7 @@ fn is_connected_to(socket: &OwnedFd, address: &Address) -> bool {
 }
 
 /// Calls `work`, which makes `process` connect to `address` and perhaps wait there for an answer.
-/// After `patience`, the connection is ended, so that `work` fails instead of blocking.
+/// Ends the connection after `patience`, so that `work` fails instead of blocking.
 pub fn within<T>(
     process: &Process,
     address: &Address,

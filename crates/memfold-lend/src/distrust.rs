@@ -1,5 +1,5 @@
-//! Lenders that returned bytes other than those written (wrong data). The daemon borrows nothing
-//! from such a lender for an hour, unless an operator trusts the lender again.
+//! Remembers which lenders returned bytes other than those written (wrong data). The daemon borrows
+//! nothing from such a lender for an hour, unless an operator trusts the lender again.
 //!
 //! One case of wrong data is enough, because RAM that flips bits will do so again. Other leases of
 //! the lender continue: their bytes are checked as well, and each lease ends at its own first wrong
@@ -13,22 +13,23 @@ use serde::{Deserialize, Serialize};
 /// How long the daemon borrows nothing from a lender that returned wrong data.
 pub const FOR: Duration = Duration::from_secs(3600);
 
-/// A lender that returned wrong data.
+/// A lender that returned wrong data, and from which the daemon therefore borrows nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Distrusted {
     /// Host name of the lender.
     pub lender: String,
-    /// Number of cases of wrong data from this lender since it was last trusted.
+    /// How often the lender has returned wrong data since it was last trusted.
     pub lies: u64,
-    /// VM that received the last wrong data from this lender.
+    /// Name of the VM that received the lender's last wrong data.
     pub vm: String,
-    /// Description of the last wrong data.
+    /// What was wrong with the lender's last wrong data, as text.
     pub what: String,
-    /// Time until which the daemon borrows nothing from this lender, in seconds since 1970.
+    /// Time until which the daemon borrows nothing from the lender, in seconds since 1970.
     pub until_unix_s: u64,
 }
 
-/// All distrusted lenders. A file keeps them, so that they survive a restart of the daemon.
+/// All lenders from which the daemon borrows nothing because they returned wrong data. The list is
+/// kept in a file, so that it survives a restart of the daemon.
 #[derive(Debug)]
 pub struct Distrust {
     file: PathBuf,
@@ -42,8 +43,8 @@ fn now() -> u64 {
 }
 
 impl Distrust {
-    /// Reads the file that the previous daemon left. If the file is absent or unreadable, no lender
-    /// is distrusted.
+    /// Reads the list from the file that the previous daemon wrote. If the file is absent or
+    /// unreadable, the list is empty.
     #[must_use]
     pub fn open(file: &Path) -> Self {
         let known = std::fs::read(file).ok();
@@ -61,7 +62,7 @@ impl Distrust {
         }
     }
 
-    /// Records that a lender returned wrong data to a VM.
+    /// Records that a lender returned wrong data to a VM. `what`: what was wrong, as text.
     pub fn lied(&mut self, lender: &str, vm: &str, what: &str) {
         self.lied_at(lender, vm, what, now());
         self.write();
@@ -81,7 +82,8 @@ impl Distrust {
         self.lenders.sort_by(|a, b| a.lender.cmp(&b.lender));
     }
 
-    /// Returns the lenders that are distrusted now.
+    /// Returns the lenders from which the daemon borrows nothing now. Entries older than an hour
+    /// are dropped.
     pub fn now(&mut self) -> Vec<Distrusted> {
         self.at(now())
     }
@@ -94,7 +96,7 @@ impl Distrust {
         self.lenders.clone()
     }
 
-    /// Trusts a lender again. Returns whether the lender was distrusted.
+    /// Lets the daemon borrow from a lender again. Returns whether the lender was on the list.
     pub fn trust(&mut self, lender: &str) -> bool {
         let before = self.now().len();
         self.lenders.retain(|one| one.lender != lender);
@@ -102,7 +104,7 @@ impl Distrust {
         self.lenders.len() < before
     }
 
-    /// Returns how many cases of wrong data this daemon has recorded since its start.
+    /// Returns how often lenders have returned wrong data since this daemon's start.
     #[must_use]
     pub const fn lies(&self) -> u64 {
         self.lies

@@ -1,5 +1,5 @@
-//! Addresses of exports: where a lender listens, and with which protocol and key a borrower reaches
-//! a lease's bytes.
+//! Addresses of exports. An export is the network disk by which a lender serves a lease's RAM; its
+//! address consists of the place where the lender listens, the protocol and the key.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use super::files;
 use super::registry_error::{RegistryError, check_name, value};
 
-/// Protocol of an export.
+/// Protocol by which a lender serves a lease's RAM.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum, ToSchema,
 )]
@@ -32,40 +32,41 @@ impl Transport {
     }
 }
 
-/// Export of one lease: the place at which a borrower reaches the lease's bytes, and the key for
-/// it.
+/// What a borrower needs to reach a lease's RAM: address, protocol and key of the lender's export.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
-    /// Address that the export listens on.
+    /// Address that the lender's export listens on.
     pub address: Address,
-    /// Key that the borrower needs over TCP: TLS-PSK for NBD, the CHAP secret for iSCSI.
+    /// Key that the borrower needs over TCP: TLS-PSK for NBD, the CHAP secret for iSCSI. `None` for
+    /// a Unix socket.
     pub key: Option<Key>,
-    /// Protocol of the export.
+    /// Protocol that the lender's export speaks.
     #[serde(default, skip_serializing_if = "Transport::is_nbd")]
     pub transport: Transport,
 }
 
-/// Address that an export listens on.
+/// Address that a lender's export listens on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Address {
-    /// Path of a Unix socket: lender and borrower share a host.
+    /// Path of a Unix socket, if lender and borrower are on one host.
     Unix(PathBuf),
-    /// TCP: NBD with TLS and a pre-shared key, or iSCSI with CHAP.
+    /// IP address and TCP port, for NBD with TLS and a pre-shared key, or for iSCSI with CHAP.
     Tcp {
-        /// IP address of the lender, or of a forwarder in front of it.
+        /// IP address of the lender's host, or of a forwarder in front of the host.
         ip: IpAddr,
         /// TCP port of the export; never 0.
         port: u16,
     },
 }
 
-/// A pre-shared key (TLS-PSK, RFC 4279).
+/// Secret that a borrower needs to reach a lease's RAM over TCP: a pre-shared key for TLS (RFC
+/// 4279), or the CHAP secret for iSCSI.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Key {
-    /// Identity that belongs to the key, `lease-ID`.
+    /// Name of the key, `lease-ID`, which the borrower sends in clear text.
     pub identity: String,
-    /// The key: 32 bytes in hexadecimal digits.
+    /// The secret: 32 bytes as 64 hexadecimal digits.
     pub hex: String,
 }
 
@@ -104,8 +105,8 @@ impl Endpoint {
         }
     }
 
-    /// Checks an endpoint that a lender of another host has written. Unix sockets are refused,
-    /// because their paths would name sockets of this host.
+    /// Checks an endpoint that a lender of another host has written. Refuses Unix sockets, because
+    /// their paths would name sockets of this host.
     pub fn check_of_another_host(&self) -> Result<(), RegistryError> {
         self.check()?;
         match self.address {
@@ -117,8 +118,8 @@ impl Endpoint {
         }
     }
 
-    /// Checks the values of an endpoint. QEMU's options and a key file will contain them, and they
-    /// may come from another host.
+    /// Checks the values of an endpoint, which may come from another host and become options of
+    /// QEMU and the contents of a key file.
     pub fn check(&self) -> Result<(), RegistryError> {
         let is_usable = |path: &Path| {
             let text = path.to_str();
@@ -145,26 +146,26 @@ impl Endpoint {
     }
 }
 
-/// Kind of address that exports listen on.
+/// Where the exports of a lender listen, and which protocol they speak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Listen {
-    /// Unix sockets, for borrowers on this host.
+    /// NBD on Unix sockets, for borrowers on the lender's own host.
     Unix,
     /// NBD over TCP with TLS. Each export has its own port and key.
     Tcp(TcpListen),
-    /// iSCSI without encryption. Each export has its own port and key.
+    /// iSCSI over TCP without encryption. Each export has its own port and key.
     Iscsi(TcpListen),
 }
 
-/// TCP address and ports of exports, and the address that borrowers are told.
+/// IP address and ports that a lender's exports listen on, and the address that borrowers are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpListen {
-    /// Address that exports listen on.
+    /// IP address that the lender's exports listen on.
     pub ip: IpAddr,
-    /// Address of a forwarder between borrowers and this host, if there is one. Borrowers are told
-    /// this address instead.
+    /// IP address of a forwarder between borrowers and the lender's host. Borrowers are told this
+    /// address; `None`: they are told `ip`.
     pub announce: Option<IpAddr>,
-    /// First and last TCP port of exports; `None` allows any free port.
+    /// First and last TCP port that the lender's exports may use; `None`: any free port.
     pub ports: Option<(u16, u16)>,
 }
 

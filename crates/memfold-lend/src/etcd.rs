@@ -1,9 +1,9 @@
-//! The registry in an etcd, for clusters. Every host sends its requests directly to etcd, so no
-//! memfold daemon has to run for the other hosts.
+//! The registry of leases in an etcd, for clusters. Every host sends its requests directly to etcd,
+//! so no memfold daemon has to run for the other hosts.
 //!
 //! | key | contents | how it changes |
 //! |---|---|---|
-//! | `lender/HOST/account` | run of the daemon, bytes offered, bytes of each lease that has not ended | if its revision is unchanged |
+//! | `lender/HOST/account` | number of the lender's start, bytes offered, bytes of each lease that has not ended | if its revision is unchanged |
 //! | `lender/HOST/heard` | how long the offer holds | expires with an etcd lease |
 //! | `lease/ID/what` | lender, borrower, VM, bytes, state | if its revision is unchanged |
 //! | `lease/ID/renewed` | how long the lease holds | expires with an etcd lease |
@@ -14,16 +14,16 @@
 //! **Why no byte is lent twice.** Every request that creates or ends a lease changes the lender's
 //! account. etcd executes the transaction only if the account is unchanged since it was read. So if
 //! two hosts have read the same account, only the first can change it, and the other must read
-//! again. A host that is cut off from most members can neither read (reads are linearizable) nor
-//! change anything. If etcd receives a request late, it still compares the account. A request
-//! without an answer may have been executed: then the borrower does not know its lease and never
-//! renews it, and the lender ends it.
+//! again. A host that is cut off from most etcd members can neither read (reads are linearizable)
+//! nor change anything. If etcd receives a request late, it still compares the account. A request
+//! without an answer may have been executed. The borrower then does not know its lease and never
+//! renews it, and the lender ends the lease.
 //!
-//! **Time.** Hosts need not agree on the time of day. A key says for how long it holds. Each reader
-//! counts from the time at which the *reader* first saw that revision, which is later than the
-//! write. A lender looks twice a second, so it ends an export at its deadline even while etcd is
-//! unreachable. For a key that a reader has never seen, etcd's own clock decides: etcd removes the
-//! key.
+//! **Time.** Hosts need not agree on the time of day. A key says for how long its contents hold.
+//! Each reader counts from the time at which the *reader* first saw that revision of the key, which
+//! is later than the write. A lender reads the registry twice a second, so it ends an export at the
+//! deadline of the lease even while etcd is unreachable. For a key that a reader has never seen,
+//! etcd's own clock decides: etcd removes the key.
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -1,5 +1,5 @@
-//! Requests to etcd (transactions and etcd leases) through the JSON gateway that every etcd has on
-//! its client port (`/v3/...`).
+//! Sends requests to etcd (transactions and etcd leases) through the JSON gateway that every etcd
+//! has on its client port (`/v3/...`).
 //!
 //! Reads are linearizable, which is the gateway's default. A member that is cut off from the other
 //! members therefore answers no read.
@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 pub(super) struct Txn {
     compare: Vec<Value>,
     success: Vec<Value>,
-    /// Keys that hold for a time from this transaction on.
+    /// Keys that the transaction writes and whose contents hold for a limited time from then on.
     #[serde(skip)]
     pub held: Vec<String>,
 }
@@ -50,8 +50,8 @@ fn keys(key: &str) -> Value {
 }
 
 impl Txn {
-    /// Adds the condition that the key is still at `revision`; revision 0 means that the key does
-    /// not exist.
+    /// Adds the condition that `key` was last written at etcd's revision `revision`; 0: the key
+    /// does not exist.
     pub fn when_at(mut self, key: &str, revision: u64) -> Self {
         self.compare.push(json!({
             "key": base64(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision.to_string(),
@@ -63,8 +63,8 @@ impl Txn {
         self.put_for(key, value, None)
     }
 
-    /// Writes for how many milliseconds a key holds. etcd removes the key when the etcd lease
-    /// `grant` expires, if it is given.
+    /// Adds an operation that writes into `key` for how many milliseconds its contents hold. With
+    /// `grant`, etcd removes the key when that etcd lease expires.
     pub fn hold(mut self, key: &str, ms: u64, grant: impl Into<Option<Grant>>) -> Self {
         self.held.push(key.to_owned());
         self.put_for(key, &json!({ "ms": ms }), grant.into())
@@ -97,7 +97,7 @@ impl Txn {
 #[derive(Debug, Deserialize)]
 pub(super) struct Done {
     header: Header,
-    /// Whether all conditions held, so that the operations ran.
+    /// Whether all conditions of the transaction held, so that its operations ran.
     #[serde(default)]
     pub succeeded: bool,
     #[serde(default)]
@@ -145,7 +145,8 @@ impl Done {
         self.header.revision
     }
 
-    /// Returns the keys of each range that the transaction asked for, in the order of the requests.
+    /// Returns the keys that each range request of the transaction found, in the order of the
+    /// requests.
     pub fn ranges(self) -> Vec<Vec<Kv>> {
         let ranges = self.responses.into_iter().filter_map(|r| r.response_range);
         ranges.map(|range| range.kvs).collect()
@@ -218,13 +219,13 @@ impl Api {
         Err(format!("{status}: {said}"))
     }
 
-    /// Runs a transaction. If an error is returned, the transaction may or may not have been
-    /// executed.
+    /// Runs a transaction in etcd. After an error, etcd may or may not have executed the
+    /// transaction.
     pub fn txn(&self, txn: &Txn) -> Result<Done, String> {
         self.ask("/v3/kv/txn", txn)
     }
 
-    /// Requests an etcd lease of at least `ttl`, rounded up to whole seconds.
+    /// Requests an etcd lease of at least `ttl`, rounded up to whole seconds, at least 1 s.
     pub fn grant(&self, ttl: Duration) -> Result<Grant, String> {
         let seconds = ttl.as_millis().div_ceil(1000).max(1);
         let body = json!({ "TTL": seconds.to_string() });

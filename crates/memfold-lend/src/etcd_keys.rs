@@ -1,4 +1,4 @@
-//! Keys of the registry in an etcd, and functions that read their values.
+//! Names the registry's keys in an etcd, and reads and writes their values.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -56,7 +56,8 @@ pub(super) struct At<T> {
     pub(super) revision: u64,
 }
 
-/// A registry in an etcd. The module `etcd` describes its keys and transactions.
+/// A registry of leases whose records are keys in an etcd. The module `etcd` describes the keys and
+/// the transactions.
 #[derive(Debug)]
 pub struct EtcdRegistry {
     pub(super) api: Api,
@@ -78,8 +79,8 @@ pub(super) struct LeaseKeys {
 }
 
 impl EtcdRegistry {
-    /// Creates the registry whose etcd has these members. Error messages name the registry by
-    /// `place`.
+    /// Creates a registry in the etcd cluster with these members. Error messages call this registry
+    /// `place`. `tls`: certificates; `None`: connections without TLS.
     #[must_use]
     pub fn new(place: String, members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
         Self {

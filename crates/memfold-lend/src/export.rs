@@ -1,5 +1,5 @@
-//! The export of one lease: an nbdkit process that holds the lease's bytes in its memory and serves
-//! them.
+//! Exports one lease: an nbdkit process holds the lease's bytes in its memory and serves them to
+//! the borrower as a network disk.
 //!
 //! Each lease has its own process, with nbdkit's `data` plugin and these options:
 //! - The memory is private to the process. No other borrower's server can reach the memory, and
@@ -72,17 +72,17 @@ exec 3<&0 4<&1 </dev/null 1>&2
 setpriv --pdeathsig KILL /bin/sh -c '[ "$PPID" = "$1" ] || exit; read -r _ <&4; kill -KILL "$1"' watch $$ 3<&- >/dev/null 2>&1 &
 LISTEN_FDS=1 LISTEN_PID=$$ exec nbdkit "$@" 4<&-"#;
 
-/// Reason why a lease could not be exported. No process or file of the export is left after the
-/// error.
+/// Reason why a lease could not be exported. After the error, no process or file of the export is
+/// left.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     /// The program nbdkit is not installed.
     #[error("cannot start nbdkit: {0}; install it (apt install nbdkit, or make setup)")]
     Missing(#[source] io::Error),
-    /// A file or a socket cannot be created.
+    /// A file or a socket of the export cannot be created.
     #[error("cannot use {path}")]
     Files {
-        /// Path of the file, or address of the socket.
+        /// Path of the export's file, or address of its socket.
         path: PathBuf,
         /// The kernel's error.
         #[source]
@@ -91,7 +91,7 @@ pub enum ExportError {
     /// nbdkit ended before it was ready, or took too long to become ready.
     #[error("nbdkit did not start to export {bytes} bytes ({what}); nbdkit's output: {output}")]
     Start {
-        /// Number of bytes that nbdkit had to export.
+        /// Size of the lease that nbdkit had to export, in bytes.
         bytes: u64,
         /// Exit status of nbdkit, or how many bytes were locked at the time limit.
         what: String,
@@ -100,9 +100,9 @@ pub enum ExportError {
     },
 }
 
-/// A running export. The export ends when this value is dropped, when the daemon ends, and when the
-/// *thread* that started it ends, because nbdkit sets `PR_SET_PDEATHSIG`, which refers to the
-/// thread.
+/// The running process that serves a lease's RAM. The process ends when this value is dropped, when
+/// the daemon ends, and when the *thread* that started it ends, because nbdkit sets
+/// `PR_SET_PDEATHSIG`, which refers to the thread.
 #[derive(Debug)]
 pub struct Export {
     child: Child,
@@ -126,7 +126,7 @@ pub struct Export {
     files: Removed,
 }
 
-/// State of an export.
+/// Whether the process of an export still serves its lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
     /// The export's process serves a client or waits for one.
@@ -138,9 +138,10 @@ pub enum Health {
 }
 
 impl Export {
-    /// Starts to export `bytes` of new, locked memory; [`is_ready`](Self::is_ready) tells when the
-    /// export is ready. The export's files are created in `directory`. The connection ends when the
-    /// borrower's host does not answer for `patience`.
+    /// Starts a process that serves `bytes` bytes of new, locked memory for lease `id`.
+    /// [`is_ready`](Self::is_ready) tells when the process is ready. Its files are created in
+    /// `directory`. Over NBD with TLS, the connection ends when the borrower's host does not answer
+    /// for `patience`.
     ///
     /// # Errors
     /// Fails if nbdkit or tgtd cannot be started, or a file or socket cannot be created.
@@ -218,12 +219,13 @@ impl Export {
         })
     }
 
-    /// Returns whether all memory is allocated and locked. nbdkit accepts no client before. `VmLck`
-    /// in `/proc/PID/status` shows the locked memory without using nbdkit's only connection.
+    /// Returns whether the export's memory is allocated and locked, and clients are accepted.
+    /// `VmLck` in `/proc/PID/status` shows the locked memory without using nbdkit's only
+    /// connection.
     ///
     /// # Errors
-    /// Fails if the export ended or took too long; then it never becomes ready, and must be
-    /// dropped.
+    /// Fails if the export's process ended or took too long. The export then never becomes ready
+    /// and must be dropped.
     pub fn is_ready(&mut self) -> Result<bool, ExportError> {
         let locked = locked_bytes(self.child.id());
         let what = match self.child.try_wait() {
@@ -260,7 +262,7 @@ impl Export {
         Ok(is_there)
     }
 
-    /// Returns how many connections broke off or were refused since the last call.
+    /// Returns how many connections to the export broke off or were refused since the last call.
     pub fn refused(&mut self) -> u64 {
         use std::io::{Seek, SeekFrom};
 
@@ -282,13 +284,13 @@ impl Export {
         lines.filter(is_error).count() as u64
     }
 
-    /// Returns the process number of nbdkit, or of the helper process `target`.
+    /// Returns the ID of the export's process: nbdkit, or for iSCSI the helper process `target`.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Kills the export's process and waits for at most `patience` until the memory is free.
+    /// Kills the export's process and waits for at most `patience` until its memory is free.
     /// Returns whether the memory is free.
     pub fn kill(&mut self, patience: Duration) -> bool {
         // The call fails only for a child that has ended. SIGKILL also ends a stopped process.
@@ -313,7 +315,8 @@ impl Export {
         server.wait_exit(patience).unwrap_or(true)
     }
 
-    /// Returns the state of the export now.
+    /// Returns whether the export's process still serves the lease. A process counts as stopped
+    /// when two calls in a row find it stopped.
     pub fn health(&mut self) -> Health {
         if !matches!(self.child.try_wait(), Ok(None)) {
             return Health::Ended;

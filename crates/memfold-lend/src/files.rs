@@ -1,4 +1,4 @@
-//! Files that the daemon, relays and helper processes leave for each other.
+//! Writes and removes the files that the daemon, relays and helper processes leave for each other.
 
 use std::fs::File;
 use std::io::{self, Write as _};

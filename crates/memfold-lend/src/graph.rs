@@ -1,6 +1,9 @@
 //! QEMU's block nodes under a VM's swap disk, and how one set of nodes replaces another while the
 //! guest uses the disk.
 //!
+//! Each column shows the nodes for one location of the disk, the node that the guest's device uses
+//! at the top. N is a number, the generation, which each switch increases.
+//!
 //! ```text
 //!   on its disk            lent, durability disk          replica               none
 //!
@@ -17,16 +20,16 @@
 //! goes to the old and the new nodes at once, and the job ends under any load. But if such a job
 //! fails or is cancelled while the guest writes, QEMU 10.0 writes to freed memory and may crash
 //! (docs/decisions/0042). In the background mode, blocks that the guest writes during the job are
-//! copied again. The writes of a guest that writes faster than the job copies are slowed down.
+//! copied again. A guest that writes faster than the job copies is slowed down.
 //!
 //! **Why no byte is lost.** A quorum with `read-pattern=fifo` and `vote-threshold=1` writes to all
 //! children, waits for all answers, and succeeds if one child succeeded. The quorum reads from the
 //! first child, and from the next child if that read fails (`block/quorum.c`). So every byte that
 //! the guest may rely on is in every child that has failed no request. A child that has failed a
 //! write must never be read again:
-//! - the connection of a lent child has ended (an export serves one connection only, see `export`),
-//!   or is ended as soon as QEMU reports the failure;
-//! - the copy on disk is removed from the quorum as soon as QEMU reports the failure.
+//! - For a child on lent RAM, the connection has ended (an export serves one connection only, see
+//!   `export`), or is ended as soon as QEMU reports the failure.
+//! - The copy on disk is removed from the quorum as soon as QEMU reports the failure.
 //!
 //! Each `nbd` node is the client of a relay on this host ([`relay`](super::relay)). The relay
 //! remembers checksums of all written blocks, and so detects a lender that returns wrong bytes.
@@ -60,7 +63,7 @@ const SLOWED: u64 = 16 << 20;
 /// Time between two polls of a job.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Reason why the block nodes could not be changed.
+/// Reason why the block nodes under a VM's swap disk could not be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum GraphError {
     /// QEMU refused a command or has ended.
@@ -71,24 +74,25 @@ pub enum GraphError {
         "VM '{0}' has no swap disk made by memfold; start the VM with --swap SIZE (swap = ... in its description)"
     )]
     NoSwapDisk(String),
-    /// The file for the copy on disk cannot be created.
+    /// The file for the copy of the swap disk on the host's disk cannot be created.
     #[error("cannot create {path} with {bytes} bytes for the swap disk's data on this host")]
     Copy {
-        /// Path of the file.
+        /// Path of the file for the copy.
         path: PathBuf,
-        /// Size of the file, in bytes.
+        /// Size of the file for the copy, in bytes.
         bytes: u64,
-        /// The kernel's error.
+        /// The kernel's error of creating the file.
         #[source]
         source: std::io::Error,
     },
-    /// The switch failed before its last step. The VM still uses the previous nodes.
+    /// The switch to other block nodes failed before its last step. The VM still uses the previous
+    /// nodes.
     #[error(
         "cannot move the swap disk ({0}); the VM continues to use the disk at its previous location"
     )]
     Switch(String),
-    /// QEMU was told to switch, but does not say whether it has. Both the old and the new nodes
-    /// must stay.
+    /// QEMU was told to switch to other block nodes, but does not say whether it has. Both the old
+    /// and the new nodes must stay.
     #[error(
         "QEMU did not say whether it moved the swap disk; memfold asks again, and keeps both locations until QEMU answers"
     )]
@@ -131,7 +135,8 @@ pub(super) fn swap_device(devices: &Value) -> Option<&Value> {
     devices.find(|device| is_swap_device(device))
 }
 
-/// Returns the block node that a VM's swap device uses.
+/// Returns the block node that the VM's swap device uses now. `vm`: name of the VM, for the error
+/// message.
 ///
 /// # Errors
 /// Fails if the VM has no swap disk made by memfold, or QEMU does not answer.
@@ -156,7 +161,8 @@ pub fn top(qmp: &mut Qmp, vm: &str) -> Result<Top, GraphError> {
     })
 }
 
-/// Returns a generation number that no node of the swap disk has.
+/// Returns a number for the swap disk's next block nodes that is not in the name of any existing
+/// node.
 pub fn free_generation(qmp: &mut Qmp) -> Result<u64, QmpError> {
     let all = nodes(qmp)?;
     let names = all.iter().filter_map(|node| node["node-name"].as_str());
@@ -172,7 +178,8 @@ fn add_node(qmp: &mut Qmp, node: Value) -> Result<(), QmpError> {
     qmp.execute("blockdev-add", node).map(drop)
 }
 
-/// Adds the `nbd` node `node` to QEMU, whose client connects to a relay.
+/// Adds an NBD block node with the name `node` to QEMU. The node's client connects to the relay
+/// that listens on the Unix socket `relay`.
 pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> {
     let server = json!({ "type": "unix", "path": relay });
     let node = json!({ "driver": "nbd", "node-name": node, "export": "", "server": server });
@@ -189,7 +196,8 @@ fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(
     add_node(qmp, node)
 }
 
-/// Creates the nodes above the nodes of the lent parts, which exist already.
+/// Creates the block nodes above the NBD nodes of the swap disk's copies on lent RAM, which exist
+/// already: the quorum, and the node of the copy on disk.
 pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let generation = borrowing.generation;
     let parts = 0..borrowing.parts.len();
@@ -218,7 +226,8 @@ fn make_file(path: &Path, bytes: u64) -> Result<(), GraphError> {
     })
 }
 
-/// Creates the nodes of a swap disk that is on disk only. Returns the name of the top node.
+/// Creates the block nodes of a swap disk that is on the host's disk only, in a new file. Returns
+/// the name of the topmost node.
 pub fn build_on_disk(
     qmp: &mut Qmp,
     generation: u64,
@@ -231,11 +240,12 @@ pub fn build_on_disk(
     Ok(name)
 }
 
-/// Makes the device use node `to` instead of `from`. `monitor` gives access to the QMP monitor for
-/// one command at a time. `failed` returns a reason if the switch must be cancelled.
+/// Makes the swap device use block node `to` instead of `from`, after all bytes were copied.
+/// `monitor` gives access to the QMP monitor for one command at a time. If `failed` returns a
+/// reason, the switch is cancelled.
 ///
 /// # Errors
-/// After an error, the device still uses `from`; only after [`GraphError::Unknown`] it may use
+/// After an error, the swap device still uses `from`. Only after [`GraphError::Unknown`] it may use
 /// either node.
 pub fn switch<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
@@ -359,8 +369,8 @@ fn job(qmp: &mut Qmp) -> Result<Option<Value>, QmpError> {
     Ok(jobs.find(|job| job["device"] == JOB).cloned())
 }
 
-/// Cancels the switch that is in progress, if there is one. Without an error, no switch is in
-/// progress afterwards.
+/// Cancels a switch of the swap device to other block nodes, if one is in progress. Without an
+/// error, no switch is in progress afterwards.
 pub fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M) -> Result<(), QmpError> {
     let end = Instant::now() + STUCK;
     while job(&mut monitor())?.is_some() {
@@ -381,8 +391,8 @@ pub fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M) -> Result<(),
     slow_down(&mut monitor(), false)
 }
 
-/// Removes a lent part from the quorum of the device, which continues on the other copy. The part
-/// must not be the last child of the quorum.
+/// Removes copy number `part` on lent RAM from the swap disk's quorum, which continues on the other
+/// copy. The removed copy must not be the last child of the quorum.
 pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(), GraphError> {
     let node = borrowing.lent(part);
     // Without `yank`, the node's NBD client would keep trying to connect.
@@ -396,8 +406,8 @@ pub fn take_out(qmp: &mut Qmp, borrowing: &Borrowing, part: usize) -> Result<(),
     remove(qmp, &[node], &[tls(borrowing.generation, part)])
 }
 
-/// Removes the copy on disk from the quorum after it has failed a write. If the lender dies later,
-/// reads then fail instead of returning older data.
+/// Removes the copy on the host's disk from the swap disk's quorum, after the copy has failed a
+/// write. If the lender dies later, reads then fail instead of returning older data.
 pub fn take_copy_out(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     let node = copy_node(borrowing.generation);
     take_child_out(qmp, borrowing, &node, borrowing.parts.len())?;
@@ -423,7 +433,8 @@ fn take_child_out(
     Ok(())
 }
 
-/// Removes all nodes of a generation. The caller ensures that nothing uses them.
+/// Removes all block nodes of the swap disk whose names contain the number `generation`. The caller
+/// ensures that nothing uses them.
 pub fn remove_generation(qmp: &mut Qmp, generation: u64) -> Result<(), GraphError> {
     // The names are in order from the top node down.
     let names = [
@@ -452,18 +463,18 @@ fn remove(qmp: &mut Qmp, names: &[String], keys: &[String]) -> Result<(), GraphE
     Ok(())
 }
 
-/// Child of a quorum that failed a request, as QEMU reports it (`QUORUM_REPORT_BAD`).
+/// Which child of a swap disk's quorum failed a request, as QEMU reports it (`QUORUM_REPORT_BAD`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failed {
-    /// The lent part with this number, which must not be read again.
+    /// The copy on lent RAM with this number, which must not be read again.
     Lent(usize),
-    /// The copy on disk. The failed request may have been a write, even if the report names a read:
-    /// of several reports within a second, QEMU may send only the last.
+    /// The copy on the host's disk. The failed request may have been a write, even if the report
+    /// names a read: of several reports within a second, QEMU may send only the last.
     Copy,
 }
 
-/// Returns the child that failed a request according to a QEMU event, if the child is one of
-/// `borrowing`'s nodes.
+/// Returns which child of the swap disk's quorum failed a request, according to a QMP event; `None`
+/// if the event is another one or names no node of `borrowing`.
 #[must_use]
 pub fn failed(event: &Value, borrowing: &Borrowing) -> Option<Failed> {
     let data = &event["data"];

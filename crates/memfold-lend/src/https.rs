@@ -36,21 +36,21 @@ const KEPT: usize = 8;
 /// Maximum size of an answer in bytes.
 const LONGEST_ANSWER: usize = 16 << 20;
 
-/// Reason why a request got no answer.
+/// Reason why a request to a registry's server got no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The request was not sent to any server.
     #[error("cannot reach {member}: {why}")]
     Unreached {
-        /// Address of the server that was asked.
+        /// Host and port of the server that was to be asked.
         member: Member,
-        /// Failed step, with the error of the kernel or of TLS.
+        /// The step that failed, with the error of the kernel or of TLS.
         why: String,
     },
     /// The request was sent. The server may or may not have executed it.
     #[error("{member} did not answer: {why}")]
     Unanswered {
-        /// Address of the server that was asked.
+        /// Host and port of the server that was asked.
         member: Member,
         /// Error of the connection, a fault in the answer, or the timeout.
         why: String,
@@ -100,7 +100,8 @@ struct Connection {
     used: Instant,
 }
 
-/// Client of servers with the same contents: one daemon, or the members of an etcd.
+/// HTTP client of servers that can replace each other: one daemon, or the members of an etcd
+/// cluster.
 #[derive(Debug)]
 pub struct Https {
     members: Vec<Member>,
@@ -110,21 +111,21 @@ pub struct Https {
     kept: Mutex<Vec<Connection>>,
 }
 
-/// A POST request.
+/// A POST request to a registry's server.
 #[derive(Clone, Copy, Debug)]
 pub struct Post<'a> {
     /// Path of the request's URL.
     pub path: &'a str,
-    /// `Bearer` token for the header `Authorization`.
+    /// Token for the header `Authorization: Bearer`; `None`: the request has no such header.
     pub token: Option<&'a str>,
     /// Body of the request, in JSON.
     pub body: &'a [u8],
-    /// Time limit for the answer.
+    /// Time limit for the server's answer.
     pub patience: Duration,
 }
 
 impl Https {
-    /// Creates a client of these members. A member that cannot be reached is skipped.
+    /// Creates a client of these servers. `tls`: certificates; `None`: connections without TLS.
     #[must_use]
     pub const fn new(members: Vec<Member>, tls: Option<TlsFiles>) -> Self {
         Self {
@@ -135,7 +136,7 @@ impl Https {
         }
     }
 
-    /// Sends a request to one member. Another member is tried only if the request cannot have
+    /// Sends a request to one server. Sends it to another server only if the request cannot have
     /// reached the first one, because the request may change something.
     pub fn post(&self, post: &Post<'_>) -> Result<(StatusCode, Bytes), HttpError> {
         let count = self.members.len();
@@ -156,7 +157,8 @@ impl Https {
         }
     }
 
-    /// Makes the next request go to another member, because the present one cannot do its work.
+    /// Makes the next request go to another server, because the present one answers but cannot do
+    /// its work.
     pub fn pass_over(&self) {
         let next = self.first.load(Ordering::Relaxed) + 1;
         self.first

@@ -1,4 +1,4 @@
-//! Effects of a lender's death on the VMs that borrow from this lender.
+//! Predicts what happens to the VMs that borrow from a lender if the lender dies.
 
 use std::collections::BTreeMap;
 
@@ -6,32 +6,33 @@ use serde::{Deserialize, Serialize};
 
 use super::lease::{Durability, Picture};
 
-/// Effects of one lender's death.
+/// What happens to the borrowing VMs if one lender dies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blast {
     /// Host name of the lender.
     pub lender: String,
-    /// VMs that use the lender's memory.
+    /// VMs whose swap disks use the lender's RAM.
     pub vms: Vec<HurtVm>,
 }
 
-/// Effect of a lender's death on one VM.
+/// What happens to one VM if a certain lender dies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HurtVm {
-    /// Name of the host on which the VM runs.
+    /// Name of the host that runs the VM.
     pub host: String,
-    /// Name of the VM that the death affects.
+    /// Name of the VM that borrows from the lender.
     pub vm: String,
     /// Size of the VM's data in this lender's RAM, in bytes.
     pub bytes: u64,
-    /// Whether data of the guest would be lost.
+    /// Whether the lender's death would lose data of the guest.
     pub loses_bytes: bool,
-    /// Description of the effect for the operator.
+    /// What the lender's death would do to the VM, as a text for the operator.
     pub effect: String,
 }
 
-/// Returns the effects of the death of each lender that has lent memory. `without_copy(host, vm)`
-/// returns whether this host knows that the copy on the VM's disk has failed.
+/// Predicts, for each lender that has lent RAM, what happens to the borrowing VMs if the lender
+/// dies. `without_copy(host, vm)` returns whether the copy on that VM's disk is known to have
+/// failed.
 #[must_use]
 pub fn blast(picture: &Picture, without_copy: &dyn Fn(&str, &str) -> bool) -> Vec<Blast> {
     let mut all: BTreeMap<&str, Vec<HurtVm>> = BTreeMap::new();

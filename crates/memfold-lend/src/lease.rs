@@ -1,4 +1,5 @@
-//! A lease: RAM lent by one host to one VM of another.
+//! The records of a registry: leases (RAM lent by one host to one VM of another), lenders, and the
+//! durability of the lent bytes.
 
 use std::fmt;
 use std::time::Duration;
@@ -7,14 +8,15 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Longest time until a deadline that a registry accepts.
+/// Longest time until a deadline that a registry accepts in a request.
 pub const MAX_TTL: Duration = Duration::from_secs(3600);
 
-/// Time that a borrower has to give back memory that its lender needs.
+/// Time that a borrower has to give back memory that its lender needs, without the time to copy
+/// bytes.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
 
-/// Speed at which a borrower copies lent RAM to disk at least while its guest swaps, in bytes per
-/// second.
+/// Speed that memfold assumes for a borrower that copies lent RAM to its disk while the guest
+/// swaps, in bytes per second.
 pub const COPIED_A_SECOND: u64 = 20 << 20;
 
 /// Returns a time in milliseconds.
@@ -33,18 +35,18 @@ impl fmt::Display for LeaseId {
     }
 }
 
-/// Number of a run of a lender's daemon. Later runs have greater numbers. When a later run begins,
-/// the exports of earlier runs have ended.
+/// Number of a lender's start. A later start on the same host has a greater number. When a lender
+/// starts, the exports of its earlier starts have ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);
 
-/// One run of a lender's daemon.
+/// A lender: its host, and which start of the lender on this host is meant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderId {
     /// Name of the lender's host.
     pub host: String,
-    /// Number of this run of the daemon.
+    /// Number of the lender's start; greater than that of earlier starts on the same host.
     pub incarnation: Incarnation,
 }
 
@@ -64,7 +66,7 @@ pub enum Durability {
 }
 
 impl Durability {
-    /// Returns the name of this durability in the registry and in options.
+    /// Returns the name of this durability, as it is written in the registry and in options.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -74,16 +76,16 @@ impl Durability {
         }
     }
 
-    /// Returns the time that a borrower has to give `bytes` bytes back. Unless the borrower has a
-    /// copy on its disk, it includes the time to copy the bytes.
+    /// Returns the time that a borrower has to give `bytes` bytes back, at most an hour. Unless the
+    /// borrower has a copy on its disk, this includes the time to copy the bytes.
     #[must_use]
     pub fn time_to_give_back(self, bytes: u64) -> Duration {
         let copying = self.time_to_copy(bytes);
         GIVE_BACK.saturating_add(copying).min(MAX_TTL)
     }
 
-    /// Returns the time to copy `bytes` lent bytes to the borrower's disk; zero with durability
-    /// `disk`.
+    /// Returns the time that a borrower needs to copy `bytes` lent bytes to its disk; zero with
+    /// durability `disk`.
     #[must_use]
     pub const fn time_to_copy(self, bytes: u64) -> Duration {
         match self {
@@ -93,15 +95,15 @@ impl Durability {
     }
 }
 
-/// State of a lease.
+/// How far a lease has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseState {
-    /// The bytes are reserved; the lender has not exported them yet.
+    /// The lender's bytes are reserved for the borrower; the lender does not serve them yet.
     Taken,
-    /// The lender exports the bytes, and the borrower can reach them.
+    /// The lender serves the bytes, and the borrower can reach them.
     Exported,
-    /// The borrower no longer needs the bytes; the lender has not ended the export yet.
+    /// The borrower no longer needs the bytes; the lender may still serve them.
     Released,
 }
 
@@ -116,28 +118,28 @@ impl fmt::Display for LeaseState {
     }
 }
 
-/// RAM lent by one host to one VM of another.
+/// A lease: RAM lent by one host to one VM of another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
     /// Number of the lease. The registry never uses a number again.
     pub id: LeaseId,
-    /// The run of the lender's daemon that exports the bytes.
+    /// The lender that serves the lease's bytes.
     pub lender: LenderId,
-    /// Name of the borrower's host.
+    /// Name of the host that borrows the RAM.
     pub borrower: String,
     /// Name of the VM whose swap disk uses the lent RAM.
     pub vm: String,
     /// Size of the lent RAM, in bytes.
     pub bytes: u64,
-    /// Place where the bytes survive if the lender dies.
+    /// Place where the lease's bytes survive if the lender dies.
     pub durability: Durability,
-    /// State of the lease.
+    /// How far the lease has come.
     pub state: LeaseState,
     /// Milliseconds until the lender ends the lease, unless the borrower renews it; 0 if the lease
     /// has expired.
     pub left_ms: u64,
-    /// Milliseconds until the lender takes the memory back; 0 if it does so now. `None` if the
-    /// lender does not need the memory.
+    /// Milliseconds until the lender takes the lease's memory back, which it has asked for; 0 if
+    /// the time is over. `None` if the lender does not need the memory.
     pub recall_ms: Option<u64>,
 }
 
@@ -152,24 +154,24 @@ impl Lease {
 /// A lender as the registry shows it to other hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderView {
-    /// The present run of the lender's daemon.
+    /// The lender's host and the number of its last start.
     pub lender: LenderId,
-    /// Bytes that the lender offers, lent bytes included.
+    /// Bytes that the lender offers, including those that are lent already.
     pub offered_bytes: u64,
-    /// Bytes of all leases of this lender that have not ended.
+    /// Bytes of all leases of the lender that have not ended.
     pub lent_bytes: u64,
-    /// Milliseconds since the registry last received a message from this lender.
+    /// Milliseconds since the registry last received an offer from the lender.
     pub silent_ms: u64,
-    /// Milliseconds until the offer expires, unless the lender repeats it; 0 if the offer has
-    /// expired and nobody can borrow.
+    /// Milliseconds until the lender's offer expires, unless the lender repeats it; 0 if the offer
+    /// has expired and nobody can borrow from the lender.
     pub left_ms: u64,
 }
 
-/// All records of a registry at one moment.
+/// All lenders and leases that a registry knows at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Picture {
-    /// Lenders, sorted by name.
+    /// Lenders that the registry knows, sorted by host name.
     pub lenders: Vec<LenderView>,
-    /// Leases, sorted by number.
+    /// Leases that have not ended, sorted by number.
     pub leases: Vec<Lease>,
 }

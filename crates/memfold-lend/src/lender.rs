@@ -1,5 +1,5 @@
-//! The lender of a host: decides how much RAM the host can spare, offers this RAM, exports the
-//! leases that borrowers take, and takes memory back.
+//! The lender of a host: decides how much RAM the host can spare, offers this RAM in the registry,
+//! serves the RAM to borrowers, and takes memory back.
 //!
 //! One thread does all of this. Every export is a child of that thread, because nbdkit ends with
 //! the thread that started it (`Export`).
@@ -22,7 +22,8 @@ use super::surplus::Judge;
 /// How long a lender that stops waits for its borrowers. systemd gives a daemon 90 s to stop.
 const GOOD_BYE: Duration = Duration::from_secs(45);
 
-/// A running lender. Dropping this value ends all exports at once.
+/// A running lender. Dropping this value ends all its exports at once, without asking the
+/// borrowers.
 #[derive(Debug)]
 pub struct Lender {
     status: Arc<Mutex<LenderStatus>>,
@@ -31,11 +32,11 @@ pub struct Lender {
 }
 
 impl Lender {
-    /// Starts the lender's thread.
+    /// Starts the thread that lends this host's RAM.
     ///
     /// # Errors
-    /// Fails if the directory for exports' files cannot be created or emptied, or the thread cannot
-    /// be started.
+    /// Fails if the directory for the exports' files cannot be created or emptied, or the thread
+    /// cannot be started.
     pub fn start(options: LenderOptions, registry: Arc<dyn Registry>) -> std::io::Result<Self> {
         empty(&options.directory)?;
         let status = Arc::new(Mutex::new(LenderStatus {
@@ -91,14 +92,14 @@ impl Lender {
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets how many bytes may be lent. Lent memory beyond this limit is taken back.
+    /// Sets how many bytes the lender may lend. Lent memory beyond this limit is taken back.
     pub fn set_max(&self, bytes: u64) {
         self.locked().max_bytes = bytes;
         self.wake();
     }
 
-    /// Withdraws the offer and starts to take all lent memory back. Borrowers have
-    /// [`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back).
+    /// Withdraws the lender's offer and asks borrowers to give all lent memory back. Each borrower
+    /// has [`Durability::time_to_give_back`](super::lease::Durability::time_to_give_back).
     /// [`has_ended`](Self::has_ended) tells when all memory is back.
     pub fn end(&self) {
         self.locked().is_ending = true;
@@ -106,8 +107,8 @@ impl Lender {
     }
 
     /// Takes all lent memory back, and waits while borrowers copy bytes that exist nowhere else.
-    /// The wait ends after 45 s, or when `hurry` returns true. Exports that remain end when this
-    /// value is dropped.
+    /// The wait ends after 45 s, or when `hurry` returns true. Exports that remain then end when
+    /// this value is dropped.
     pub fn end_and_wait(&self, hurry: &dyn Fn() -> bool) {
         self.end();
         let end = Instant::now() + GOOD_BYE;

@@ -8,52 +8,55 @@ use serde::{Deserialize, Serialize};
 
 use super::endpoint::Listen;
 
-/// Options of a lender: how much RAM it lends, and where its exports listen.
+/// How much RAM a lender may lend, and where its exports listen.
 #[derive(Clone, Debug)]
 pub struct LenderOptions {
-    /// Name of this host in the registry.
+    /// Name of the lender's host in the registry.
     pub host: String,
-    /// Maximum number of bytes to lend.
+    /// Most bytes that the lender may lend.
     pub max_bytes: u64,
-    /// Addresses that exports listen on.
+    /// Addresses and protocol of the lender's exports.
     pub listen: Listen,
-    /// Directory for exports' files. No other lender may use it.
+    /// Directory for the files of the lender's exports. No other lender may use it.
     pub directory: PathBuf,
-    /// Bytes that this host's VMs may claim at once by writing to shared pages. The ledger updates
-    /// the value.
+    /// Bytes that the VMs of the lender's host may claim at once by writing to shared pages. The
+    /// daemon updates the value.
     pub owed: Arc<AtomicU64>,
-    /// Number of this host's guests that are short of memory. The daemon updates the value.
+    /// Number of guests on the lender's host that are short of memory. The daemon updates the
+    /// value.
     pub short_guests: Arc<AtomicU32>,
 }
 
-/// Status of a lender.
+/// What a lender offers, has lent and takes back at this moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LenderStatus {
     /// Name of the lender's host.
     pub host: String,
-    /// Maximum number of bytes to lend.
+    /// Most bytes that the lender may lend.
     pub max_bytes: u64,
-    /// Bytes that this lender offers now, lent bytes included.
+    /// Bytes that the lender offers now, including those that are lent already.
     pub offer_bytes: u64,
-    /// Size of all exports now, in bytes. Their memory is allocated and locked.
+    /// Size of all exports of the lender now, in bytes. Their memory is allocated and locked.
     pub lent_bytes: u64,
-    /// Bytes that the lender has asked borrowers to give back.
+    /// Size of all leases that the lender has asked borrowers to give back and that have not ended,
+    /// in bytes.
     pub recalled_bytes: u64,
-    /// Addresses that exports listen on, as text for the operator.
+    /// Addresses that the lender's exports listen on, as text for the operator.
     #[serde(default)]
     pub listens: String,
-    /// Reason why the lender offers no more.
+    /// Reason why the lender offers no more than `offer_bytes`, as text for the operator.
     pub why: String,
-    /// Description of the lender's present problem, if there is one.
+    /// What the lender's present problem is, as text; null: there is none.
     pub problem: Option<String>,
-    /// Number of exports that this daemon has ended: returned, expired, or failed.
+    /// Number of the lender's exports that have ended since its start, for any reason.
     pub ended: u64,
-    /// Number of ended exports that failed: their process ended or was stopped.
+    /// Number of the lender's exports that failed: their process did not become ready, ended, or
+    /// was stopped.
     pub failed: u64,
-    /// Number of connections to exports that broke off or were refused, such as connections of
-    /// strangers without the key.
+    /// Number of connections to the lender's exports that broke off or were refused, such as
+    /// connections of strangers without the key.
     #[serde(default)]
     pub refused: u64,
-    /// Whether the lender is taking all memory back and will then stop.
+    /// Whether the lender takes all memory back and will then stop.
     pub is_ending: bool,
 }

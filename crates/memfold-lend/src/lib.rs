@@ -10,9 +10,9 @@
 //!    [`registry`].
 //! 2. A borrower's daemon takes a *lease*: RAM of one lender for one VM.
 //! 3. The lender exports the lease's RAM as a network disk ([`export`]).
-//! 4. The borrower starts a [`relay`], which verifies every block, and lets QEMU mirror the VM's
-//!    swap disk onto it while the guest runs ([`graph`]).
-//! 5. When either side wants the RAM back, the swap disk moves back, and the lease ends.
+//! 4. The borrower starts a [`relay`], which verifies every block that the lender returns, and lets
+//!    QEMU mirror the VM's swap disk onto the lent RAM while the guest runs ([`graph`]).
+//! 5. When lender or borrower wants to end the lease, the swap disk moves back, and the lease ends.
 //!
 //! [`lvm`] lends to a host's own swap volume instead of a VM's swap disk.
 

@@ -1,5 +1,5 @@
-//! The part of NBD that the relay needs, for client and server (`doc/proto.md` of the NBD project):
-//! fixed newstyle handshake with `GO`, then simple replies.
+//! The part of the NBD protocol that the relay needs, for client and server (`doc/proto.md` of the
+//! NBD project): the fixed newstyle handshake with `GO`, then simple replies.
 //!
 //! ```text
 //!   server  "NBDMAGIC" "IHAVEOPT" flags                 request  magic flags command cookie offset length [bytes]
@@ -11,17 +11,17 @@
 
 use std::io::{self, Read, Write};
 
-/// Maximum length of a read or write request in bytes. The server tells QEMU this limit
+/// Maximum length of a read or write request in bytes. The relay tells QEMU this limit
 /// (`NBD_INFO_BLOCK_SIZE`), and QEMU keeps to it.
 pub const MAX_BYTES: u32 = 1 << 20;
 
-/// Block size in bytes. The offset and the length of each request are multiples of it.
+/// Block size in bytes. Offset and length of each request are multiples of the block size.
 pub const BLOCK: u32 = 4096;
 
-/// Length of a request's header in bytes, without the data of a write.
+/// Length of an NBD request's header in bytes. The data of a write follow the header.
 pub const REQUEST_BYTES: usize = 28;
 
-/// Length of a reply's header in bytes, without the data of a read.
+/// Length of an NBD reply's header in bytes. The data of a read follow the header.
 pub const REPLY_BYTES: usize = 16;
 
 const NBD_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -72,19 +72,19 @@ pub const EINVAL: u32 = 22;
 /// Kind of an NBD request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// Reads a range.
+    /// Reads a range of the disk.
     Read,
-    /// Writes the bytes that follow the header.
+    /// Writes the bytes that follow the request's header to a range of the disk.
     Write,
     /// Ends the connection; no more requests follow.
     Disconnect,
-    /// Makes all completed writes durable.
+    /// Asks that all completed writes become durable.
     Flush,
-    /// Discards a range (the range need not keep its bytes).
+    /// Allows the server to discard the bytes of a range of the disk.
     Trim,
-    /// Writes zeroes to a range.
+    /// Writes zeroes to a range of the disk.
     WriteZeroes,
-    /// A command that this code does not know.
+    /// A command with this number, which memfold does not know.
     Other(u16),
 }
 
@@ -114,20 +114,20 @@ impl Command {
     }
 }
 
-/// Header of an NBD request.
+/// Header of an NBD request: what the server has to do with which range of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Kind of the request.
+    /// What the server has to do.
     pub command: Command,
     /// Number that the client chose for the request; the reply repeats it.
     pub cookie: u64,
-    /// Offset on the disk of the first byte.
+    /// Offset on the disk of the range's first byte.
     pub offset: u64,
-    /// Length of the range in bytes.
+    /// Length of the range on the disk, in bytes.
     pub length: u32,
 }
 
-/// Violation of the NBD protocol by the peer.
+/// A violation of the NBD protocol by the peer; the text says which.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Nonsense(pub String);
@@ -150,7 +150,7 @@ fn bytes<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
 }
 
 impl Request {
-    /// Encodes the request's header. All request flags are 0, because memfold needs none.
+    /// Encodes the header of the NBD request. All request flags are 0, because memfold needs none.
     #[must_use]
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut wire = [0; REQUEST_BYTES];
@@ -162,7 +162,7 @@ impl Request {
         wire
     }
 
-    /// Decodes the header of a request.
+    /// Decodes the header of an NBD request.
     ///
     /// # Errors
     /// Fails if the bytes are not a request, or a write is longer than [`MAX_BYTES`]. The caller
@@ -184,7 +184,8 @@ impl Request {
         Ok(request)
     }
 
-    /// Returns whether the request's range is valid on a disk of `size` bytes.
+    /// Returns whether the request's range is valid on a disk of `size` bytes: inside the disk,
+    /// whole blocks, and not longer than [`MAX_BYTES`] if data are transferred.
     #[must_use]
     pub fn is_valid(&self, size: u64) -> bool {
         let end = self.offset.checked_add(u64::from(self.length));
@@ -202,14 +203,14 @@ impl Request {
 /// Header of an NBD reply, without the data of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// 0 for success, or an NBD error number (`NBD_E...`).
+    /// 0 if the request succeeded, else an NBD error number (`NBD_E...`).
     pub error: u32,
-    /// Number that the client chose for the request.
+    /// Number that the client chose for the request to which this reply belongs.
     pub cookie: u64,
 }
 
 impl Reply {
-    /// Encodes the reply's header.
+    /// Encodes the header of the NBD reply, without the data of a read.
     #[must_use]
     pub fn encode(&self) -> [u8; REPLY_BYTES] {
         let mut wire = [0; REPLY_BYTES];
@@ -219,7 +220,7 @@ impl Reply {
         wire
     }
 
-    /// Decodes the header of a reply.
+    /// Decodes the header of an NBD reply.
     ///
     /// # Errors
     /// Fails if the bytes are not a reply.
@@ -250,7 +251,7 @@ fn take_bytes(stream: &mut impl Read, length: u32) -> io::Result<Vec<u8>> {
     Ok(wire)
 }
 
-/// Does the server's part of the handshake for a disk of `size` bytes. The client must support
+/// Does the server's part of the NBD handshake, for a disk of `size` bytes. The client must support
 /// block sizes.
 ///
 /// # Errors
@@ -341,7 +342,7 @@ fn wants_block_size(data: &[u8]) -> Option<bool> {
     is_whole.then(|| kinds.any(|kind| kind == INFO_BLOCK_SIZE.to_be_bytes()))
 }
 
-/// Does the first part of the client's handshake: the greeting and the flags.
+/// Does the first part of the client's NBD handshake: the greeting and the flags.
 ///
 /// # Errors
 /// Fails if the server disconnected or violated the protocol.
@@ -374,8 +375,8 @@ fn take_answer(stream: &mut impl Read, to: u32) -> io::Result<(u32, Vec<u8>)> {
     Ok((reply, take_bytes(stream, length)?))
 }
 
-/// Asks the server to start TLS. After success, the caller starts TLS and continues with options
-/// inside it.
+/// Asks the NBD server to start TLS. After success, the caller starts TLS and continues the
+/// handshake inside it.
 ///
 /// # Errors
 /// Fails if the server refuses TLS, disconnected, or violated the protocol.
@@ -391,7 +392,8 @@ fn refusal(what: &str, reply: u32) -> io::Error {
     io::Error::other(format!("the server refuses {what} (NBD answer {reply:#x})"))
 }
 
-/// Asks the server for its export, and returns the export's size in bytes. Requests may follow.
+/// Does the last part of the client's NBD handshake, after which requests may follow. Returns the
+/// size of the server's disk in bytes.
 ///
 /// # Errors
 /// Fails if the server refuses, disconnected, or violated the protocol, or if the export is

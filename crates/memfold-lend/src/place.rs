@@ -1,4 +1,5 @@
-//! Addresses of a registry as operators write them, and the files for the authentication there.
+//! Parses addresses of a registry as operators write them, and checks the files with which this
+//! host authenticates there.
 //!
 //! | address | registry |
 //! |---|---|
@@ -34,7 +35,7 @@ pub enum PlaceError {
     Address {
         /// The text that the operator gave.
         said: String,
-        /// The part of the text that is wrong, as a message.
+        /// Which part of the text is wrong, as a message.
         why: &'static str,
     },
     /// An option that the registry needs is missing.
@@ -42,7 +43,7 @@ pub enum PlaceError {
     Missing {
         /// Address of the registry.
         place: String,
-        /// Name of the missing option.
+        /// Name of the missing command-line option.
         option: &'static str,
         /// Purpose of the missing option.
         why: &'static str,
@@ -52,10 +53,10 @@ pub enum PlaceError {
     Unused {
         /// Address of the registry.
         place: String,
-        /// Name of the option that does not apply.
+        /// Name of the command-line option that does not apply.
         option: &'static str,
     },
-    /// A file for the authentication cannot be used.
+    /// A file with which this host authenticates to the registry cannot be used.
     #[error("cannot use {path} for the registry: {why}")]
     File {
         /// Path of the key, certificate or token file.
@@ -65,10 +66,10 @@ pub enum PlaceError {
     },
 }
 
-/// Address of a server: host and TCP port.
+/// Host and TCP port of a server that keeps a registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Host name or IP address, without brackets.
+    /// Host name or IP address of the server, without brackets.
     pub host: String,
     /// TCP port of the server.
     pub port: u16,
@@ -107,36 +108,36 @@ impl Member {
     }
 }
 
-/// Paths from the command line: files with which this host authenticates to a registry.
+/// Files with which this host authenticates to a registry, as given on the command line.
 #[derive(Clone, Debug, Default)]
 pub struct RegistryFiles {
-    /// CA certificates (PEM) that verify the registry's certificate.
+    /// File of the CA certificates (PEM) that verify the registry's certificate.
     pub ca: Option<PathBuf>,
     /// File of the token that `memfold host add` on the registry's host created for this host.
     pub token: Option<PathBuf>,
     /// File of this host's own certificate, PEM.
     pub certificate: Option<PathBuf>,
-    /// File of the private key of this host's certificate, PEM.
+    /// File of the private key (PEM) of this host's certificate.
     pub key: Option<PathBuf>,
 }
 
-/// Address of a registry that another process serves, with the files for the authentication.
+/// Where a registry is that another process serves, with the files for the authentication there.
 #[derive(Clone, Debug)]
 pub enum RegistryAt {
-    /// A daemon on this host, reached by this Unix socket.
+    /// A daemon on this host, which listens on this Unix socket.
     Socket(PathBuf),
-    /// A daemon on another host.
+    /// A daemon on another host, reached by HTTPS.
     Daemon {
-        /// Address of the daemon.
+        /// Host and port of the daemon.
         member: Member,
-        /// CA certificates that verify the daemon.
+        /// Files of the CA certificates that verify the daemon.
         tls: TlsFiles,
-        /// File of the token that authenticates this host.
+        /// File of the token by which the daemon recognizes this host.
         token: PathBuf,
     },
-    /// An etcd cluster, without a daemon that keeps the registry.
+    /// An etcd cluster. No daemon keeps the registry.
     Etcd {
-        /// Addresses of the cluster's members.
+        /// Hosts and ports of the etcd cluster's members.
         members: Vec<Member>,
         /// Files for TLS in both directions; `None` if the etcd is on this host and uses no TLS.
         tls: Option<TlsFiles>,
@@ -158,8 +159,8 @@ impl fmt::Display for RegistryAt {
 }
 
 impl RegistryAt {
-    /// Parses an address and checks its files. The files are read here once, so that an error
-    /// appears now and not at the time when a VM cannot borrow.
+    /// Parses a registry's address and checks its files. The files are read here once, so that an
+    /// error appears now and not at the time when a VM cannot borrow.
     ///
     /// # Errors
     /// Fails if the address is malformed, or an option or file is missing, unusable, or not
@@ -262,8 +263,8 @@ fn required(
         .ok_or(PlaceError::Missing { place, option, why })
 }
 
-/// Reads a token from a file that no other user may read. The file is read for each request,
-/// because an operator may replace it while the daemon runs.
+/// Reads this host's token from a file that no other user may read. The file is read for each
+/// request, because an operator may replace it while the daemon runs.
 pub fn read_token(path: &Path) -> Result<String, PlaceError> {
     let read = || -> io::Result<String> {
         let file = File::open(path)?;

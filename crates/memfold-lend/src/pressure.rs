@@ -1,4 +1,4 @@
-//! Memory figures of this host, on which the lender bases its decisions.
+//! Reads this host's memory figures, on which the lender bases its decisions.
 //!
 //! Sources: `Documentation/filesystems/proc.rst` (meminfo), `Documentation/accounting/psi.rst`,
 //! `mm/vmstat.c` (refaults: pages that were reclaimed and needed again; counted in
@@ -11,36 +11,40 @@ use std::time::Duration;
 /// Memory figures of this host at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// Time at which the figures were read, since a fixed moment.
+    /// Time at which the host's figures were read, counted from a fixed moment such as the lender's
+    /// start.
     pub at: Duration,
-    /// `MemTotal` of `/proc/meminfo`, in bytes.
+    /// Size of the host's RAM in bytes (`MemTotal` of `/proc/meminfo`).
     pub total_bytes: u64,
-    /// `MemAvailable` of `/proc/meminfo` in bytes: memory that programs can get without swapping.
+    /// Bytes of memory that the host's programs can get without swapping (`MemAvailable` of
+    /// `/proc/meminfo`).
     pub available_bytes: u64,
-    /// Percentage of the last 10 s in which at least one task waited for memory (PSI `some`).
-    /// `None` if the kernel has no PSI.
+    /// Percentage of the last 10 s in which at least one task of the host waited for memory (PSI
+    /// `some`). `None` if the kernel has no PSI.
     pub some_avg10: Option<f64>,
-    /// Percentage of the last 60 s in which at least one task waited for memory (PSI `some`).
+    /// Percentage of the last 60 s in which at least one task of the host waited for memory (PSI
+    /// `some`). `None` if the kernel has no PSI.
     pub some_avg60: Option<f64>,
-    /// Percentage of the last 10 s in which all tasks waited for memory (PSI `full`).
+    /// Percentage of the last 10 s in which all tasks of the host waited for memory (PSI `full`).
+    /// `None` if the kernel has no PSI.
     pub full_avg10: Option<f64>,
-    /// Number of pages that were reclaimed and needed again, since boot.
+    /// Number of the host's pages that were reclaimed and needed again, since boot.
     pub refaults: u64,
-    /// Number of pages read from swap, since boot.
+    /// Number of pages that the host has read from its swap, since boot.
     pub swap_ins: u64,
-    /// Bytes that this host's VMs may claim at once by writing to shared pages (the brake's debt x
+    /// Bytes that the host's VMs may claim at once by writing to shared pages (the brake's debt x
     /// cover). The daemon sets this field; the kernel does not report it.
     pub owed_bytes: u64,
-    /// Number of this host's guests that report a lack of memory.
+    /// Number of guests on the host that report a lack of memory. The daemon sets this field.
     pub short_guests: u32,
-    /// Size in bytes of this host's exports that are still being allocated. Available memory
-    /// shrinks until they are allocated, but no further, and how much is allocated already is
-    /// unknown.
+    /// Size in bytes of the host's exports that are still being allocated. Until they are
+    /// allocated, available memory shrinks for them by at most this much. Nobody knows how much is
+    /// allocated already.
     pub beginning_bytes: u64,
 }
 
 impl Sample {
-    /// Reads the figures now. `proc` is `/proc`; a test uses another directory.
+    /// Reads the host's figures now. `proc` is `/proc`; a test uses another directory.
     pub fn read(proc: &Path, at: Duration) -> io::Result<Self> {
         let text = |name: &str| std::fs::read_to_string(proc.join(name));
         let (meminfo, vmstat) = (text("meminfo")?, text("vmstat")?);
@@ -49,7 +53,7 @@ impl Sample {
         Self::parse(&format!("{meminfo}\n{vmstat}\n{pressure}"), at)
     }
 
-    /// Reads only total and available memory, which takes almost no time.
+    /// Reads only the host's total and available memory, which takes almost no time.
     pub fn glance(proc: &Path) -> io::Result<Self> {
         let meminfo = std::fs::read_to_string(proc.join("meminfo"))?;
         Self::parse(&meminfo, Duration::ZERO)

@@ -1,5 +1,6 @@
 //! Interface of the registry, which records which host lends RAM to which, and guarantees that no
-//! byte is lent twice.
+//! byte is lent twice. The drawing shows the states of a lease, and which call of lender or
+//! borrower leads to each state.
 //!
 //! ```text
 //!   lender     offer ----------.                        .-- publish ---- ended
@@ -30,25 +31,26 @@ pub use super::registry_error::{check_bytes, check_name};
 /// RAM that a lender offers to others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
-    /// The run of the lender's daemon that makes the offer.
+    /// The lender that makes the offer.
     pub lender: LenderId,
-    /// Total size of the offered RAM in bytes, including the part that is lent already.
+    /// Size of the offered RAM in bytes, including the part that is lent already.
     pub bytes: u64,
 }
 
 /// A borrower's request for RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Want {
-    /// Name of the borrower's host. A host never borrows its own RAM.
+    /// Name of the host that borrows. A host never borrows its own RAM.
     pub borrower: String,
     /// Name of the VM whose swap disk will use the RAM.
     pub vm: String,
-    /// Number of bytes wanted, all from one lender.
+    /// Number of bytes that the borrower wants, all from one lender.
     pub bytes: u64,
-    /// Place where the bytes survive if the lender dies.
+    /// Place where the borrowed bytes survive if the lender dies.
     #[serde(default)]
     pub durability: Durability,
-    /// Host names of lenders to avoid, because they hold the other copy.
+    /// Host names of lenders from which the borrower takes nothing, because they hold the other
+    /// copy of the swap disk.
     #[serde(default)]
     pub apart_from: Vec<String>,
 }
@@ -93,26 +95,28 @@ impl Want {
     }
 }
 
-/// Registry of offers and leases. Every implementation must pass `registry_tests::suite`.
+/// A registry of lenders and leases. Every implementation must pass `registry_tests::suite`.
 pub trait Registry: Send + Sync {
-    /// Publishes a lender's offer, which is valid for `ttl`. A later incarnation replaces an
-    /// earlier one with the same host name; the leases of the earlier one count as ended.
+    /// Publishes a lender's offer, which is valid for `ttl`. An offer of a later start of the
+    /// lender replaces that of an earlier start; the leases of the earlier start count as ended.
     fn offer(&self, offer: &Offer, ttl: Duration) -> Result<()>;
 
     /// Withdraws a lender's offer. The lender's leases stay until the lender ends them.
     fn withdraw(&self, lender: &LenderId) -> Result<()>;
 
-    /// Reserves bytes for a lease at the lender that has the most free bytes.
+    /// Reserves RAM for a new lease, at the lender that has the most free bytes. The lease is valid
+    /// for `ttl`.
     fn take(&self, want: &Want, ttl: Duration) -> Result<Lease>;
 
-    /// Records that the lender has exported a taken lease at `endpoint`.
+    /// Records that the lender serves the RAM of a lease at `endpoint`.
     fn publish(&self, id: LeaseId, lender: &LenderId, endpoint: &Endpoint) -> Result<()>;
 
-    /// Returns the endpoint of a lease; `None` until the lease is exported.
+    /// Returns where and with which key the borrower reaches the RAM of a lease; `None` until the
+    /// lender serves it.
     fn endpoint(&self, id: LeaseId, borrower: &str) -> Result<Option<Endpoint>>;
 
-    /// Extends the borrower's right to a lease to `ttl` from now. An expired lease can be renewed
-    /// as long as its lender has not ended it.
+    /// Makes the borrower's lease valid for `ttl` from now. An expired lease can be renewed as long
+    /// as its lender has not ended it.
     fn renew(&self, id: LeaseId, borrower: &str, ttl: Duration) -> Result<Lease>;
 
     /// Records that the borrower has lost the copy on its disk, so that the lent bytes are the only
@@ -121,19 +125,20 @@ pub trait Registry: Send + Sync {
     /// recorded.
     fn sole_copy(&self, id: LeaseId, borrower: &str) -> Result<Lease>;
 
-    /// Asks the borrower to return a lease `within` a time. An earlier deadline remains. A borrower
-    /// that must copy the bytes first gets the time for that, even if the lender asks for less: the
-    /// lender may not know yet that the borrower has no copy.
+    /// Records that the lender wants a lease back, within the time `within` from now. An earlier
+    /// deadline remains. A borrower that must copy the bytes first gets the time for that, even if
+    /// the lender asks for less: the lender may not know yet that the borrower has no copy.
     fn recall(&self, id: LeaseId, lender: &LenderId, within: Duration) -> Result<()>;
 
-    /// Records that the borrower no longer needs a lease. Succeeds if the lease has already ended.
+    /// Records that the borrower no longer needs the RAM of a lease. Succeeds if the lease has
+    /// already ended.
     fn release(&self, id: LeaseId, borrower: &str) -> Result<()>;
 
-    /// Records that nobody can reach a lease's bytes any more, so that the lender has them back.
-    /// Succeeds if the lease has already ended.
+    /// Ends a lease: records that nobody can reach its bytes any more, so that the lender has them
+    /// back. Succeeds if the lease has already ended.
     fn ended(&self, id: LeaseId, lender: &LenderId) -> Result<()>;
 
-    /// Returns all offers and leases, without keys.
+    /// Returns all lenders and leases that the registry knows, without keys.
     fn picture(&self) -> Result<Picture>;
 }
 

@@ -1,4 +1,4 @@
-//! Errors of a registry, and checks of the values in requests.
+//! Errors of a registry of leases, and checks of the values in requests.
 
 use std::time::Duration;
 
@@ -13,34 +13,34 @@ const MAX_BYTES: u64 = 1 << 50;
 /// Maximum length of the name of a host or VM, in bytes.
 pub(super) const MAX_NAME: usize = 64;
 
-/// Result of a request to a registry.
+/// Result of a request to a registry of leases.
 pub type Result<T, E = RegistryError> = std::result::Result<T, E>;
 
-/// Reason why a registry refuses a request.
+/// Reason why a registry refuses a request or cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum RegistryError {
     /// A value in the request is not allowed.
     #[error("{field}: {why}")]
     Value {
-        /// Name of the field with the value.
+        /// Name of the request's field with the value.
         field: String,
-        /// Reason why the value is not allowed, and allowed values.
+        /// Why the value is not allowed, and which values are.
         why: String,
     },
-    /// No lender has as many free bytes as requested.
+    /// No lender has as many free bytes as the borrower wants.
     #[error(
         "no lender has {wanted} to spare: the largest offer of {lenders} lenders to '{borrower}' is {}; lend more on another host (memfold lend --max), or use a smaller swap disk",
         ByteSize(*largest)
     )]
     NothingToSpare {
-        /// Number of bytes that the borrower requested.
+        /// Number of bytes that the borrower wants.
         wanted: ByteSize,
         /// Host name of the borrower.
         borrower: String,
-        /// Largest number of free bytes that one lender has.
+        /// Free bytes of the lender that has the most.
         largest: u64,
-        /// Number of lenders that were considered.
+        /// Number of lenders that the borrower may use.
         lenders: usize,
     },
     /// The lease does not exist, or does not belong to the caller.
@@ -48,12 +48,12 @@ pub enum RegistryError {
         "host '{who}' has no lease {id}: the lender has ended the lease, or it never existed; 'memfold leases' lists all leases"
     )]
     NoLease {
-        /// Number of the lease.
+        /// Number of the lease that was asked for.
         id: LeaseId,
-        /// Name of the host that asked.
+        /// Name of the host that asked for the lease.
         who: String,
     },
-    /// A later daemon lends under the same host name.
+    /// A daemon that started later lends under the same host name.
     #[error(
         "another daemon has begun to lend under the host name '{lender}'; give each host its own name (memfold serve --host)"
     )]
@@ -64,17 +64,17 @@ pub enum RegistryError {
     /// The lease's state does not allow the request.
     #[error("lease {id} is {state} and cannot be {wanted}")]
     State {
-        /// Number of the lease.
+        /// Number of the lease that was asked for.
         id: LeaseId,
-        /// State of the lease.
+        /// State of the lease now.
         state: LeaseState,
-        /// State that the request would lead to, or `renewed`.
+        /// State into which the request would bring the lease, or `renewed`.
         wanted: String,
     },
     /// The registry cannot be reached, or does not work now.
     #[error("cannot use the registry at {place}: {why}")]
     Unusable {
-        /// Address of the registry.
+        /// Address of the registry that cannot be used.
         place: String,
         /// Error of the connection, or the registry's refusal.
         why: String,
@@ -100,8 +100,8 @@ pub(super) fn wrong_state(id: LeaseId, state: LeaseState, wanted: &str) -> Regis
     RegistryError::State { id, state, wanted }
 }
 
-/// Checks the name of a host or VM, because names come from other hosts and are used in paths and
-/// logs.
+/// Checks the name of a host or VM, which may come from another host and become part of paths and
+/// logs: 1 to 64 letters, digits, `.`, `_` or `-`. `field`: what is named, for the error message.
 pub fn check_name(field: &str, name: &str) -> Result<()> {
     let letter = |c: char| c.is_ascii_alphanumeric();
     let good = (1..=MAX_NAME).contains(&name.len())
@@ -127,7 +127,7 @@ pub fn check_bytes(bytes: u64, least: u64) -> Result<()> {
     ))
 }
 
-/// Checks that a time is at most [`MAX_TTL`], and returns it in milliseconds.
+/// Checks that a time until a deadline is at most [`MAX_TTL`], and returns it in milliseconds.
 pub fn check_ttl(ttl: Duration) -> Result<u64> {
     if ttl <= MAX_TTL {
         return Ok(ms(ttl));

@@ -1,8 +1,9 @@
-//! The registry that one daemon serves, stored in an `SQLite` database.
+//! The registry of leases that one daemon serves, stored in an `SQLite` database.
 //!
-//! Times are milliseconds since the boot of the daemon's host. So hosts need not agree on the time,
-//! and setting the clock changes nothing. `BEGIN IMMEDIATE` takes the database's only write lock
-//! before the first read, so values that a transaction has read are still valid when it writes.
+//! Times in the database are milliseconds since the boot of the daemon's host. So hosts need not
+//! agree on the time, and setting the clock changes nothing. `BEGIN IMMEDIATE` takes the database's
+//! only write lock before the first read, so values that a transaction has read are still valid
+//! when it writes.
 
 use std::fmt;
 use std::fs::Permissions;
@@ -74,7 +75,7 @@ const LENDERS: &str = "SELECT host, incarnation, bytes, heard_ms, expires_ms, (S
 
 type Clock = Arc<dyn Fn() -> i64 + Send + Sync>;
 
-/// A registry in a database file.
+/// A registry of leases in an `SQLite` database file.
 pub struct SqliteRegistry {
     path: PathBuf,
     connection: Mutex<Connection>,
@@ -88,8 +89,8 @@ impl fmt::Debug for SqliteRegistry {
 }
 
 impl SqliteRegistry {
-    /// Opens the database, and creates it if it does not exist. Only the file's owner can read it,
-    /// because it contains keys.
+    /// Opens the registry's database, and creates it if it does not exist. Only the file's owner
+    /// can read it, because it contains keys.
     ///
     /// # Errors
     /// Fails if the file cannot be used, or has another version.
@@ -97,8 +98,8 @@ impl SqliteRegistry {
         Self::open_at(path, Arc::new(now_ms), &boot_id())
     }
 
-    /// Opens the database with another clock, which returns milliseconds since the boot with ID
-    /// `boot`.
+    /// Opens the registry's database with another clock, for tests. `clock` returns milliseconds
+    /// since the boot with ID `boot`.
     pub fn open_at(path: &Path, clock: Clock, boot: &str) -> Result<Self> {
         let open = || -> Result<Connection, Failure> {
             // The file is created before `SQLite` opens it, so that no other user can ever read it.

@@ -1,5 +1,8 @@
 //! Decides how much RAM a host can lend. The decision is cautious, and an offer grows only slowly.
 //!
+//! The drawing is a scale of the memory that the host has left, with plenty at the top. It shows
+//! what the lender does in each range.
+//!
 //! ```text
 //!   MemAvailable - owed
 //!   |---------------------- surplus: offered after it existed for CALM, while no task waits for memory
@@ -63,22 +66,23 @@ const PLENTY_PART: u64 = 4;
 /// worth a message.
 const GRAIN: u64 = 16 << 20;
 
-/// How urgently a host needs memory back.
+/// How urgently a host needs lent memory back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Hurry {
     /// The host can wait for borrowers to return memory in their normal time.
     #[default]
     No,
-    /// Less than a quarter of the reserve is left. Borrowers with a copy only have to stop using
-    /// the lent RAM, and get almost no time for it.
+    /// Less than a quarter of the host's reserve is left, after subtracting the memory that VMs may
+    /// claim by writing to shared pages. Borrowers that have a copy get almost no time to stop
+    /// using the lent RAM.
     Copied,
-    /// Less than an eighth of the reserve is available, including owed memory. The kernel would
-    /// soon swap, and then kill exports before a borrower could react.
+    /// Less than an eighth of the host's reserve is available. The kernel would soon swap, and then
+    /// kill exports before a borrower could react.
     Now,
 }
 
 impl Hurry {
-    /// Returns the urgency that the figures of one moment show.
+    /// Returns how urgently the host needs memory back, from its memory figures at one moment.
     #[must_use]
     pub fn by(now: &Sample) -> Self {
         let reserve = Judge::reserve(now.total_bytes);
@@ -92,20 +96,20 @@ impl Hurry {
     }
 }
 
-/// Decision of [`Judge::judge`].
+/// How much a host can lend and must take back at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
-    /// Maximum number of bytes to lend in all, including lent bytes.
+    /// Most bytes that the host can lend in all, including those that are lent now.
     pub offer_bytes: u64,
-    /// Number of bytes that borrowers must give back.
+    /// Number of lent bytes that the host needs back from borrowers.
     pub recall_bytes: u64,
-    /// How urgently the host needs the bytes in `recall_bytes`.
+    /// How urgently the host needs the bytes in `recall_bytes` back.
     pub hurry: Hurry,
-    /// Reason why the offer is not larger.
+    /// Reason why `offer_bytes` is not larger, as text for the operator.
     pub why: String,
 }
 
-/// Decides from samples of the host's memory how much the host can lend.
+/// Decides how much RAM a host can lend, from samples of the host's memory figures.
 #[derive(Clone, Debug)]
 pub struct Judge {
     /// Maximum that may ever be lent.
@@ -117,7 +121,7 @@ pub struct Judge {
 }
 
 impl Judge {
-    /// Creates a judge. `max_bytes` is the maximum that may ever be lent.
+    /// Creates a judge of a host that may lend at most `max_bytes` bytes.
     #[must_use]
     pub const fn new(max_bytes: u64) -> Self {
         Self {
@@ -127,13 +131,15 @@ impl Judge {
         }
     }
 
-    /// Returns how many bytes a host with `total_bytes` of RAM keeps for itself.
+    /// Returns how many bytes a host with `total_bytes` bytes of RAM keeps for itself: a sixteenth,
+    /// at least 256 MiB.
     #[must_use]
     pub fn reserve(total_bytes: u64) -> u64 {
         LEAST_RESERVE.max(total_bytes / RESERVE_PART)
     }
 
-    /// Decides by a new sample. `lent_bytes` bytes are lent (and so locked) now.
+    /// Decides how much the host can lend and must take back, from its newest memory figures.
+    /// `lent_bytes` bytes are lent (and so locked) now.
     pub fn judge(&mut self, now: Sample, lent_bytes: u64) -> Verdict {
         let before = self.looked.back().map(|(before, _)| *before);
         self.looked.push_back((now, lent_bytes));

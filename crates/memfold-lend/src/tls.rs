@@ -1,4 +1,5 @@
-//! Certificate files for TLS to a registry: the CA's certificates, and this host's own certificate.
+//! Reads certificate files for TLS to a registry: the CA's certificates, and this host's own
+//! certificate.
 
 use std::path::{Path, PathBuf};
 
@@ -9,19 +10,19 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 /// Files of this host's certificate and its private key.
 #[derive(Clone, Debug)]
 pub struct OwnCertificate {
-    /// File of the certificate and its chain, PEM.
+    /// File of this host's certificate and its chain (PEM).
     pub certificate: PathBuf,
-    /// File of the certificate's private key, PEM.
+    /// File of the private key of this host's certificate (PEM).
     pub key: PathBuf,
 }
 
-/// Files for TLS. They are read for each connection, so that an operator can replace them while the
-/// daemon runs.
+/// Files for TLS to a registry. They are read for each connection, so that an operator can replace
+/// them while the daemon runs.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// CA certificates (PEM) that verify a server's certificate.
+    /// File of the CA certificates (PEM) that verify a server's certificate.
     pub ca: PathBuf,
-    /// Certificate that this host shows to servers that ask for one.
+    /// Certificate that this host shows to servers that ask for one; `None`: this host shows none.
     pub own: Option<OwnCertificate>,
 }
 
@@ -39,7 +40,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, FileError> 
 }
 
 impl TlsFiles {
-    /// Returns the TLS configuration from the files. An error names the file and the reason.
+    /// Reads the files and returns the TLS configuration. An error names the file and the reason.
     pub fn config(&self) -> Result<ClientConfig, FileError> {
         let mut roots = RootCertStore::empty();
         for certificate in certificates(&self.ca)? {

@@ -1,11 +1,11 @@
-//! Private keys in PEM files.
+//! Reads private keys for TLS from PEM files.
 
 use std::path::Path;
 
 use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 use tokio_rustls::rustls::pki_types::pem::{Error, PemObject};
 
-/// Reads the first private key in a file. An error says why the key cannot be used.
+/// Reads the first private key in a PEM file. An error says why the key cannot be used.
 pub fn read(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| match error {
         Error::NoItemsFound if is_encrypted(path) => format!(

@@ -11,21 +11,22 @@ use super::graph::swap_device;
 /// Bounds of the latency histogram in nanoseconds. They match the fields of [`Waits`].
 const BOUNDS: [u64; 3] = [100_000_000, 1_000_000_000, 5_000_000_000];
 
-/// How long a guest has waited for answers of its swap disk since its first borrowing. Pending
-/// requests are not counted.
+/// How long a guest has waited for answers of its swap disk since its first borrowing. Requests
+/// without an answer yet are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Waits {
-    /// Number of answered requests.
+    /// Number of the guest's requests to its swap disk that were answered.
     pub requests: u64,
-    /// Number of requests answered after more than 0.1 s.
+    /// Number of the guest's requests to its swap disk that were answered after more than 0.1 s.
     pub over_100_ms: u64,
-    /// Number of requests answered after more than 1 s.
+    /// Number of the guest's requests to its swap disk that were answered after more than 1 s.
     pub over_1_s: u64,
-    /// Number of requests answered after more than 5 s.
+    /// Number of the guest's requests to its swap disk that were answered after more than 5 s.
     pub over_5_s: u64,
 }
 
-/// Reads the counts from QEMU. If QEMU does not count yet, starts the counting and returns `None`.
+/// Reads from QEMU how long the guest has waited for its swap disk. If QEMU does not count yet,
+/// starts the counting and returns `None`. Also `None` if the VM has no swap disk.
 pub fn look(qmp: &mut Qmp) -> Result<Option<Waits>, QmpError> {
     let all = qmp.query("query-blockstats")?;
     let Some(device) = swap_device(&all) else {

@@ -1,9 +1,9 @@
-//! Finds the settings in a domain's XML that prevent folding of its memory, so that the operator
-//! learns of them when the domain is enabled, before its next start.
+//! Finds the settings in a domain's XML that prevent folding of the domain's memory. The operator
+//! learns of them when the domain is enabled, before the domain's next start.
 //!
 //! For a running VM, the daemon asks QEMU and the kernel instead ([`memfold_vm::conditions`]),
-//! because the XML may not show hot-plugged devices, or options that are written in another way.
-//! Elements: <https://libvirt.org/formatdomain.html>.
+//! because the XML may not show hot-plugged devices, and an option of QEMU can be written in
+//! several ways. Source for the elements: <https://libvirt.org/formatdomain.html>.
 
 use memfold_vm::conditions;
 use roxmltree::{Document, Node};
@@ -14,16 +14,19 @@ use super::xml::XmlError;
 /// (<https://libvirt.org/kbase/qemu-passthrough-security.html>).
 const QEMU: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
 
-/// Facts about a domain that its XML shows before it is started.
+/// Settings in a libvirt domain's XML that matter to memfold and are known before the domain
+/// starts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Foretold {
-    /// Settings that prevent folding of the domain's memory, each with its element; empty: none.
+    /// Settings in the domain's XML that prevent folding of its memory, each as a text with the XML
+    /// element; empty: the memory can be folded.
     pub not_folded: Vec<String>,
-    /// Settings that cost the host other resources.
+    /// Settings in the domain's XML that cost the host resources other than memory, such as CPUs
+    /// that the guest never yields.
     pub costs: Vec<String>,
 }
 
-/// Finds the settings in a domain's XML that prevent folding or cost the host resources.
+/// Finds the settings in a domain's XML that prevent folding or that cost the host resources.
 pub fn read(xml: &str) -> Result<Foretold, XmlError> {
     let document = Document::parse(xml)?;
     let mut not_folded: Vec<String> = document.descendants().filter_map(hindrance).collect();

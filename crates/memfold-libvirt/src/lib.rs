@@ -1,6 +1,10 @@
 //! Integrates libvirt domains: enables memfold in their XML, and finds their QEMU processes when
 //! they run.
 //!
+//! Enabling changes the domain's XML: memfold's wrapper script as `<emulator>`, a `<channel>` for
+//! the guest's agent, and the trust domain as `<metadata>`. At the domain's start, libvirt runs the
+//! wrapper script, which starts QEMU with memfold's library.
+//!
 //! ```text
 //!   memfold libvirt enable   ---virsh define--->  the domain's XML: <emulator> wrapper, <channel> of the agent, <metadata> trust domain
 //!   virsh start: libvirt --> wrapper --> QEMU with the library, and a QMP socket for the daemon, in the domain's own directory
@@ -25,7 +29,7 @@ use hindrances::Foretold;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Error of enabling, disabling or adopting a domain.
+/// Reason why a libvirt domain could not be enabled, disabled or adopted.
 #[derive(Debug, thiserror::Error)]
 pub enum LibvirtError {
     /// libvirt refused the operation, or cannot be reached.
@@ -42,12 +46,13 @@ pub enum LibvirtError {
     /// The wrapper script cannot be installed beside the domain's QEMU.
     #[error(transparent)]
     Wrapper(#[from] WrapperError),
-    /// The domain exists only while it runs, so its XML cannot be changed.
+    /// The domain with this name is transient: it exists only while it runs, so libvirt stores no
+    /// XML that memfold could change.
     #[error(
         "domain '{0}' is transient, so libvirt stores no XML that memfold could change; define the domain first (virsh define)"
     )]
     Transient(String),
-    /// The name of the trust domain is invalid.
+    /// The name is not valid for a trust domain.
     #[error(transparent)]
     Name(#[from] memfold_vm::SpecError),
 }
@@ -61,29 +66,32 @@ impl LibvirtError {
     }
 }
 
-/// Result of [`enable`] or [`disable`].
+/// Result of enabling or disabling memfold for a libvirt domain ([`enable`], [`disable`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Change {
     /// Name of the libvirt domain.
     pub domain: String,
-    /// Trust domain of the domain, if it is enabled and has one.
+    /// Trust domain of the libvirt domain; null: the domain has none, or memfold was disabled.
     pub trust_domain: Option<String>,
-    /// Whether the XML was changed by this call.
+    /// Whether this call changed the libvirt domain's XML.
     pub changed: bool,
-    /// Whether the domain runs; changes then take effect at its next start.
+    /// Whether the libvirt domain runs. If so, the change takes effect at the domain's next start.
     pub running: bool,
-    /// Whether libvirt has saved the domain's memory (managed save). If so, the next start
+    /// Whether libvirt has saved the domain's memory (managed save). If so, the domain's next start
     /// continues with the old settings.
     pub managed_save: bool,
-    /// Settings in the XML that prevent folding; empty: none.
+    /// Settings in the libvirt domain's XML that prevent folding of the domain's memory; empty:
+    /// none.
     #[serde(default)]
     pub not_folded: Vec<String>,
-    /// Settings that cost the host other resources, such as CPUs that the guest never yields.
+    /// Settings in the libvirt domain's XML that cost the host other resources, such as CPUs that
+    /// the guest never yields.
     #[serde(default)]
     pub costs: Vec<String>,
 }
 
-/// Enables memfold for a libvirt domain, from the domain's next start on. Safe to repeat.
+/// Enables memfold for a libvirt domain, given by name, ID or UUID. The change takes effect at the
+/// domain's next start. Safe to repeat.
 pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, LibvirtError> {
     if let Some(name) = trust_domain {
         memfold_vm::check_name("domain", name)?;
@@ -108,7 +116,8 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
     Ok(change(&facts, enabled != before, trust_domain, found))
 }
 
-/// Undoes memfold's changes of a domain's XML. Safe to repeat.
+/// Undoes memfold's changes of a libvirt domain's XML. The domain is given by name, ID or UUID.
+/// Safe to repeat.
 pub fn disable(domain: &str) -> Result<Change, LibvirtError> {
     let facts = persistent(domain)?;
     let before = virsh::inactive_xml(&facts.name)?;
@@ -143,7 +152,8 @@ fn change(facts: &DomainFacts, changed: bool, trust: Option<&str>, found: Foreto
     }
 }
 
-/// Returns the name of a libvirt domain's VM in memfold, where fewer characters are allowed.
+/// Converts the name of a libvirt domain to a valid name for the domain's VM in memfold: lower-case
+/// letters, digits and `._-`, at most [`memfold_vm::MAX_NAME`] characters.
 #[must_use]
 pub fn vm_name(domain: &str) -> String {
     let letter = |c: char| match c.to_ascii_lowercase() {

@@ -1,4 +1,5 @@
-//! Finds the QEMU processes that libvirt runs, and memfold's sockets in these processes.
+//! Finds the QEMU processes that libvirt runs, and the QMP socket in each that memfold's daemon may
+//! use.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,7 +8,7 @@ use rustix::process::Pid;
 
 use memfold_vm::{Identity, endpoints};
 
-/// Directory in which libvirt records the processes of its QEMUs, as `NAME.pid`.
+/// Directory in which libvirt records the process ID of each domain's QEMU, as `NAME.pid`.
 pub const DEFAULT_RUN: &str = "/run/libvirt/qemu";
 
 /// File name of the QMP socket that the wrapper makes QEMU create, beside the library's socket.
@@ -16,15 +17,16 @@ const QMP: &str = "memfold-qmp.sock";
 /// The QEMU process of a running libvirt domain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Running {
-    /// Name of the domain.
+    /// Name of the libvirt domain that runs in the process.
     pub domain: String,
-    /// The QEMU process.
+    /// The domain's QEMU process.
     pub process: Identity,
 }
 
 impl Running {
-    /// Returns all QEMU processes that libvirt runs; none if there is no libvirt. (`driver.pid` is
-    /// the process of libvirt itself, which has none of memfold's sockets.)
+    /// Returns the processes with a `.pid` file in `run`, libvirt's directory; none if the
+    /// directory does not exist. libvirt's own process (`driver.pid`) is one of them and has none
+    /// of memfold's sockets.
     pub fn all(run: &Path) -> io::Result<Vec<Self>> {
         let entries = match std::fs::read_dir(run) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -47,8 +49,8 @@ impl Running {
         })
     }
 
-    /// Returns the path of the QMP socket for the daemon; `None` if QEMU was started without the
-    /// wrapper.
+    /// Returns the path of the QMP socket that QEMU opened for memfold's daemon; `None` if QEMU was
+    /// not started by memfold's wrapper script.
     #[must_use]
     pub fn qmp(&self) -> Option<PathBuf> {
         let library = endpoints::library(Pid::from_raw(self.process.pid)?).ok()?;

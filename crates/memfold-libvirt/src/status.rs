@@ -1,5 +1,4 @@
-//! Reports the status of libvirt's domains: which are enabled, and which of them the daemon
-//! manages.
+//! Reports for which libvirt domains memfold is enabled, and which of their VMs the daemon manages.
 
 use std::path::Path;
 
@@ -8,38 +7,41 @@ use utoipa::ToSchema;
 
 use super::{DEFAULT_RUN, LibvirtError, Mark, Running, virsh};
 
-/// Status of a libvirt domain.
+/// What memfold does with a libvirt domain, as `memfold libvirt status` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DomainStatus {
     /// Name of the domain in libvirt.
     pub domain: String,
-    /// Whether the domain runs.
+    /// Whether the libvirt domain runs.
     pub running: bool,
-    /// memfold's mark in the XML; null: the domain is not enabled.
+    /// memfold's settings in the metadata of the domain's XML; null: memfold is not enabled for the
+    /// domain.
     #[schema(value_type = Option<Object>)]
     pub mark: Option<Mark>,
-    /// Whether the domain was started with memfold; null: it does not run.
+    /// Whether the domain's QEMU was started with memfold's library; null: the domain does not run.
     pub started_with_memfold: Option<bool>,
-    /// Name of the domain's VM in memfold, if the daemon manages it.
+    /// Name of the domain's VM in memfold; null: the daemon does not manage the domain.
     pub vm: Option<String>,
-    /// Status of folding and required action, as text.
+    /// Text for the operator: whether the domain's memory is folded and, if not, why or what to do.
     pub folding: String,
 }
 
-/// The daemon's facts about a VM that libvirt started.
+/// What the daemon knows about a VM that libvirt started.
 #[derive(Clone, Debug)]
 pub struct KnownVm {
     /// Name of the VM in memfold.
     pub name: String,
     /// Name of the domain in libvirt.
     pub domain: String,
-    /// The first reason why the VM's RAM is not folded; `None`: it is folded.
+    /// The first reason why the VM's RAM is not folded; `None`: nothing prevents folding.
     pub fold_problem: Option<String>,
-    /// Whether folded pages can be folded again while the VM runs.
+    /// Whether the VM's pages can be folded again while the VM runs, after the guest has rewritten
+    /// them.
     pub folds_again: bool,
 }
 
-/// Returns the status of all libvirt domains. `vms`: the daemon's VMs; `None`: no daemon answers.
+/// Returns the status of all libvirt domains. `vms`: the VMs that the daemon manages; `None`: the
+/// daemon does not answer.
 pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError> {
     let running = Running::all(Path::new(DEFAULT_RUN)).unwrap_or_default();
     let one = |domain: String| {

@@ -24,39 +24,40 @@ pub enum VirshError {
     /// `virsh` could not be started.
     #[error("cannot run virsh")]
     Start(#[source] io::Error),
-    /// `virsh` with these arguments did not finish in time.
+    /// `virsh` with these arguments did not finish within 120 s.
     #[error("libvirt did not answer 'virsh {0}' within {PATIENCE_S} s")]
     Timeout(String),
-    /// `virsh` with these arguments reported this error.
+    /// `virsh` with the arguments (first text) failed with an error message (second text).
     #[error("'virsh {0}' failed: {1}")]
     Refused(String, String),
-    /// libvirt reported that the domain does not run.
+    /// The libvirt domain with this name does not run.
     #[error("libvirt domain '{0}' no longer runs")]
     NotRunning(String),
-    /// virsh took the first name for the number or UUID of the second domain.
+    /// `virsh` took the name of a domain (first text) for the number or UUID of another domain, and
+    /// answered for that domain (second text).
     #[error(
         "virsh answered for domain '{1}' instead of '{0}'; rename '{0}', which virsh takes for a domain's number or UUID"
     )]
     Another(String, String),
-    /// The answer of `virsh` with these arguments lacks this field.
+    /// The output of `virsh` with the arguments (first text) lacks a field (second text).
     #[error("the output of 'virsh {0}' lacks the field '{1}'")]
     Unknown(String, &'static str),
 }
 
-/// Facts about a domain, from `virsh dominfo`.
+/// Facts about a libvirt domain, from the output of `virsh dominfo`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainFacts {
-    /// Name of the domain.
+    /// Name of the libvirt domain.
     pub name: String,
-    /// Whether the domain runs or is paused.
+    /// Whether the libvirt domain runs or is paused.
     pub running: bool,
-    /// Whether libvirt keeps the domain's XML when the domain does not run.
+    /// Whether libvirt keeps the domain's XML while the domain does not run.
     pub persistent: bool,
-    /// Whether libvirt has saved the domain's memory for the next start.
+    /// Whether libvirt has saved the domain's memory (managed save), which the next start restores.
     pub managed_save: bool,
 }
 
-/// Returns the names of all libvirt domains.
+/// Returns the names of all libvirt domains, running or not, in alphabetical order.
 pub fn domains() -> Result<Vec<String>, VirshError> {
     let list = run(&["list", "--all", "--name"])?;
     let names = list.lines().filter(|name| !name.is_empty());
@@ -65,7 +66,7 @@ pub fn domains() -> Result<Vec<String>, VirshError> {
     Ok(names)
 }
 
-/// Returns the facts about a domain, which is given by name, ID or UUID.
+/// Asks libvirt for the facts about a domain (`virsh dominfo`), given by name, ID or UUID.
 pub fn facts(domain: &str) -> Result<DomainFacts, VirshError> {
     let (command, option) = ("dominfo", option(domain));
     let text = run(&[command, &option])?;
@@ -83,13 +84,13 @@ pub fn facts(domain: &str) -> Result<DomainFacts, VirshError> {
     })
 }
 
-/// Returns the XML for a domain's next start, including passwords.
+/// Returns the XML with which libvirt will start a domain the next time, including passwords.
 pub fn inactive_xml(domain: &str) -> Result<String, VirshError> {
     let xml = run(&["dumpxml", "--inactive", "--security-info", &option(domain)])?;
     of_name(domain, xml)
 }
 
-/// Returns the XML of a running domain.
+/// Returns the current XML of a running domain; an error if the domain does not run.
 pub fn xml(domain: &str) -> Result<String, VirshError> {
     let xml = of_name(domain, run(&["dumpxml", &option(domain)])?)?;
     let runs = roxmltree::Document::parse(&xml)
@@ -116,7 +117,7 @@ fn of_name(domain: &str, xml: String) -> Result<String, VirshError> {
     Err(VirshError::Another(domain.to_owned(), got))
 }
 
-/// Stores a domain's XML in libvirt (`virsh define`).
+/// Stores the XML of a domain in libvirt (`virsh define`). The XML names the domain.
 pub fn define(xml: &str) -> Result<(), VirshError> {
     // Only its owner may read the file, because the XML contains passwords.
     let mut file = tempfile::NamedTempFile::new().map_err(VirshError::Start)?;

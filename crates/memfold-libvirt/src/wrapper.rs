@@ -1,5 +1,8 @@
-//! Installs the wrapper program that enabled domains have as their `<emulator>`. The wrapper is in
-//! QEMU's directory, and its name is QEMU's name with the prefix `memfold-`.
+//! Installs the wrapper script that enabled domains have as their `<emulator>`. The script starts
+//! QEMU with memfold's library and with a QMP socket for the daemon.
+//!
+//! The script is in QEMU's directory. Its name is the name of the QEMU program with the prefix
+//! `memfold-`.
 
 use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
@@ -14,46 +17,49 @@ const SIGN: &str = "# A QEMU for libvirt that has memfold's library in it";
 
 const PREFIX: &str = "memfold-";
 
-/// Reason why the wrapper could not be installed.
+/// Reason why the wrapper script could not be installed.
 #[derive(Debug, thiserror::Error)]
 pub enum WrapperError {
-    /// The emulator is not a program in a directory.
+    /// The domain's `<emulator>`, at this path, is not a file on this host.
     #[error("the domain's <emulator> '{0}' is not a program on this host")]
     Emulator(PathBuf),
-    /// Another file has the wrapper's name.
+    /// A file that memfold did not create is at the path of the wrapper script.
     #[error(
         "{0} exists and was not created by memfold; remove the file, or give the domain another <emulator>"
     )]
     Taken(PathBuf),
-    /// The wrapper cannot be written.
+    /// The wrapper script cannot be written.
     #[error("cannot write {path}")]
     Write {
-        /// Path of the wrapper.
+        /// Path of the wrapper script.
         path: PathBuf,
-        /// The error of writing.
+        /// The error of writing the wrapper script.
         #[source]
         source: io::Error,
     },
-    /// The library is missing, or QEMU could not read it.
+    /// memfold's library is missing, or QEMU could not read it; the text says which.
     #[error("{0}")]
     Library(String),
 }
 
-/// Returns the path of the wrapper of a QEMU.
+/// Returns the path of the wrapper script for the QEMU program `emulator`: the same directory, and
+/// the name with the prefix `memfold-`.
 #[must_use]
 pub fn of(emulator: &Path) -> PathBuf {
     let name = emulator.file_name().unwrap_or_default().to_string_lossy();
     emulator.with_file_name(format!("{PREFIX}{name}"))
 }
 
-/// Returns the QEMU that a wrapper runs; `None` if the name is not that of a wrapper.
+/// Returns the path of the QEMU program that a wrapper script starts; `None` if the file name lacks
+/// the prefix `memfold-`.
 #[must_use]
 pub fn emulator(wrapper: &Path) -> Option<PathBuf> {
     let name = wrapper.file_name()?.to_str()?.strip_prefix(PREFIX)?;
     Some(wrapper.with_file_name(name))
 }
 
-/// Makes sure that a QEMU has its wrapper, and returns the wrapper's path.
+/// Installs the wrapper script for the QEMU program `emulator`, unless the script exists, and
+/// returns the script's path.
 pub fn ensure(emulator: &Path) -> Result<PathBuf, WrapperError> {
     if !emulator.is_file() {
         return Err(WrapperError::Emulator(emulator.to_owned()));

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::wrapper;
 
-/// Name space of memfold's mark in the metadata.
+/// XML name space of memfold's mark in the metadata of a domain's XML.
 pub const NAMESPACE: &str = "urn:memfold:libvirt:1";
 
 /// Error of reading or changing a domain's XML.
@@ -28,33 +28,34 @@ pub enum XmlError {
     /// The text is not valid XML.
     #[error("cannot parse libvirt's XML of the domain: {0}")]
     Syntax(#[from] roxmltree::Error),
-    /// An element is missing.
+    /// The domain's XML lacks the element with this name.
     #[error("the domain's XML has no element <{0}>")]
     Lacks(&'static str),
-    /// The domain is not run by QEMU.
+    /// The domain has this type, which QEMU does not run.
     #[error("the domain's type is '{0}'; memfold supports QEMU's types 'kvm' and 'qemu'")]
     Type(String),
-    /// The guest's processor is not supported.
+    /// The guest has this processor architecture, which memfold does not support.
     #[error("the guest's architecture is {0}; memfold supports x86_64")]
     Architecture(String),
-    /// The daemon cannot reach the channel that the XML has for the agent.
+    /// The agent's channel in the domain's XML has this type, which the daemon cannot reach.
     #[error(
         "the channel {PORT_NAME} has type '{0}'; make it <channel type='unix'>, or remove the channel"
     )]
     Channel(String),
 }
 
-/// memfold's mark in a domain's metadata.
+/// memfold's element in the metadata of a libvirt domain's XML. It marks the domain as enabled, and
+/// records what is needed to undo memfold's changes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mark {
-    /// Trust domain of the domain; without one, the VM shares with no other.
+    /// Trust domain of the libvirt domain; `None`: its VM shares memory with no other VM.
     pub domain: Option<String>,
-    /// Emulator that the domain had before it was enabled.
+    /// Path of the QEMU program that was the domain's `<emulator>` before memfold was enabled.
     pub emulator: PathBuf,
-    /// Whether memfold added the agent's channel.
+    /// Whether memfold added the agent's channel to the domain's XML; false: the channel was there.
     pub channel: bool,
-    /// Controllers that libvirt added for the channel (`TYPE:INDEX`), and PCI slots that libvirt
-    /// made multifunction for these controllers (`multifunction:DOMAIN:BUS:SLOT`).
+    /// Controllers that libvirt added for the agent's channel (`TYPE:INDEX`), and PCI slots that
+    /// libvirt made multifunction for these controllers (`multifunction:DOMAIN:BUS:SLOT`).
     pub controllers: BTreeSet<String>,
     /// Controllers and slots before the change, until it is known which ones libvirt has added.
     #[serde(skip)]
@@ -62,7 +63,8 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// Reads the mark of a domain; returns `None` if the domain is not enabled.
+    /// Reads memfold's mark from a domain's XML; returns `None` if memfold is not enabled for the
+    /// domain.
     pub fn read(xml: &str) -> Result<Option<Self>, XmlError> {
         Ok(Self::of(&Document::parse(xml)?))
     }
@@ -116,14 +118,16 @@ impl Mark {
     }
 }
 
-/// Returns the domain's original QEMU, whether the domain is enabled or not.
+/// Returns the path of the QEMU program of a domain. If the XML names memfold's wrapper script,
+/// this is the QEMU that the script starts.
 pub fn own_emulator(xml: &str) -> Result<PathBuf, XmlError> {
     let document = Document::parse(xml)?;
     let (_, path) = emulator(&document)?;
     Ok(wrapper::emulator(path).unwrap_or_else(|| path.to_owned()))
 }
 
-/// Returns the domain's XML with `wrapper` as emulator, and with the trust domain in the mark.
+/// Returns the domain's XML with memfold enabled: `wrapper` as emulator, a channel for the agent,
+/// and the trust domain in memfold's mark.
 pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let root = document.root_element();
@@ -161,7 +165,8 @@ pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<S
     Ok(changes.apply(xml))
 }
 
-/// Records in the mark which controllers libvirt added for the agent's channel.
+/// Returns the domain's XML with a list, in memfold's mark, of the controllers that libvirt added
+/// for the agent's channel.
 pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let mut changes = Changes::default();
@@ -171,8 +176,8 @@ pub fn note_controllers(xml: &str) -> Result<String, XmlError> {
     Ok(changes.apply(xml))
 }
 
-/// Returns the domain's XML without memfold's changes. Changes that the domain's owner has made
-/// since remain.
+/// Returns the domain's XML without memfold's changes. Changes that the domain's owner made after
+/// memfold was enabled remain.
 pub fn disable(xml: &str) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let (emulator, now) = emulator(&document)?;
@@ -236,8 +241,8 @@ fn emulator<'a>(document: &'a Document<'_>) -> Result<(Node<'a, 'a>, &'a Path), 
     Ok((node, Path::new(node.text().unwrap_or_default().trim())))
 }
 
-/// Returns the Unix socket that libvirt has created for the agent's channel, from a running
-/// domain's XML; `None` if the domain has no such channel.
+/// Returns the path of the Unix socket that libvirt created for the agent's channel; `None` if the
+/// XML, which is that of a running domain, has no such socket.
 pub fn agent_socket(xml: &str) -> Result<Option<PathBuf>, XmlError> {
     let document = Document::parse(xml)?;
     let source = devices(&document)

@@ -1,5 +1,5 @@
-//! Rate limits for the messages of a guest's agent, in bytes and in pages per second. A guest that
-//! exceeds a limit waits; the daemon and other guests do not.
+//! Limits how many bytes and how many pages a second the messages of a guest's agent may cost the
+//! daemon. A guest that exceeds a limit waits; the daemon and other guests do not.
 
 use std::time::{Duration, Instant};
 

@@ -4,10 +4,10 @@
 //!   connect -> [Hello -> Welcome, Inventory -> messages ...] -> error or end -> wait, connect again
 //!                 ^------------- a new Hello: the guest rebooted, or its agent began anew
 //! ```
-//! One thread reads. It passes every message to the sink (a function of the caller), and blocks as
-//! long as the sink does. Meanwhile QEMU's buffer fills and the guest waits, so a flood of messages
-//! costs the host bounded memory. Messages are decoded and checked for limits ([`memfold_wire`]);
-//! their content stays untrusted.
+//! One thread reads the agent's messages and passes each to a callback of the caller, the sink.
+//! While the sink blocks, the thread does not read. QEMU's buffer then fills and the guest waits,
+//! so a flood of messages costs the host bounded memory. The link decodes messages and checks them
+//! for limits ([`memfold_wire`]); their content stays untrusted.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
@@ -50,17 +50,18 @@ const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
 /// Most output of a command that [`AgentLink::run`] keeps, in bytes, both streams together.
 const MAX_OUTPUT: usize = 64 << 20;
 
-/// Options of an agent link: paths that the agent reports, and limits on its messages.
+/// Which paths a guest's agent reports, and how much it may send.
 #[derive(Clone, Debug)]
 pub struct AgentOptions {
-    /// Glob patterns of paths to report; empty means all.
+    /// Glob patterns of the paths in the guest that the agent reports; empty: all paths.
     pub include: Vec<String>,
-    /// Glob patterns of paths to exclude.
+    /// Glob patterns of the paths in the guest that the agent does not report.
     pub exclude: Vec<String>,
-    /// Most bytes per second that are read from the agent; beyond this limit, the guest waits.
+    /// Most bytes per second that the daemon reads from the agent. Beyond this limit, the guest
+    /// waits.
     pub max_bytes_per_s: u32,
-    /// Most pages per second that messages may name; beyond this limit, the guest waits. A message
-    /// that makes the daemon rebuild tables counts as many pages.
+    /// Most pages per second that the agent's messages may name. Beyond this limit, the guest
+    /// waits. A message that makes the daemon rebuild tables counts as many pages.
     pub max_pages_per_s: u32,
 }
 
@@ -76,53 +77,57 @@ impl Default for AgentOptions {
     }
 }
 
-/// Facts about the agent and its guest, from the agent's Hello. Untrusted.
+/// What the agent said about itself and its guest in its first message of a session (Hello).
+/// Untrusted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AgentFacts {
-    /// Package version of the agent.
+    /// Package version of the agent, as the agent reports it.
     pub agent: String,
-    /// `uname -r` in the guest.
+    /// Version of the guest's kernel (`uname -r`).
     pub kernel: String,
-    /// The guest's boot id.
+    /// Boot ID of the guest: a random UUID that the guest's kernel makes at each boot.
     pub boot_id: String,
-    /// The guest's host name.
+    /// Host name of the guest.
     pub host_name: String,
-    /// Conditions in the guest that prevent parts of the agent's work, as text.
+    /// Conditions in the guest that prevent parts of the agent's work, each as a text for the
+    /// operator.
     pub problems: Vec<String>,
 }
 
-/// Events that an agent link passes to its sink, in order.
+/// Events that an agent link passes to its callback (the sink), in the order in which they happen.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AgentEvent {
-    /// A session begins. File numbers and hints of earlier sessions are no longer valid.
+    /// A session with the agent began. File numbers and hints of earlier sessions are no longer
+    /// valid.
     Session(AgentFacts),
-    /// A message of this session; never `Hello`, `Output` or `Exited`.
+    /// The agent sent a message in the current session; never `Hello`, `Output` or `Exited`.
     Message(FromAgent),
-    /// The connection ended; the link reconnects by itself.
+    /// The connection to the agent ended. The link connects again without the caller's help.
     Lost {
-        /// Error message of the connection.
+        /// Why the connection ended, as a text for the operator.
         reason: String,
     },
 }
 
-/// Counters since the link was started.
+/// Counters of an agent link since it was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct AgentStats {
-    /// Bytes read from the agent.
+    /// Bytes that the link read from the agent.
     pub bytes: u64,
-    /// Number of decoded messages.
+    /// Number of the agent's messages that the link decoded.
     pub messages: u64,
-    /// Number of sessions: how often the agent sent a Hello.
+    /// Number of sessions with the agent: how often the agent sent a valid Hello.
     pub sessions: u64,
-    /// Connections dropped because the guest broke the protocol.
+    /// Number of connections that the link closed because the guest broke the protocol.
     pub protocol_errors: u64,
-    /// Messages dropped because they came outside a session or belonged to no running command.
+    /// Number of the agent's messages that the link dropped, because they came outside a session or
+    /// belonged to no running command.
     pub dropped: u64,
-    /// Times that the reader waited because the guest exceeded its limits.
+    /// How often the link stopped reading because the guest exceeded its limits.
     pub throttled: u64,
 }
 
-/// Error of a message to the agent, or of a command in the guest.
+/// Why a message to the agent could not be sent, or why a command in the guest gave no result.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum AgentError {
@@ -140,14 +145,14 @@ pub enum AgentError {
     Write(#[source] std::io::Error),
 }
 
-/// Result of a command in the guest.
+/// What a command in the guest printed, and its exit code.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CommandResult {
-    /// Standard output.
+    /// What the command wrote to its standard output.
     pub stdout: Vec<u8>,
-    /// Standard error.
+    /// What the command wrote to its standard error.
     pub stderr: Vec<u8>,
-    /// Exit code; 128 + signal if killed.
+    /// Exit code of the command, or 128 + signal if a signal killed the command.
     pub code: i32,
 }
 
@@ -156,7 +161,8 @@ enum CommandEvent {
     Exited(i32),
 }
 
-/// A connection to a guest's agent. It reconnects as needed until this value is dropped.
+/// A connection to memfold's agent in a guest. A thread reconnects as needed, until this value is
+/// dropped.
 #[derive(Debug)]
 pub struct AgentLink {
     shared: Arc<Shared>,
@@ -186,8 +192,8 @@ struct State {
 }
 
 impl AgentLink {
-    /// Starts a thread that connects to the agent's port at `path`, and reconnects until the link
-    /// is dropped. `sink` gets the agent's events on that thread. It may block (the guest then
+    /// Starts a thread that connects to the agent's socket at `path` and reconnects until the link
+    /// is dropped. The thread calls `sink` with each event. `sink` may block (the guest then
     /// waits), and must not call [`run`](Self::run).
     pub fn start(
         path: &Path,
@@ -214,13 +220,14 @@ impl AgentLink {
         Self { shared, thread }
     }
 
-    /// Returns facts about the agent of the current session; `None` if there is no session.
+    /// Returns what the agent said about itself at the start of the current session; `None` if
+    /// there is no session.
     #[must_use]
     pub fn session(&self) -> Option<AgentFacts> {
         self.shared.lock().session.clone()
     }
 
-    /// Waits until a session with the agent exists, for `timeout` at most.
+    /// Waits until a session with the agent exists. Fails after `timeout`.
     pub fn wait_session(&self, timeout: Duration) -> Result<AgentFacts, AgentError> {
         let (state, _) = self
             .shared
@@ -230,31 +237,32 @@ impl AgentLink {
         state.facts().cloned()
     }
 
-    /// Returns counters since the link was started.
+    /// Returns the counters of this link since it was started.
     #[must_use]
     pub fn stats(&self) -> AgentStats {
         self.shared.lock().stats
     }
 
-    /// Sends a message to the agent of the current session.
+    /// Sends a message to the agent. Fails if there is no connection to the agent.
     pub fn send(&self, message: &ToAgent) -> Result<(), AgentError> {
         self.shared.send(message)
     }
 
-    /// Blocks all sending to the agent until the guard is dropped. QEMU would write sent data into
-    /// the guest's memory even while the VM is stopped.
+    /// Blocks all sending to the agent until the caller drops the guard. QEMU would write sent data
+    /// into the guest's memory even while the VM is stopped.
     pub fn quiet(&self) -> MutexGuard<'_, ()> {
         self.shared.quiet()
     }
 
-    /// Asks the agent for an inventory of the guest's page cache. Entries that the agent reported
-    /// before, and does not repeat, become invalid.
+    /// Asks the agent to report the guest's whole page cache. Entries that the agent reported
+    /// before, and does not report again, become invalid.
     pub fn take_inventory(&self) -> Result<(), AgentError> {
         self.shared.lock().facts()?;
         self.shared.send(&ToAgent::Inventory)
     }
 
-    /// Runs `/bin/sh -c script` in the guest and collects its output.
+    /// Runs `/bin/sh -c script` in the guest and returns output and exit code. The command is
+    /// killed after `timeout`, or when it has printed more than 64 MiB.
     pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         let mut kept = 0;
@@ -270,9 +278,9 @@ impl AgentLink {
         Ok(result)
     }
 
-    /// Runs `/bin/sh -c script` in the guest, passes its output to `output` as it arrives, and
-    /// returns its exit code. The command is killed after `timeout`, or when `output` returns false
-    /// ([`AgentError::TooMuchOutput`]).
+    /// Runs `/bin/sh -c script` in the guest, calls `output` with each piece of the command's
+    /// output, and returns the exit code. The command is killed after `timeout`, or when `output`
+    /// returns false ([`AgentError::TooMuchOutput`]).
     pub fn run_streaming(
         &self,
         script: &str,

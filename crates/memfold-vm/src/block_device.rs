@@ -1,6 +1,6 @@
-//! Identifies block devices across boots of the host. A name such as `/dev/sdb`, a device number
-//! and the times of a device node are valid for one boot only; the next boot may assign them to
-//! another disk.
+//! Tells whether a path still leads to the same block device with the same content, also after a
+//! reboot of the host. A name such as `/dev/sdb`, a device number and the times of a device node
+//! are valid for one boot only; the next boot may assign them to another disk.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -23,31 +23,32 @@ const SAMPLE: u64 = 64 << 10;
 /// Number of samples between the first and the last sample.
 const SAMPLES: u64 = 256;
 
-/// Identity and state of a block device at one moment.
+/// Identity and content of a block device at one moment, for a later comparison.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockDevice {
-    /// Identifier from the device's driver: a device mapper's UUID, a WWID, a serial number, or the
-    /// file of a loop device.
+    /// Identifier of the device from its driver: a device mapper's UUID, a WWID, a serial number,
+    /// or the file of a loop device; `None`: the driver has none.
     pub id: Option<String>,
-    /// Length in bytes.
+    /// Length of the device in bytes.
     pub bytes: u64,
     /// XXH3 (128 bits, hexadecimal) of samples of the device's content.
     pub samples: String,
-    /// XXH3 (128 bits, hexadecimal) of the parts that a file system writes when it is mounted: the
-    /// first [`HEAD`] bytes of the device and of each partition in its table. Unset in snapshots of
-    /// older versions of memfold.
+    /// XXH3 (128 bits, hexadecimal) of the parts of the device that a file system writes when it is
+    /// mounted: the first [`HEAD`] bytes of the device and of each partition in its table. Unset in
+    /// snapshots of older versions of memfold.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<String>,
-    /// Boot ID of the host for which `disk_number` and `sectors_written` are valid.
+    /// Boot ID of the host in the boot in which `disk_number` and `sectors_written` were read.
     pub boot: String,
-    /// Sequence number that the kernel gave the disk in this boot.
+    /// Sequence number that the kernel gave the disk in this boot (`diskseq` in sysfs).
     pub disk_number: Option<u64>,
-    /// Sectors that the kernel has written to the device in this boot.
+    /// Number of sectors that the kernel has written to the device since the host's boot.
     pub sectors_written: Option<u64>,
 }
 
 impl BlockDevice {
-    /// Reads the block device at `path`; returns `None` if the path leads to another kind of file.
+    /// Reads identity and samples of the block device at `path`; returns `None` if the path leads
+    /// to another kind of file.
     pub fn of(path: &Path) -> io::Result<Option<Self>> {
         let facts = fs::metadata(path)?;
         if !facts.file_type().is_block_device() {
@@ -78,8 +79,8 @@ impl BlockDevice {
         }))
     }
 
-    /// Compares this saved device with `now`. Returns the difference, or `None` if the device is
-    /// unchanged.
+    /// Compares this device, as it was recorded, with `now`, the same path read again. Returns the
+    /// difference as text, or `None` if device and content are unchanged.
     #[must_use]
     pub fn differs(&self, now: &Self) -> Option<String> {
         let same_disk = self.boot == now.boot
@@ -225,8 +226,8 @@ fn partitions(file: &File, bytes: u64) -> Vec<u64> {
 }
 
 /// Returns a path that leads to the same block device after the next boot: `path` itself if it is a
-/// link, else a persistent link of udev's, if one exists. For other files, returns the canonical
-/// path.
+/// symbolic link, else a persistent link of udev, if there is one. For other files, returns the
+/// canonical path.
 pub fn lasting_path(path: &Path) -> io::Result<PathBuf> {
     let real = path.canonicalize()?;
     let facts = fs::metadata(&real)?;

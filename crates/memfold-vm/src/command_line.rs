@@ -12,8 +12,8 @@ use super::segments;
 use super::spec::{DiskSpec, Network, VmSpec};
 use super::swap;
 
-/// Returns QEMU's whole command line. `overlays` holds one file for each disk with `snapshot`, in
-/// order, and the swap disk's file, if the VM has one.
+/// Returns QEMU's command line for a VM. `overlays` holds the overlay files of the disks with
+/// `snapshot`, in the order of the disks; the file of the swap disk is the last, if the VM has one.
 #[must_use]
 pub fn arguments(
     spec: &VmSpec,

@@ -1,4 +1,4 @@
-//! Conditions under which a VM's RAM can be folded, and the reasons if the RAM cannot be folded.
+//! Finds out whether a VM's RAM can be folded and, if not, why.
 //!
 //! The kernel's facts take precedence over QEMU's. Open descriptors and locked memory are read from
 //! `/proc`, because QEMU does not report all options and hot-plugged devices.
@@ -13,14 +13,15 @@ use super::endpoints::command_line;
 use super::qmp::Qmp;
 use super::ram::{self, RamError};
 
-/// A condition that is not met, with its remedy.
+/// Why a VM cannot be folded, or what the VM costs the host, with a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Reason {
-    /// The unmet condition, as text.
+    /// The setting or state of the VM that is the reason, as a text for the operator.
     pub condition: String,
-    /// The change that would fulfil the condition, as text.
+    /// What the operator can change about the VM, as text.
     pub remedy: String,
-    /// Whether the condition ends by itself (such as a migration), so that folding only pauses.
+    /// Whether the reason ends without a change by the operator (such as a migration), so that
+    /// folding only pauses.
     pub passing: bool,
 }
 
@@ -30,15 +31,15 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// The conditions of a VM at one moment.
+/// Whether a VM's RAM can be folded, as found at one moment, and the reasons if not.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct VmConditions {
     /// Reasons why the VM's RAM cannot be folded; empty if the RAM can be folded.
     pub fold: Vec<Reason>,
-    /// Reasons why folded pages cannot be folded again while the VM runs (they can be while it is
-    /// paused); empty if they can.
+    /// Reasons why pages that the guest has written cannot be folded again while the VM runs, but
+    /// only while it is paused; empty if they can.
     pub refold_live: Vec<Reason>,
-    /// Settings that cost the host resources but do not prevent folding.
+    /// Settings of the VM that cost the host resources, but do not prevent folding.
     pub costs: Vec<Reason>,
 }
 
@@ -49,7 +50,7 @@ impl VmConditions {
         self.fold.is_empty()
     }
 
-    /// Returns whether folding again with write protection, while the VM runs, is safe now.
+    /// Returns whether pages that the guest has written may be folded again now, while the VM runs.
     #[must_use]
     pub fn may_refold_live(&self) -> bool {
         self.may_fold() && self.refold_live.is_empty()
@@ -64,8 +65,8 @@ fn reason(condition: impl Into<String>, remedy: &str) -> Reason {
     }
 }
 
-/// Reads the conditions from QEMU and the kernel. `library`: whether memfold's library is in this
-/// QEMU; then an open userfaultfd is the library's own.
+/// Reads from QEMU and the kernel whether the VM of process `pid` can be folded. `library`: whether
+/// memfold's library is in this QEMU; an open userfaultfd is then the library's own.
 pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamError> {
     let mut found = VmConditions::default();
     memory(qmp, &mut found)?;
@@ -82,11 +83,11 @@ pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamE
     Ok(found)
 }
 
-/// Text for `-overcommit cpu-pm=on`: HLT, PAUSE and MWAIT do not exit to the host (QEMU's
-/// `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
+/// Text for the operator about `-overcommit cpu-pm=on`: HLT, PAUSE and MWAIT of the guest do not
+/// exit to the host (QEMU's `target/i386/kvm/kvm.c`, `KVM_CAP_X86_DISABLE_EXITS`).
 pub const KEEPS_CPUS: &str = "the guest never yields a CPU, not even when idle (-overcommit cpu-pm=on): each vCPU takes a whole core of this host";
 
-/// Returns whether a command line contains `-overcommit cpu-pm=on`.
+/// Returns whether `words`, a QEMU command line, contain `-overcommit cpu-pm=on`.
 pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
     let (mut is_overcommit, mut is_on) = (false, false);
     for word in words {
@@ -104,8 +105,8 @@ pub fn says_cpu_pm<'a>(words: impl Iterator<Item = &'a str>) -> bool {
     is_on
 }
 
-/// Reads only the conditions for folding again while the VM runs: devices and block nodes, which
-/// can be hot-plugged at any time.
+/// Reads only the conditions that hot-plug can change at any time: devices and block nodes. The
+/// result is complete only for folding again while the VM runs.
 pub fn read_refold_live(qmp: &mut Qmp) -> Result<VmConditions, RamError> {
     let mut found = VmConditions::default();
     plugged(qmp, &mut found)?;

@@ -1,4 +1,4 @@
-//! A VM's files: `STATE/vms/NAME/`.
+//! The files that memfold keeps for each running VM, in the directory `STATE/vms/NAME/`.
 //!
 //! ```text
 //!   spec.json      description of the VM             process.json   pid, start time, QEMU, machine type
@@ -23,32 +23,35 @@ use serde::{Deserialize, Serialize};
 
 use super::process::Identity;
 
-/// Default state directory. It is on tmpfs: like the VMs, its contents are gone after a reboot.
+/// Default state directory, in which all VMs have their files. It is on tmpfs: like the VMs, its
+/// contents are gone after a reboot.
 pub const DEFAULT_STATE: &str = "/run/memfold";
 
-/// Longest path of a Unix socket in bytes (`sun_path` less the final zero, unix(7)).
+/// Longest path of a Unix socket, in bytes (`sun_path` without the final zero, unix(7)).
 pub const MAX_SOCKET_PATH: usize = 107;
 
-/// Record of a started QEMU, written right after the start.
+/// What memfold records about a QEMU right after its start, for later daemons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// PID and start time of QEMU's process.
+    /// PID and start time of the QEMU process.
     pub process: Identity,
-    /// Path of the QEMU program.
+    /// Path of the QEMU program that the VM runs in.
     pub qemu: PathBuf,
-    /// QEMU's version: major, minor, micro.
+    /// Version of the VM's QEMU: major, minor, micro.
     pub version: (u64, u64, u64),
-    /// Versioned machine type, and machine options that device states depend on.
+    /// Machine type of the VM with its version, and the machine options on which device states
+    /// depend.
     pub machine: String,
-    /// Accelerator: `kvm` or `tcg`.
+    /// Accelerator of the VM: `kvm` or `tcg`.
     pub accel: String,
-    /// Path of memfold's library in QEMU, if the library was preloaded.
+    /// Path of memfold's library that was preloaded into QEMU; `None`: QEMU runs without the
+    /// library.
     pub library: Option<PathBuf>,
-    /// Temporary disk overlays, removed with the VM.
+    /// Paths of the VM's temporary overlays and of its swap disk, which are removed with the VM.
     pub overlays: Vec<PathBuf>,
 }
 
-/// The directory of one VM.
+/// The directory with memfold's files of one running VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmDirectory(PathBuf);
 
@@ -63,13 +66,14 @@ macro_rules! files {
 }
 
 impl VmDirectory {
-    /// Returns the directory of VM `name`, which need not exist.
+    /// Returns the directory of VM `name` below the state directory, whether it exists or not.
     #[must_use]
     pub fn of(state: &Path, name: &str) -> Self {
         Self(state.join("vms").join(name))
     }
 
-    /// Returns all VMs' directories, sorted; empty if the state directory does not exist.
+    /// Returns the directories of all VMs below the state directory, sorted by path; empty if there
+    /// are none.
     pub fn all(state: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for entry in missing_is_fine(fs::read_dir(state.join("vms")).map(Some))?
@@ -85,13 +89,13 @@ impl VmDirectory {
         Ok(found)
     }
 
-    /// Returns the directory's path.
+    /// Returns the path of the VM's directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Returns the VM's name.
+    /// Returns the VM's name, which is the last part of the directory's path.
     #[must_use]
     pub fn name(&self) -> String {
         let name = self.0.file_name().unwrap_or_default();
@@ -101,13 +105,13 @@ impl VmDirectory {
     files! {
         /// The VM's description ([`VmSpec`](super::VmSpec)).
         spec = "spec.json";
-        /// The [`Record`] of the started QEMU.
+        /// The [`Record`] of the VM's QEMU.
         record = "process.json";
         /// QMP socket for users and commands.
         qmp = "qmp.sock";
         /// QMP socket for the daemon.
         daemon_qmp = "daemon.sock";
-        /// Socket of the guest agent's port.
+        /// Socket that QEMU connects to the guest agent's port.
         agent = "agent.sock";
         /// Socket of memfold's library in QEMU.
         library = "library.sock";
@@ -117,14 +121,14 @@ impl VmDirectory {
         console_log = "console.log";
         /// Log of QEMU's own output.
         qemu_log = "qemu.log";
-        /// Segments that the VM maps, in the order of their slots: those of its description, and
-        /// those attached since.
+        /// Segments that the VM maps now, in the order of their slots: those of the VM's
+        /// description, and those attached later.
         segments = "segments.json";
-        /// Paths of temporary overlays, until the [`Record`] names them.
+        /// Paths of temporary overlays, until the [`Record`] contains them.
         overlays = "overlays.json";
-        /// Lent RAM that the VM's swap disk uses, or is about to use.
+        /// Record of the lent RAM that the VM's swap disk uses or is being moved to.
         borrowed = "borrowed.json";
-        /// An operator's request for lent RAM.
+        /// An operator's saved request to move the VM's swap disk to lent RAM.
         wish = "wish.json";
         /// Log of the relays between the swap disk and lenders.
         relay_log = "relay.log";
@@ -134,21 +138,22 @@ impl VmDirectory {
         lock_file = "launch.lock";
     }
 
-    /// Returns the socket path of the relay for part `part` of the swap disk's generation
-    /// `generation`.
+    /// Returns the path of the socket on which a relay of the VM's swap disk listens. `generation`:
+    /// number in the names of the disk's block nodes; `part`: number of the disk's copy on lent
+    /// RAM.
     #[must_use]
     pub fn relay(&self, generation: u64, part: usize) -> PathBuf {
         self.0.join(format!("lent{generation}-{part}"))
     }
 
-    /// Returns the path of the VM's own copy of file `number` among the files that its arguments
-    /// name and QEMU writes.
+    /// Returns the path of the VM's copy of file `number`. These are files other than disks that
+    /// QEMU writes and that the VM's additional QEMU arguments name.
     #[must_use]
     pub fn own_file(&self, number: usize) -> PathBuf {
         self.0.join(format!("file{number}"))
     }
 
-    /// Creates the directory, accessible only to its owner. Fails with `AlreadyExists` if the
+    /// Creates the VM's directory, accessible only to its owner. Fails with `AlreadyExists` if the
     /// directory exists.
     pub fn create(&self) -> io::Result<()> {
         let mut builder = DirBuilder::new();
@@ -159,7 +164,7 @@ impl VmDirectory {
         builder.recursive(false).create(&self.0)
     }
 
-    /// Takes the directory's lock, which is held until the returned file is dropped; `None` if
+    /// Locks the VM's directory (`launch.lock`) until the caller drops the returned file; `None` if
     /// another process holds the lock.
     pub fn lock(&self) -> io::Result<Option<File>> {
         let file = File::options()
@@ -174,19 +179,20 @@ impl VmDirectory {
         }
     }
 
-    /// Writes one of the directory's JSON files atomically.
+    /// Writes `content` as JSON to a file of the VM's directory, and replaces an older file
+    /// atomically.
     pub fn write_json<T: Serialize>(&self, path: &Path, content: &T) -> io::Result<()> {
         let part = path.with_extension("part");
         fs::write(&part, serde_json::to_vec_pretty(content)?)?;
         fs::rename(part, path)
     }
 
-    /// Reads one of the directory's JSON files.
+    /// Reads a JSON file of the VM's directory.
     pub fn read_json<T: for<'a> Deserialize<'a>>(path: &Path) -> io::Result<T> {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 
-    /// Removes the directory and the files in `overlays`. Missing files are no error.
+    /// Removes the VM's directory and the files in `overlays`. Missing files are no error.
     pub fn remove(&self, overlays: &[PathBuf]) -> io::Result<()> {
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
@@ -205,7 +211,7 @@ impl VmDirectory {
     }
 }
 
-/// Makes an operation on a file that does not exist a success with the default value.
+/// Turns the error `NotFound` of a file operation into success with the default value.
 pub fn missing_is_fine<T: Default>(result: io::Result<T>) -> io::Result<T> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(T::default()),

@@ -1,5 +1,6 @@
-//! Finds the sockets of a running QEMU from outside: memfold's library through the process's memory
-//! map and environment, the agent's port through QEMU's device tree.
+//! Finds the sockets of a running QEMU that memfold may not have started. The process's memory map
+//! and environment lead to the socket of memfold's library, QEMU's device tree to that of the
+//! agent's port.
 
 use std::fs;
 use std::io;
@@ -16,16 +17,17 @@ use super::foreign::View;
 use super::layout::RamBlock;
 use super::qmp::{Qmp, QmpError};
 
-/// Presence of memfold's library in a process, and the library's socket.
+/// Whether a process has memfold's library, and where the library listens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryPlace {
-    /// Whether the library is mapped in the process.
+    /// Whether memfold's library is mapped in the process.
     pub loaded: bool,
-    /// The library's socket, from the process's environment.
+    /// Path of the library's socket, from the process's environment; `None`: the variable is not
+    /// set.
     pub socket: Option<PathBuf>,
 }
 
-/// Looks for memfold's library in process `pid`.
+/// Looks for memfold's library, and for the path of its socket, in process `pid`.
 pub fn library(pid: Pid) -> io::Result<LibraryPlace> {
     let root = format!("/proc/{}", pid.as_raw_nonzero());
     let view = View::of(pid).unwrap_or_default();
@@ -44,7 +46,7 @@ fn variable(environment: &[u8], name: &str) -> Option<PathBuf> {
     })
 }
 
-/// Returns the arguments of a process's command line.
+/// Returns the command line of process `pid`, split into arguments; empty arguments are left out.
 pub fn command_line(pid: Pid) -> io::Result<Vec<String>> {
     let bytes = fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero()))?;
     let words = bytes.split(|b| *b == 0).filter(|w| !w.is_empty());
@@ -52,7 +54,8 @@ pub fn command_line(pid: Pid) -> io::Result<Vec<String>> {
     Ok(words.collect())
 }
 
-/// Returns the guest's name from `-name guest=NAME,...` or `-name NAME,...`.
+/// Returns the VM's name from QEMU's option `-name guest=NAME,...` or `-name NAME,...`; `None` if
+/// the option is missing.
 #[must_use]
 pub fn guest_name(command_line: &[String]) -> Option<String> {
     let at = command_line.iter().position(|w| w == "-name")?;
@@ -64,8 +67,8 @@ pub fn guest_name(command_line: &[String]) -> Option<String> {
         .map(ToOwned::to_owned)
 }
 
-/// Returns the Unix socket of the agent's port in a QEMU with process ID `pid`; `None` if the VM
-/// has no such port, or if the port's character device is no socket.
+/// Returns the path of the Unix socket that leads to the agent's port in the QEMU with process ID
+/// `pid`; `None` if the VM has no such port, or if the port's character device is no socket.
 pub fn agent_socket(pid: Pid, qmp: &mut Qmp) -> Result<Option<PathBuf>, QmpError> {
     let tree = qmp.human("info qtree")?;
     let Some(chardev) = port_chardev(&tree) else {
@@ -103,8 +106,8 @@ fn socket_path(filename: &str) -> Option<PathBuf> {
 }
 
 /// Returns the `madvise` settings that QEMU gave a RAM block, from the flags of the block's
-/// mappings. Folded parts map the page store, so an anonymous part is preferred; without one, any
-/// part is used.
+/// mappings in `smaps`. Folded parts map the page store, so an anonymous part is preferred; without
+/// one, any part is used.
 pub fn advice(pid: Pid, block: &RamBlock) -> io::Result<Advice> {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
     let end = block.hva.add_pages(block.pages);

@@ -1,5 +1,5 @@
-//! Forwarded ports: host ports that QEMU's user-mode network forwards into a guest. Only one
-//! process can listen on each.
+//! Host ports that QEMU's user-mode network forwards into a guest. Only one process of the host can
+//! listen on each port.
 
 use std::fmt;
 use std::io;
@@ -8,7 +8,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A forwarded port, written `[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`; host port 0 is any free one.
+/// A host port that QEMU forwards to a port of the guest, written
+/// `[tcp:|udp:][ADDRESS:]PORT:GUEST-PORT`. Host port 0 stands for any free port.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Forward {
@@ -20,7 +21,8 @@ pub struct Forward {
 }
 
 impl Forward {
-    /// Parses QEMU's `hostfwd` syntax: `tcp:ADDRESS:PORT-ADDRESS:PORT`.
+    /// Parses a rule in QEMU's `hostfwd` syntax, `tcp:ADDRESS:PORT-ADDRESS:PORT`; `None` if the
+    /// text is not such a rule.
     #[must_use]
     pub fn of_rule(rule: &str) -> Option<Self> {
         let (host, guest) = rule.split_once('-')?;
@@ -64,15 +66,15 @@ impl Forward {
         })
     }
 
-    /// Returns the rule in QEMU's `hostfwd` syntax.
+    /// Returns the forwarded port as a rule in QEMU's `hostfwd` syntax.
     #[must_use]
     pub fn rule(&self) -> String {
         let protocol = if self.is_udp { "udp" } else { "tcp" };
         format!("{protocol}:{}:{}-:{}", self.address, self.host, self.guest)
     }
 
-    /// Binds the host port briefly to check that it is free. Returns the rule; if its host port was
-    /// 0, with the port found. Fails if another process holds the port.
+    /// Checks that the host port is free, by listening on it briefly. Returns the forwarded port,
+    /// with a free port in place of host port 0. Fails if another process holds the host port.
     pub fn claim(&self) -> io::Result<Self> {
         let place = SocketAddrV4::new(self.address, self.host);
         let found = if self.is_udp {
@@ -86,7 +88,7 @@ impl Forward {
         })
     }
 
-    /// Returns whether the host port is 0 (any free port).
+    /// Returns whether the host port is 0, which stands for any free port.
     #[must_use]
     pub const fn is_any(&self) -> bool {
         self.host == 0

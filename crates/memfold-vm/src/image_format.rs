@@ -1,6 +1,9 @@
-//! Determines the format of a disk image when a VM is first described. The description or the
-//! file's name must agree with the first bytes of the file. Neither alone decides: a name may be
-//! wrong, and the first bytes of a raw disk are written by its guest.
+//! Determines the format of a disk image when a VM is first described.
+//!
+//! The format comes from the VM's description or from the image's file name. Unless the description
+//! says raw, memfold refuses the VM if the first bytes of the file show another format. The first
+//! bytes alone decide nothing, because the guest writes those of a raw disk; the name alone may be
+//! wrong.
 
 use std::fs::File;
 use std::io::{self, Read};

@@ -1,18 +1,18 @@
 //! Shares one copy of the kernel image (`-kernel`) among all QEMU processes of a trust domain.
 //!
-//! QEMU reads a Linux image into memory (`hw/i386/x86-common.c`, `x86_load_linux`) and passes it to
-//! the guest's boot code at each boot. So every QEMU process holds some 11 MiB that are never
-//! written, and that a clone, which does not boot, does not even read. Right after a VM's start,
-//! this memory is replaced by a private mapping of one sealed copy. All VMs of a trust domain with
-//! the same image map that copy.
+//! QEMU reads a Linux image into its memory (`hw/i386/x86-common.c`, `x86_load_linux`) and passes
+//! it to the guest's boot code at each boot. So every QEMU process holds about 11 MiB that nobody
+//! writes. The QEMU of a clone, which does not boot, does not even read them. Right after a VM's
+//! start, memfold replaces this memory by a private mapping of one sealed copy. All VMs of a trust
+//! domain with the same image map that copy.
 //!
 //! ```text
 //!   image file   | boot sector and setup | the kernel proper ................................. |
 //!   in QEMU               | 16 bytes of malloc   | the kernel proper ......................... |   starts a page
 //!   the copy                                   .....| whole pages of it                    |....
 //! ```
-//! If anything differs from what is expected (another malloc, another image format, other bytes),
-//! QEMU keeps its own memory.
+//! If anything differs from what memfold expects (another malloc, another image format, other
+//! bytes), QEMU keeps its own memory.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -62,17 +62,18 @@ struct Copy {
     pages: File,
 }
 
-/// Copies of kernels, one for each trust domain and image.
+/// Sealed copies of kernel images, one for each trust domain and image, which VMs map.
 #[derive(Debug, Default)]
 pub struct KernelCopies(Mutex<VecDeque<(Key, Arc<Copy>)>>);
 
 impl KernelCopies {
-    /// Replaces QEMU's own copy of its kernel by a mapping of the shared one. Returns the number of
-    /// bytes that QEMU no longer holds itself.
+    /// Replaces the kernel image in the memory of the VM's QEMU by a mapping of the copy that the
+    /// VM's trust domain shares. Returns the number of bytes that QEMU no longer holds itself; 0 if
+    /// there is nothing to replace.
     ///
     /// # Errors
     ///
-    /// An I/O error if the copy was not replaced; QEMU then keeps its own.
+    /// An I/O error if the memory was not replaced; QEMU then keeps its own.
     pub fn share(&self, vm: &Vm) -> io::Result<u64> {
         let spec = vm.spec().filter(|spec| spec.foreign.is_none());
         let wanted = spec.and_then(|spec| spec.boot.kernel.as_ref().zip(spec.domain.as_ref()));

@@ -48,7 +48,7 @@ const LOG_TAIL: usize = 4096;
 /// Longest age of QEMU's last output that still explains QEMU's end.
 const LAST_WORDS: Duration = Duration::from_secs(10);
 
-/// Error of starting a VM. After an error, none of the VM's files and processes remain.
+/// Why a VM could not be started. After an error, none of the VM's files and processes remain.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum LaunchError {
@@ -111,13 +111,13 @@ pub enum LaunchError {
     Start { what: String, output: String },
 }
 
-/// A flag that cancels the start of a VM.
+/// A flag by which another thread cancels the start of a VM.
 #[derive(Debug, Default)]
 pub struct Cancel(AtomicBool);
 
 impl Cancel {
-    /// Cancels the start of VM `name` under `state`. A QEMU that was already started is killed, so
-    /// that no thread waits for it.
+    /// Cancels the start of VM `name` below the state directory `state`. Kills the VM's QEMU if it
+    /// was already started, so that no thread waits for it.
     pub fn cancel(&self, state: &Path, name: &str) -> io::Result<()> {
         self.set();
         // If there is no record yet, the starting thread sees the flag after it has written one.
@@ -127,13 +127,13 @@ impl Cancel {
         }
     }
 
-    /// Returns whether the start was cancelled.
+    /// Returns whether the start of the VM was cancelled.
     #[must_use]
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 
-    /// Cancels the start. The starting thread then ends QEMU.
+    /// Cancels the start of the VM without waiting. The thread that starts the VM then ends QEMU.
     pub fn set(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
@@ -148,24 +148,25 @@ impl Cancel {
     }
 }
 
-/// Starts a VM whose files lie under `state`. Returns when QEMU's monitor answers; the guest may
-/// still be booting.
+/// Starts a VM with its files below the state directory `state`. Returns when QEMU's monitor
+/// answers; the guest may still be booting.
 pub fn start(state: &Path, spec: VmSpec) -> Result<Vm, LaunchError> {
     start_unless(&Cancel::default(), state, spec, None)
 }
 
-/// Properties that a VM must have to load a saved device state.
+/// What a host must offer so that QEMU can load a device state that was saved earlier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incoming {
-    /// QEMU's version when the state was saved: major, minor, micro.
+    /// Version of the QEMU that saved the device state: major, minor, micro.
     pub qemu: (u64, u64, u64),
-    /// Machine type, with its version.
+    /// Machine type of the saved VM, with its version.
     pub machine: String,
-    /// Accelerator when the state was saved: `kvm` or `tcg`.
+    /// Accelerator of the saved VM: `kvm` or `tcg`.
     pub accel: String,
 }
 
-/// Starts a VM unless `cancel` is set meanwhile. With `incoming`, the VM waits for a device state.
+/// Starts a VM like [`start`], but ends QEMU and fails if `cancel` is set during the start. With
+/// `incoming`, QEMU waits for a device state instead of booting.
 pub fn start_unless(
     cancel: &Cancel,
     state: &Path,
@@ -535,15 +536,15 @@ fn preload(command: &mut Command, library: &Path, directory: &VmDirectory) -> io
     Ok(())
 }
 
-/// Returns the last bytes of QEMU's log.
+/// Returns the end of QEMU's log of a VM: at most 4 KiB, as text.
 pub fn log_tail(directory: &VmDirectory) -> String {
     let log = fs::read(directory.qemu_log()).unwrap_or_default();
     let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
     String::from_utf8_lossy(tail).trim().to_owned()
 }
 
-/// Returns the last line of QEMU's log, if QEMU ended by itself right after it: for example a
-/// failed assertion or a report of corrupted memory.
+/// Returns the last line of QEMU's log if it explains why QEMU ended by itself, such as a failed
+/// assertion. `None` if the line is older than 10 s, or if a signal ended QEMU.
 pub fn last_words(directory: &VmDirectory) -> Option<String> {
     let written = fs::metadata(directory.qemu_log()).ok()?.modified().ok()?;
     let is_of_the_end = written.elapsed().is_ok_and(|age| age < LAST_WORDS);

@@ -1,5 +1,8 @@
 //! Maps guest-physical addresses to QEMU's RAM blocks and to addresses in the QEMU process (HVA).
 //!
+//! A VM's RAM may consist of several guest-physical ranges, the slots. Each slot is backed by a
+//! part of one RAM block:
+//!
 //! ```text
 //!   GPA   0 ........ 2G   [hole: PCI, firmware]   4G ...... 6G
 //!         |- slot 0 -|                            |- slot 1 -|
@@ -11,45 +14,45 @@ use memfold_units::{Hva, PAGE_SIZE, Pfn};
 /// One of QEMU's migratable RAM blocks (`info ramblock`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamBlock {
-    /// QEMU's name of the block.
+    /// QEMU's name of the RAM block.
     pub name: String,
-    /// Address of the block in the QEMU process.
+    /// Address of the RAM block in the QEMU process.
     pub hva: Hva,
-    /// Length of the block in pages.
+    /// Length of the RAM block in pages of 4 KiB.
     pub pages: u64,
 }
 
-/// A guest-physical range that a part of a RAM block backs.
+/// A range of guest-physical addresses that a part of one RAM block backs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RamSlot {
-    /// First guest page frame.
+    /// First guest page frame of the range.
     pub pfn: Pfn,
-    /// Length of the range in pages.
+    /// Length of the range in pages of 4 KiB.
     pub pages: u64,
-    /// Address of the first page in the QEMU process.
+    /// Address of the range's first page in the QEMU process.
     pub hva: Hva,
-    /// Index of the block in [`RamLayout::blocks`].
+    /// Index of the range's RAM block in [`RamLayout::blocks`].
     pub block: usize,
 }
 
-/// The RAM layout of one VM, as QEMU reports it. Slots are sorted by `pfn` and do not overlap.
+/// The RAM of one VM, as QEMU reports it: RAM blocks, and the guest-physical ranges that they back.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RamLayout {
-    /// QEMU's RAM blocks that hold system RAM.
+    /// QEMU's RAM blocks that hold the VM's system RAM.
     pub blocks: Vec<RamBlock>,
-    /// Guest-physical ranges, sorted.
+    /// Guest-physical ranges of the VM's RAM, sorted by address. The ranges do not overlap.
     pub slots: Vec<RamSlot>,
 }
 
 impl RamLayout {
-    /// Returns the number of pages of guest RAM.
+    /// Returns the size of the guest's RAM in pages of 4 KiB.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.slots.iter().map(|s| s.pages).sum()
     }
 
-    /// Returns the address of page frame `pfn` in QEMU and the number of contiguous pages from
-    /// there (`pfn` included); `None` if `pfn` is not RAM.
+    /// Returns the address of guest page frame `pfn` in the QEMU process, and the number of pages
+    /// from there to the end of the range, `pfn` included; `None` if `pfn` is not RAM.
     #[must_use]
     pub fn hva_of(&self, pfn: Pfn) -> Option<(Hva, u64)> {
         let after = self.slots.partition_point(|s| s.pfn <= pfn);
@@ -58,7 +61,8 @@ impl RamLayout {
         (inside < slot.pages).then(|| (slot.hva.add_pages(inside), slot.pages - inside))
     }
 
-    /// Returns the page frame at address `hva` of QEMU; `None` if the address is not guest RAM.
+    /// Returns the guest page frame at address `hva` of the QEMU process; `None` if the address is
+    /// not guest RAM.
     #[must_use]
     pub fn pfn_of(&self, hva: Hva) -> Option<Pfn> {
         let is_in = |s: &&RamSlot| hva >= s.hva && hva.0 - s.hva.0 < s.pages * PAGE_SIZE;

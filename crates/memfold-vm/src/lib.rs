@@ -1,5 +1,5 @@
-//! One virtual machine: its start, QMP, RAM layout, and connections to the guest's agent and the
-//! library in QEMU.
+//! Starts, finds and stops virtual machines, and connects to each: QMP, RAM layout, memfold's agent
+//! in the guest, and memfold's library in QEMU.
 //!
 //! ```text
 //!   VmSpec --start--> Vm <--discover-- STATE/vms/NAME/   <--attach-- a QMP socket

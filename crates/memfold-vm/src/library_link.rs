@@ -1,4 +1,5 @@
-//! The daemon's end of the connection to memfold's library in QEMU. Each order gets one reply.
+//! The daemon's end of the connection to memfold's library in QEMU. The daemon sends an order, such
+//! as to fold pages, and waits for the library's reply.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -16,8 +17,8 @@ use super::process::peer_pid;
 /// Device from which a process gets userfaultfds that also catch faults of the kernel.
 const DEVICE: &str = "/dev/userfaultfd";
 
-/// Error of an order to memfold's library in QEMU. After some errors it is unknown whether the
-/// order was carried out.
+/// Why an order to memfold's library in QEMU failed. After some errors the daemon does not know
+/// whether the library carried out the order.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum LibraryError {
@@ -29,7 +30,7 @@ pub enum LibraryError {
     },
     #[error("connection to memfold's library in QEMU lost")]
     Lost(#[source] std::io::Error),
-    /// No reply came in time; the connection can no longer be used.
+    /// The library did not reply in time. The connection can no longer be used.
     #[error("memfold's library in QEMU did not reply within {seconds} s")]
     Timeout { seconds: f64 },
     #[error("invalid message between the daemon and memfold's library in QEMU")]
@@ -44,7 +45,7 @@ pub enum LibraryError {
         "a process other than this QEMU listens on {path}, the socket of memfold's library in QEMU"
     )]
     Stranger { path: PathBuf },
-    /// The library refused the order as a whole; nothing changed.
+    /// The library refused the whole order and changed nothing.
     #[error("memfold's library in QEMU refused the order: {0}")]
     Refused(String),
     /// An earlier error has made the connection unusable.
@@ -52,22 +53,22 @@ pub enum LibraryError {
     Closed,
 }
 
-/// Facts about memfold's library, from its greeting.
+/// What memfold's library in QEMU can do, from the library's greeting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryFacts {
     /// Package version of the library in QEMU.
     pub version: String,
-    /// Whether the library can fold anonymous memory (`UFFDIO_MOVE`).
+    /// Whether the library can fold anonymous memory, for which the kernel needs `UFFDIO_MOVE`.
     pub can_move: bool,
-    /// Whether the library can fold folded memory again while the VM runs.
+    /// Whether the library can fold pages again that the guest has written, while the VM runs.
     pub can_write_protect: bool,
     /// Whether the library can stop the VM for a moment during an order.
     pub can_stop: bool,
-    /// Why the library cannot fold; `None` if it can.
+    /// Why the library cannot fold, as text; `None` if the library can fold.
     pub problem: Option<String>,
 }
 
-/// A connection to memfold's library in QEMU.
+/// The daemon's connection to memfold's library in one QEMU.
 #[derive(Debug)]
 pub struct LibraryLink {
     stream: Option<UnixStream>,
@@ -77,9 +78,9 @@ pub struct LibraryLink {
 }
 
 impl LibraryLink {
-    /// Connects to the library and exchanges greetings. `timeout` also applies to each later reply.
-    /// The library serves one daemon at a time, so a second connection times out. With `only`, a
-    /// socket of any other process is refused before anything is sent.
+    /// Connects to the library's socket at `path` and exchanges greetings. `timeout` also applies
+    /// to each later reply. The library serves one connection at a time, so a second one times out.
+    /// With `only`, a socket that another process listens on is refused before anything is sent.
     pub fn connect(
         path: &Path,
         timeout: Duration,
@@ -140,21 +141,21 @@ impl LibraryLink {
         }
     }
 
-    /// Returns the process that listens on the socket (`SO_PEERCRED`).
+    /// Returns the ID of the process that listens on the library's socket (`SO_PEERCRED`).
     #[must_use]
     pub fn peer_pid(&self) -> Option<Pid> {
         peer_pid(self.stream.as_ref()?)
     }
 
-    /// Returns the facts from the library's greeting.
+    /// Returns what the library said about itself in its greeting.
     #[must_use]
     pub const fn facts(&self) -> &LibraryFacts {
         &self.facts
     }
 
-    /// Sends an order, with `descriptor` for orders that need one, waits for the reply, and checks
-    /// that it belongs to the order. A refusal ([`Reply::Error`]) is [`LibraryError::Refused`].
-    /// After any other error the connection is closed and must be replaced.
+    /// Sends an order to the library, with `descriptor` for orders that need one, and returns the
+    /// reply. A refusal by the library ([`Reply::Error`]) becomes [`LibraryError::Refused`]. After
+    /// any other error the connection is closed, and the caller must make a new one.
     pub fn order(
         &mut self,
         order: &Order,

@@ -1,5 +1,5 @@
-//! A running VM: one that memfold started, one that an earlier daemon started, or one that memfold
-//! attached to.
+//! Opens a running VM: one that this daemon started, one that an earlier daemon started, or one
+//! that memfold attached to by its QMP socket.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -28,7 +28,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time that QEMU may take to end, after `quit` or after a kill.
 pub(super) const QUIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Error of finding, attaching to or stopping a VM.
+/// Why a VM could not be found, attached to or stopped.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum MachineError {
@@ -50,7 +50,7 @@ pub enum MachineError {
     NotOurs { name: String },
 }
 
-/// A running QEMU.
+/// A running VM: its QEMU process, memfold's files of it, and the paths of its sockets.
 #[derive(Debug)]
 pub struct Vm {
     pub(super) name: String,
@@ -64,7 +64,8 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Opens the running VM that has its files in `directory`.
+    /// Opens the running VM that has its files in `directory`. Fails with `NotFound` if the VM has
+    /// ended.
     pub fn open(directory: &VmDirectory) -> Result<Self, MachineError> {
         let name = directory.name();
         let look = |source: io::Error| {
@@ -90,7 +91,7 @@ impl Vm {
         })
     }
 
-    /// Opens the running VM `name` under `state`.
+    /// Opens the running VM `name` that has its files below the state directory `state`.
     pub fn find(state: &Path, name: &str) -> Result<Self, MachineError> {
         // A name that could leave the directory is no VM's name.
         if check_name("name", name).is_err() {
@@ -99,9 +100,9 @@ impl Vm {
         Self::open(&VmDirectory::of(state, name))
     }
 
-    /// Opens all running VMs under `state`, sorted by name, so that a new daemon takes over the VMs
-    /// of a dead one. Directories of ended VMs are removed. A directory that cannot be read is
-    /// logged and left unchanged.
+    /// Opens all VMs that still run and have their files below the state directory `state`, sorted
+    /// by name. Removes the directories of ended VMs. Logs a directory that cannot be read, and
+    /// leaves it unchanged.
     pub fn discover(state: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for directory in VmDirectory::all(state)? {
@@ -124,8 +125,8 @@ impl Vm {
         Ok(found)
     }
 
-    /// Removes the directory if its VM has ended. Returns whether it was removed; `false` if the VM
-    /// runs or is being started.
+    /// Removes a VM's directory if the VM has ended. Returns whether the directory was removed:
+    /// false if the VM runs or is being started.
     pub fn clear_if_stale(directory: &VmDirectory) -> io::Result<bool> {
         let Some(_lock) = (match directory.lock() {
             // Another process has removed the directory meanwhile.
@@ -155,20 +156,21 @@ impl Vm {
         Ok(true)
     }
 
-    /// Returns whether a daemon died while it restored this VM.
+    /// Returns whether a daemon died while it restored this VM from a snapshot.
     #[must_use]
     pub fn is_half_restored(&self) -> bool {
         let directory = self.directory.as_ref();
         directory.is_some_and(|directory| directory.incoming().exists())
     }
 
-    /// Marks the VM's restore as complete.
+    /// Records that the restore of this VM from a snapshot is complete.
     pub fn came_in(&self) -> io::Result<()> {
         let remove = |d: &VmDirectory| missing_is_fine(std::fs::remove_file(d.incoming()));
         self.directory.as_ref().map_or(Ok(()), remove)
     }
 
-    /// Changes the list of temporary files that belong to the VM in its record.
+    /// Changes the list of temporary files in the VM's record; memfold removes these files with the
+    /// VM.
     pub fn change_temporary(&self, change: impl FnOnce(&mut Vec<PathBuf>)) -> io::Result<()> {
         let (Some(directory), Some(record)) = (&self.directory, &self.record) else {
             return Err(io::ErrorKind::Unsupported.into());
@@ -182,7 +184,7 @@ impl Vm {
         directory.write_json(&directory.record(), &now)
     }
 
-    /// Attaches to a running QEMU by its QMP socket, without changing it.
+    /// Attaches to a QEMU that memfold did not start, by its QMP socket. Changes nothing in the VM.
     pub fn attach(qmp_socket: &Path) -> Result<Self, MachineError> {
         let mut qmp = Qmp::connect(qmp_socket, ANSWER_TIMEOUT)?;
         let bad = |why: String| MachineError::Peer {
@@ -227,25 +229,25 @@ impl Vm {
         &self.name
     }
 
-    /// Returns QEMU's process.
+    /// Returns the handle of the VM's QEMU process.
     #[must_use]
     pub const fn process(&self) -> &Process {
         &self.process
     }
 
-    /// Returns QEMU's pid.
+    /// Returns the process ID of the VM's QEMU.
     #[must_use]
     pub const fn pid(&self) -> Pid {
         self.process.pid()
     }
 
-    /// Returns the VM's description; `None` for an attached VM.
+    /// Returns the VM's description; `None` if memfold did not start the VM.
     #[must_use]
     pub const fn spec(&self) -> Option<&VmSpec> {
         self.spec.as_ref()
     }
 
-    /// Returns the segments that the VM maps now, in the order of their slots.
+    /// Returns the segments that the VM maps now, in the order of their device slots.
     #[must_use]
     pub fn segments(&self) -> Vec<SegmentSpec> {
         let now = self.directory.as_ref();
@@ -254,44 +256,47 @@ impl Vm {
             .unwrap_or_default()
     }
 
-    /// Returns the record of the start; `None` for an attached VM.
+    /// Returns what was recorded when the VM was started; `None` if memfold did not start the VM.
     #[must_use]
     pub const fn record(&self) -> Option<&Record> {
         self.record.as_ref()
     }
 
-    /// Returns the VM's directory; `None` for an attached VM.
+    /// Returns the directory with memfold's files of the VM; `None` if memfold did not start the
+    /// VM.
     #[must_use]
     pub const fn directory(&self) -> Option<&VmDirectory> {
         self.directory.as_ref()
     }
 
-    /// Returns the VM's trust domain. An attached VM has none, and shares no memory.
+    /// Returns the VM's trust domain. A VM that memfold did not start has none here, and shares no
+    /// memory.
     #[must_use]
     pub fn domain(&self) -> Option<&str> {
         self.spec.as_ref()?.domain.as_deref()
     }
 
-    /// Returns whether memfold's library is in QEMU.
+    /// Returns whether memfold's library is in the VM's QEMU.
     #[must_use]
     pub const fn has_library(&self) -> bool {
         self.library_socket.is_some()
     }
 
-    /// Returns the socket of memfold's library; `None` if the library is not in QEMU.
+    /// Returns the path of the library's socket; `None` if memfold's library is not in the VM's
+    /// QEMU.
     #[must_use]
     pub fn library_socket(&self) -> Option<&Path> {
         self.library_socket.as_deref()
     }
 
-    /// Returns the socket of the agent's port; `None`: the VM has no such port.
+    /// Returns the path of the socket of the agent's port; `None` if the VM has no such port.
     #[must_use]
     pub fn agent_socket(&self) -> Option<&Path> {
         self.agent_socket.as_deref()
     }
 
-    /// Opens a connection to the monitor for users and commands. Close it soon, because QEMU serves
-    /// one client at a time.
+    /// Opens a connection to the QEMU monitor that is meant for users and commands. Close it soon,
+    /// because QEMU serves one client at a time.
     pub fn qmp(&self) -> Result<Qmp, QmpError> {
         self.own(Qmp::connect(&self.qmp_socket, ANSWER_TIMEOUT)?)
     }
@@ -308,30 +313,31 @@ impl Vm {
         })
     }
 
-    /// Opens the daemon's permanent connection to its own monitor (for an attached VM, the only
-    /// monitor).
+    /// Opens a connection to the QEMU monitor that is meant for the daemon, which may keep it open.
+    /// A VM that memfold did not start has only one monitor.
     pub fn daemon_qmp(&self) -> Result<Qmp, QmpError> {
         let socket = self.directory.as_ref().map(VmDirectory::daemon_qmp);
         let socket = socket.as_ref().unwrap_or(&self.qmp_socket);
         self.own(Qmp::connect(socket, ANSWER_TIMEOUT)?)
     }
 
-    /// Reads the VM's RAM layout. Boot and hot-plug change it, so read it again after both.
+    /// Reads the VM's RAM layout from QEMU. Boot and hot-plug change the layout, so read it again
+    /// after both.
     pub fn layout(&self, qmp: &mut Qmp) -> Result<RamLayout, RamError> {
         ram::read(qmp)
     }
 
-    /// Reads the VM's current conditions for folding.
+    /// Reads from QEMU and the kernel whether the VM's RAM can be folded now.
     pub fn conditions(&self, qmp: &mut Qmp) -> Result<VmConditions, RamError> {
         conditions::read(qmp, self.pid(), self.has_library())
     }
 
-    /// Returns the `madvise` settings that QEMU gave a RAM block.
+    /// Returns the `madvise` settings that QEMU gave a RAM block of the VM.
     pub fn advice(&self, block: &RamBlock) -> io::Result<Advice> {
         endpoints::advice(self.pid(), block)
     }
 
-    /// Connects to memfold's library; `None` if the library is not in QEMU.
+    /// Connects to memfold's library in the VM's QEMU; `None` if the library is not there.
     pub fn library_link(&self) -> Option<Result<LibraryLink, LibraryError>> {
         let socket = self.library_socket.as_ref()?;
         // If memfold did not start this QEMU, and its guest has taken it over, it may name the
@@ -340,7 +346,8 @@ impl Vm {
         Some(LibraryLink::connect(socket, ANSWER_TIMEOUT, only))
     }
 
-    /// Starts a link to the agent; `None` if the VM has no port for an agent.
+    /// Starts a connection to memfold's agent in the guest, whose events are passed to `sink`;
+    /// `None` if the VM has no port for an agent.
     pub fn agent_link(
         &self,
         options: AgentOptions,

@@ -2,11 +2,11 @@
 
 use super::spec_error::SpecError;
 
-/// Longest VM or domain name in bytes.
+/// Longest name of a VM or trust domain, in bytes.
 pub const MAX_NAME: usize = 64;
 
-/// Checks the name of a VM or trust domain, which becomes the name of a directory and a part of
-/// QEMU's options.
+/// Checks a name of a VM, trust domain or user: 1 to 64 characters of a-z, 0-9 and `._-`, of which
+/// the first is a letter or digit. `field`: what is named, for the error message.
 pub fn check_name(field: &'static str, name: &str) -> Result<(), SpecError> {
     let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
     let good = (1..=MAX_NAME).contains(&name.len())

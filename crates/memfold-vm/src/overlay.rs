@@ -17,19 +17,20 @@ use super::spec::VmSpec;
 /// host that does not answer.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The backing file of an overlay.
+/// The backing file of a qcow2 overlay: the image that the overlay lies above.
 pub struct Backing<'a> {
     /// Absolute path of the backing file, written into the overlay's header.
     pub file: &'a Path,
-    /// Format of the backing file: `raw` or `qcow2`.
+    /// Format of the backing file, in QEMU's words: `raw` or `qcow2`.
     pub format: &'a str,
-    /// Size of the disk in bytes, if `file` does not exist yet; `None`: `qemu-img` opens `file` to
-    /// read its size.
+    /// Size of the disk in bytes, if the backing file does not exist yet; `None`: `qemu-img` reads
+    /// the size from the backing file.
     pub virtual_bytes: Option<u64>,
 }
 
-/// Creates an empty overlay that only its owner can read, since other users may be able to write to
-/// the directory. Fails with `AlreadyExists` if the file exists. After an error, no file remains.
+/// Creates an empty qcow2 overlay at `path`. Only its owner can read it, because other users may be
+/// able to write to the directory. Fails with `AlreadyExists` if the file exists. After an error,
+/// no file remains.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
     let mut options: Vec<&OsStr> = ["-F", backing.format, "-b"].map(OsStr::new).into();
     options.push(backing.file.as_os_str());
@@ -39,7 +40,8 @@ pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
     make(path, &options, backing.virtual_bytes)
 }
 
-/// Creates an empty qcow2 disk that only its owner can read. After an error, no file remains.
+/// Creates an empty qcow2 disk of `virtual_bytes` bytes at `path`, without a backing file. Only its
+/// owner can read it. After an error, no file remains.
 pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
     make(path, &[], Some(virtual_bytes))
 }
@@ -53,8 +55,8 @@ pub(super) fn directory() -> io::Result<PathBuf> {
     place.canonicalize().map_err(failed)
 }
 
-/// Changes the owner of a temporary file to the user that a VM's QEMU switches to. QEMU reopens the
-/// file when a snapshot freezes it, and opens later files without root's rights.
+/// Changes the owner of a temporary file to the user that the VM's QEMU switches to. QEMU opens the
+/// file again when a snapshot freezes it, and no longer has root's rights then.
 pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
     let Some(name) = &spec.user else {
         return Ok(());
@@ -95,8 +97,8 @@ fn format(file: File, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Res
     Err(io::Error::other(format!("qemu-img: {}", words.trim())))
 }
 
-/// Returns a number that makes the names of a VM's overlays unique: nanoseconds since 1970, short
-/// enough for the name of a QEMU block node.
+/// Returns a number for unique names of a VM's overlays: nanoseconds since 1970. It is short enough
+/// for the name of a QEMU block node.
 #[must_use]
 pub fn unique() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);

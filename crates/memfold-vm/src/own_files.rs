@@ -1,7 +1,9 @@
-//! Files other than disks that a VM's additional QEMU arguments name and that QEMU writes, such as
-//! firmware variables and logs. A VM started from a snapshot gets its own copies in its directory.
-//! In the arguments, tokens stand for the paths of these files, so the description does not depend
-//! on where the VM's directory is.
+//! Gives each VM its own copies of the files, other than disks, that its additional QEMU arguments
+//! name and that QEMU writes, such as firmware variables and logs. A VM that starts from a snapshot
+//! has these copies in its directory.
+//!
+//! In the arguments of a VM description, tokens stand for the paths of these files. So the
+//! description does not depend on where the VM's directory is.
 
 use std::ffi::OsString;
 use std::io;
@@ -16,14 +18,14 @@ use super::spec::VmSpec;
 /// Prefix of the tokens that stand for files; a file's number follows.
 const TOKEN: &str = "/memfold/own";
 
-/// Returns the token that stands for file `number` in an argument.
+/// Returns the token that stands for the path of file `number` in a QEMU argument.
 #[must_use]
 pub fn token(number: usize) -> String {
     qemu_line::token(TOKEN, number)
 }
 
-/// Replaces a path in an argument by `name`, if `is_it` returns true for the path; `None` if the
-/// argument contains no such path.
+/// Replaces a path in a QEMU argument by `name`, if `is_it` returns true for the path; `None` if
+/// the argument contains no such path.
 pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Option<String> {
     if argument.starts_with('/') && is_it(Path::new(argument)) {
         return Some(name.to_owned());
@@ -64,7 +66,8 @@ pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
 }
 
 impl VmSpec {
-    /// Returns the VM's additional QEMU arguments, with file paths in place of tokens.
+    /// Returns the VM's additional QEMU arguments. Paths of files in `directory` replace the
+    /// tokens.
     #[must_use]
     pub fn more_arguments(&self, directory: &VmDirectory) -> Vec<OsString> {
         let own = (0..self.files.len()).map(|number| directory.own_file(number));

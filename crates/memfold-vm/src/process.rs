@@ -1,5 +1,5 @@
-//! QEMU processes, identified by pid *and* start time, so that a process that reuses a pid is never
-//! mistaken for a VM.
+//! Identifies QEMU processes by process ID *and* start time, so that a process with a reused ID is
+//! never mistaken for a VM.
 
 use std::fs;
 use std::io;
@@ -18,7 +18,7 @@ pub fn boot_id() -> String {
     id.trim().to_owned()
 }
 
-/// Returns whether a process is stopped by `SIGSTOP` or a debugger (`proc_pid_stat(5)`).
+/// Returns whether `SIGSTOP` or a debugger has stopped process `pid` (`proc_pid_stat(5)`).
 #[must_use]
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
@@ -32,17 +32,18 @@ pub(super) fn peer_pid(socket: &UnixStream) -> Option<Pid> {
     Some(rustix::net::sockopt::socket_peercred(socket).ok()?.pid)
 }
 
-/// Identifies a process of this boot.
+/// Process ID and start time of a process, which no other process of this boot shares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// Process ID.
+    /// ID of the process.
     pub pid: i32,
-    /// Start time in clock ticks since boot (field 22 of `/proc/PID/stat`, `proc_pid_stat(5)`).
+    /// Start time of the process in clock ticks since boot (field 22 of `/proc/PID/stat`,
+    /// `proc_pid_stat(5)`).
     pub start_ticks: u64,
 }
 
 impl Identity {
-    /// Reads the identity of the process that has this pid now.
+    /// Reads the start time of the process that has the ID `pid` now.
     pub fn of(pid: Pid) -> io::Result<Self> {
         let pid = pid.as_raw_nonzero().get();
         let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
@@ -59,8 +60,8 @@ fn start_ticks(stat: &str) -> Option<u64> {
     rest.split_whitespace().nth(22 - 3)?.parse().ok()
 }
 
-/// A handle to one process (pidfd), which never refers to another process, even if the pid is
-/// reused.
+/// A handle to one process (pidfd). The handle never refers to another process, even if the kernel
+/// reuses the process ID.
 #[derive(Debug)]
 pub struct Process {
     identity: Identity,
@@ -69,8 +70,8 @@ pub struct Process {
 }
 
 impl Process {
-    /// Opens the process. Fails with `NotFound` if the process has ended, even if another process
-    /// has its pid now.
+    /// Opens the process with this ID and start time. Fails with `NotFound` if the process has
+    /// ended, even if another process has its ID now.
     pub fn open(identity: Identity) -> io::Result<Self> {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
         let pid = Pid::from_raw(identity.pid).ok_or_else(gone)?;
@@ -91,13 +92,14 @@ impl Process {
         }
     }
 
-    /// Returns pid and start time.
+    /// Returns ID and start time of the process.
     #[must_use]
     pub const fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// Returns the pid, which is valid as long as [`has_exited`](Self::has_exited) returns false.
+    /// Returns the process ID, which is valid as long as [`has_exited`](Self::has_exited) returns
+    /// false.
     #[must_use]
     pub const fn pid(&self) -> Pid {
         self.pid
@@ -114,12 +116,12 @@ impl Process {
         self.wait_exit(Duration::ZERO)
     }
 
-    /// Waits until the process has ended; returns false after `timeout`.
+    /// Waits until the process has ended. Returns whether it ended within `timeout`.
     pub fn wait_exit(&self, timeout: Duration) -> io::Result<bool> {
         memfold_sys::descriptor::wait_readable(&self.handle, timeout)
     }
 
-    /// Kills the process. No error if it has already ended.
+    /// Sends SIGKILL to the process and does not wait. No error if the process has already ended.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.handle, Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),

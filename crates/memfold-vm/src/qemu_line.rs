@@ -1,5 +1,6 @@
-//! Writes values in QEMU's command-line syntax. Tokens stand for file paths there, so that a
-//! description does not depend on where the files are.
+//! Writes values in QEMU's command-line syntax, and replaces tokens by file paths. In a VM
+//! description, tokens stand for the paths of files, so that the description does not depend on
+//! where the files are.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

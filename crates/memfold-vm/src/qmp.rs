@@ -1,8 +1,8 @@
 //! A small QMP client that returns QEMU's answers as plain JSON.
 //!
-//! Source: QEMU `docs/interop/qmp-spec.rst`. Answers are not checked against a schema, so older and
-//! newer QEMUs work. QEMU serves one client per socket at a time; a second client waits and gets no
-//! greeting.
+//! Source: QEMU `docs/interop/qmp-spec.rst`. The client does not check answers against a schema, so
+//! older and newer QEMUs work. QEMU serves one client per socket at a time; a second client waits
+//! and gets no greeting.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read};
@@ -29,7 +29,7 @@ const DISKS_TIMEOUT: Duration = Duration::from_secs(120);
 /// as long as the first.
 const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Error of a QMP connection or command.
+/// Why a QMP connection could not be made, or why a command failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum QmpError {
@@ -39,7 +39,7 @@ pub enum QmpError {
         #[source]
         source: std::io::Error,
     },
-    /// QEMU sent no greeting: another client holds the socket, or QEMU hangs.
+    /// QEMU sent no greeting, because another client holds the socket or because QEMU hangs.
     #[error(
         "no QMP greeting on {path} within {seconds} s; disconnect other QMP clients from this socket"
     )]
@@ -52,7 +52,7 @@ pub enum QmpError {
     },
     #[error("QEMU did not answer {command} within {seconds} s")]
     Timeout { command: String, seconds: f64 },
-    /// Another task of this process held the connection for the whole time.
+    /// Another task of this process used the connection for the whole waiting time.
     #[error("another task has used QMP socket {path} for {seconds} s; QEMU may be hanging")]
     Busy { path: PathBuf, seconds: f64 },
     #[error("QEMU refused {command}: {description}")]
@@ -65,7 +65,7 @@ pub enum QmpError {
     Unexpected { command: String, text: String },
 }
 
-/// A connection to QEMU's monitor.
+/// A connection to QEMU's monitor (QMP).
 #[derive(Debug)]
 pub struct Qmp {
     path: PathBuf,
@@ -85,23 +85,25 @@ pub struct Qmp {
     busy: Option<Duration>,
 }
 
-/// A descriptor that was passed to QEMU, and that QEMU's options name by a path.
+/// A file descriptor that was passed to QEMU. QEMU's options refer to it by a path.
 #[derive(Debug)]
 pub struct Lent {
     set: u64,
-    /// Number of QEMU's descriptor set.
+    /// Number of the descriptor in the QEMU process. `set`: number of QEMU's descriptor set with
+    /// it.
     number: u64,
 }
 
 impl Lent {
-    /// Returns the path for QEMU's file options (`/dev/fdset/N`).
+    /// Returns the path of the descriptor for QEMU's file options (`/dev/fdset/N`).
     #[must_use]
     pub fn path(&self) -> String {
         format!("/dev/fdset/{}", self.set)
     }
 
-    /// Returns a path for options that do not support descriptor sets, such as memory backends.
-    /// Opening it requires permission for the file only, not for its parent directories.
+    /// Returns the path of the descriptor for options that do not support descriptor sets, such as
+    /// memory backends. Opening the path requires permission for the file only, not for its parent
+    /// directories.
     #[must_use]
     pub fn plain_path(&self) -> String {
         format!("/proc/self/fd/{}", self.number)
@@ -109,7 +111,8 @@ impl Lent {
 }
 
 impl Qmp {
-    /// Connects and negotiates capabilities. `timeout` also applies to each later answer.
+    /// Connects to the QMP socket at `path` and negotiates capabilities. `timeout` also applies to
+    /// each later answer.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let mut qmp = Self::unconnected(path, timeout);
         qmp.reconnect()?;
@@ -132,8 +135,8 @@ impl Qmp {
         }
     }
 
-    /// Returns a placeholder for a connection that another task did not release within `waited`.
-    /// Every command on it fails with [`QmpError::Busy`].
+    /// Returns a placeholder for the connection at `path`, which another task did not release
+    /// within `waited`. Every command on the placeholder fails with [`QmpError::Busy`].
     #[must_use]
     pub fn busy(path: &Path, waited: Duration) -> Self {
         Self {
@@ -142,19 +145,20 @@ impl Qmp {
         }
     }
 
-    /// Returns the path of QEMU's Unix socket, which may no longer exist.
+    /// Returns the path of QEMU's QMP socket, which may no longer exist.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns whether QEMU has missed a deadline and has not answered since.
+    /// Returns whether QEMU did not answer a command in time and has not answered since.
     #[must_use]
     pub const fn is_silent(&self) -> bool {
         self.is_silent
     }
 
-    /// Closes the connection and opens a new one. Events already received are kept.
+    /// Closes the connection to QEMU and opens a new one. Events that were received before are
+    /// kept.
     pub fn reconnect(&mut self) -> Result<(), QmpError> {
         if let Some(waited) = self.busy {
             return Err(QmpError::Busy {
@@ -208,7 +212,8 @@ impl Qmp {
         self.is_silent = true;
     }
 
-    /// Returns QEMU's version: major, minor, micro. Zeroes if the greeting does not contain it.
+    /// Returns QEMU's version from its greeting: major, minor, micro. Zeroes if the greeting lacks
+    /// it.
     #[must_use]
     pub fn version(&self) -> (u64, u64, u64) {
         let version = &self.greeting["QMP"]["version"]["qemu"];
@@ -216,15 +221,14 @@ impl Qmp {
         (part("major"), part("minor"), part("micro"))
     }
 
-    /// Returns the process at the other end of the socket (`SO_PEERCRED`: the process that created
-    /// the listening socket).
+    /// Returns the ID of the process that created the QMP socket (`SO_PEERCRED`).
     pub fn peer_pid(&self) -> Option<rustix::process::Pid> {
         peer_pid(self.stream.as_ref()?)
     }
 
-    /// Executes `command` and returns its result. If the connection breaks, queries (`query-...`,
-    /// `qom-get`, `qom-list`) are repeated on a new connection; commands that may change something
-    /// are not.
+    /// Executes the QMP command `command` and returns its result. If the connection breaks, queries
+    /// (`query-...`, `qom-get`, `qom-list`) are repeated on a new connection; commands that may
+    /// change something are not.
     #[allow(clippy::needless_pass_by_value)] // callers write json!({...}) in place
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         if self.stream.is_none() {
@@ -239,9 +243,9 @@ impl Qmp {
         }
     }
 
-    /// Executes a command like [`execute`](Self::execute), with a longer timeout. For commands that
-    /// wait for the host's disks: QEMU drains pending requests, flushes, and opens files on its
-    /// main thread.
+    /// Executes a QMP command like [`execute`](Self::execute), with a timeout of at least 120 s.
+    /// For commands that wait for the host's disks: QEMU drains pending requests, flushes, and
+    /// opens files on its main thread.
     pub fn execute_on_disks(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let timeout = self.timeout.max(DISKS_TIMEOUT);
         self.execute_within(timeout, command, arguments)
@@ -259,12 +263,13 @@ impl Qmp {
         answer
     }
 
-    /// Executes a command without arguments; see [`execute`](Self::execute).
+    /// Executes a QMP command without arguments; see [`execute`](Self::execute).
     pub fn query(&mut self, command: &str) -> Result<Value, QmpError> {
         self.execute(command, Value::Null)
     }
 
-    /// Passes a descriptor to QEMU, which file options name as `/dev/fdset/N`.
+    /// Passes a file descriptor to QEMU (`add-fd`), so that options of later commands can refer to
+    /// it.
     pub fn lend(&mut self, descriptor: BorrowedFd<'_>) -> Result<Lent, QmpError> {
         if self.stream.is_none() {
             self.reconnect()?;
@@ -282,13 +287,13 @@ impl Qmp {
         }
     }
 
-    /// Makes QEMU close a descriptor that was passed with [`lend`](Self::lend).
+    /// Makes QEMU close a file descriptor that was passed with [`lend`](Self::lend).
     pub fn take_back(&mut self, lent: &Lent) -> Result<(), QmpError> {
         self.execute("remove-fd", json!({ "fdset-id": lent.set }))
             .map(drop)
     }
 
-    /// Executes a command of the human monitor and returns its output.
+    /// Executes a command of QEMU's human monitor (HMP) and returns its output.
     pub fn human(&mut self, line: &str) -> Result<String, QmpError> {
         let answer = self.execute("human-monitor-command", json!({ "command-line": line }))?;
         match answer {
@@ -348,15 +353,15 @@ impl Qmp {
         }
     }
 
-    /// Returns the number of connections made so far. Events that QEMU sends between two
+    /// Returns how often this value has connected to QEMU. Events that QEMU sends between two
     /// connections are lost.
     #[must_use]
     pub const fn connections(&self) -> u64 {
         self.connections
     }
 
-    /// Takes the received events with these names, oldest first. Other events are kept for other
-    /// callers.
+    /// Removes the received events with one of these names and returns them, oldest first. Other
+    /// events are kept for later calls.
     pub fn take_events_named(&mut self, names: &[&str]) -> Vec<Value> {
         let is_named = |event: &Value| event["event"].as_str().is_some_and(|n| names.contains(&n));
         let (named, others) = self.events.drain(..).partition(is_named);
@@ -366,7 +371,7 @@ impl Qmp {
     }
 
     /// Waits for an event with one of these names, which may already have been received. Returns
-    /// that event and drops earlier ones. Returns `Ok(None)` after the timeout.
+    /// the event and drops earlier ones; `None` if there is no such event within `timeout`.
     pub fn wait_event(
         &mut self,
         names: &[&str],

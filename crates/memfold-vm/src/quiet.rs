@@ -6,8 +6,9 @@ use super::foreign::value::Value;
 use super::spec::VmSpec;
 
 impl VmSpec {
-    /// Returns the description for a trial start beside the running VM: character devices and
-    /// networks are not connected, and host ports and sockets are left out.
+    /// Returns the VM's description for a trial start beside the running VM. Character devices and
+    /// networks are not connected, and host ports and sockets are left out. `name`: name of the
+    /// trial VM.
     #[must_use]
     pub fn for_trial(mut self, name: String) -> Self {
         (self.name, self.fold, self.boot_snapshot) = (name, false, false);

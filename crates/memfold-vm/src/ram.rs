@@ -1,4 +1,4 @@
-//! Reads a VM's RAM layout from QEMU's monitor.
+//! Reads a VM's RAM layout from QEMU's monitor, and combines four answers:
 //!
 //! ```text
 //!   info ramblock   block "ram0" -> address in QEMU (HVA), length, page size
@@ -17,13 +17,13 @@ use serde_json::Value;
 use super::layout::{RamBlock, RamLayout, RamSlot};
 use super::qmp::{Qmp, QmpError};
 
-/// Error of reading the RAM layout.
+/// Why a VM's RAM layout could not be read.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum RamError {
     #[error("cannot ask QEMU for its RAM layout")]
     Qmp(#[from] QmpError),
-    /// QEMU's output has an unknown format; nothing is guessed from it.
+    /// QEMU's output has an unknown format. memfold does not guess what it means.
     #[error("cannot interpret QEMU's {what}: {why}")]
     Text { what: &'static str, why: String },
 }
@@ -35,31 +35,31 @@ fn text(what: &'static str, why: impl Into<String>) -> RamError {
     }
 }
 
-/// One line of the output of `info ramblock`: a RAM block.
+/// A RAM block of QEMU, as one line of `info ramblock` describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockFacts {
-    /// QEMU's name of the block.
+    /// QEMU's name of the RAM block.
     pub name: String,
-    /// Page size of the block's memory in bytes; more than 4096 means hugetlbfs.
+    /// Page size of the RAM block's memory in bytes; more than 4096 means hugetlbfs.
     pub page_bytes: u64,
-    /// Bytes of the block that are in use.
+    /// Length of the RAM block's part that is in use, in bytes.
     pub used_bytes: u64,
-    /// Address of the block in the QEMU process.
+    /// Address of the RAM block in the QEMU process.
     pub hva: Hva,
 }
 
-/// A RAM backend, from `query-memdev`.
+/// A RAM backend of QEMU (`-object memory-backend-...`), as `query-memdev` describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backend {
-    /// ID of the backend, and name of its RAM block.
+    /// ID of the RAM backend, which is also the name of its RAM block.
     pub id: String,
-    /// Whether QEMU maps the backend shared.
+    /// Whether QEMU maps the RAM backend shared.
     pub share: bool,
-    /// Length of the backend in bytes.
+    /// Length of the RAM backend in bytes.
     pub size_bytes: u64,
 }
 
-/// Reads the RAM layout from QEMU.
+/// Reads a VM's RAM layout from QEMU.
 pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
     let blocks = qmp.human("info ramblock")?;
     let backends = qmp.query("query-memdev")?;
@@ -68,8 +68,8 @@ pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
     parse(&blocks, &backends, &devices, &tree)
 }
 
-/// Combines QEMU's answers to `info ramblock`, `query-memdev`, `query-memory-devices` and
-/// `info mtree -f` into a layout. In the result, every slot lies inside its block, and slots are
+/// Makes the RAM layout from QEMU's answers to `info ramblock`, `query-memdev`,
+/// `query-memory-devices` and `info mtree -f`. Every slot lies inside its block, and slots are
 /// sorted and do not overlap; answers that contradict this are errors.
 pub fn parse(
     blocks: &str,
@@ -112,9 +112,9 @@ fn parse_backends(answer: &Value) -> Result<Vec<Backend>, RamError> {
         .collect()
 }
 
-/// Returns the id of the backend of a RAM block or region. Older machine types use the object's
-/// path as name; the block of a device on a bus has the device's address before it (virtio-mem:
-/// `0000:00:01.0/vm0`).
+/// Returns the ID of the RAM backend from the name of a RAM block or memory region. Older machine
+/// types use the object's path as name. The block of a device on a bus has the device's address
+/// before the ID (virtio-mem: `0000:00:01.0/vm0`).
 #[must_use]
 pub fn backend_id(block: &str) -> &str {
     block.rsplit('/').next().unwrap_or(block)
@@ -133,7 +133,7 @@ fn system_ram(backends: &[Backend], devices: &Value) -> BTreeSet<String> {
     ids.filter(|id| !others.contains(id.as_str())).collect()
 }
 
-/// Parses the output of `info ramblock`.
+/// Parses QEMU's output of `info ramblock` into RAM blocks.
 pub fn parse_blocks(answer: &str) -> Result<Vec<BlockFacts>, RamError> {
     let mut lines = answer.lines().filter(|l| !l.trim().is_empty());
     let header = lines.next().unwrap_or_default();

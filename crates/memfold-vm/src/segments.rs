@@ -1,5 +1,5 @@
-//! Segments as devices of a VM: files that QEMU maps read-only and shared, and that the guest sees
-//! as persistent memory (virtio-pmem).
+//! Adds segments to a VM as devices. QEMU maps each segment's image file read-only and shared, and
+//! the guest sees it as persistent memory (virtio-pmem).
 //!
 //! ```text
 //!   memory-backend-file "segment0"  --->  virtio-pmem-pci "seg0"  in  pcie-root-port "segport0"        one for each slot
@@ -18,16 +18,17 @@ use super::segment_spec::SegmentSpec;
 use super::spec::VmSpec;
 use super::spec_error::{SpecError, require};
 
-/// Most segment slots of a VM. Each is a PCI Express port.
+/// Most segment slots that a VM can have. Each slot is a PCI Express port.
 pub const MAX_SLOTS: u32 = 16;
 
-/// Guest address space reserved for each slot. An empty slot costs the guest nothing.
+/// Guest-physical address space that a VM reserves for each segment slot, and thus the size of the
+/// largest segment. An empty slot costs the guest nothing.
 pub const SLOT_ROOM: ByteSize = ByteSize(8 << 30);
 
 /// RAM size beyond which q35 puts the rest above 4 GiB (`pc_q35_init`).
 const LOW_MEMORY: ByteSize = ByteSize(0xb000_0000);
 
-/// Kernel parameter that makes a guest report free memory in pieces of 64 KiB
+/// Kernel parameter that makes a guest report free memory to the host in pieces of 64 KiB
 /// (`mm/page_reporting.c`). With a small page cache, free memory is scattered, and whole huge pages
 /// are seldom free.
 pub const SMALL_REPORTS: &str = "page_reporting.page_reporting_order=4";
@@ -57,8 +58,8 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     Ok(())
 }
 
-/// Returns the name of a segment of which a new VM's description names two generations; `None` if
-/// there is none.
+/// Returns the name of a segment that a new VM's description names more than once (such as `a` and
+/// `a@2`); `None` if there is no such segment.
 #[must_use]
 pub fn twice(spec: &VmSpec) -> Option<&str> {
     let names = || spec.segments.iter().map(SegmentSpec::base_name);
@@ -67,7 +68,7 @@ pub fn twice(spec: &VmSpec) -> Option<&str> {
     names().enumerate().find(is_twice).map(|(_, name)| name)
 }
 
-/// Checks that a segment's image fits into a slot.
+/// Checks that a segment's image fits into a slot ([`SLOT_ROOM`]).
 pub fn check_one(segment: &SegmentSpec) -> Result<(), SpecError> {
     let size = ByteSize(segment.bytes);
     let why = format!(
@@ -112,10 +113,13 @@ pub(super) fn max_memory(spec: &VmSpec) -> Option<ByteSize> {
     max.map(|max| ByteSize(max.0 + room))
 }
 
-/// Returns the kernel command line with the parameters that segments need: the root segment; the
-/// segments that the guest mounts over its own files at boot; no bounce buffers, which a kernel
-/// otherwise reserves when it sees device memory above 4 GiB although all RAM is below; and reports
-/// of free memory in small pieces.
+/// Returns the guest's kernel command line with the parameters that segments need:
+///
+/// - the root segment, if there is one,
+/// - the segments that the guest mounts over its own files at boot,
+/// - no bounce buffers, if all RAM is below 4 GiB: a kernel would otherwise reserve them, because
+///   it sees device memory above 4 GiB,
+/// - reports of free memory in small pieces.
 #[must_use]
 pub fn cmdline(spec: &VmSpec) -> Option<String> {
     let given = spec.boot.cmdline.as_deref();
@@ -172,8 +176,8 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     Some(words.join(" "))
 }
 
-/// Plugs a segment with this image into a running VM. After an error, QEMU has neither the device
-/// nor its backend.
+/// Plugs a segment with this image into slot `slot` of a running VM. After an error, QEMU has
+/// neither the device nor its memory backend.
 pub fn plug(
     qmp: &mut Qmp,
     slot: u32,
@@ -215,8 +219,8 @@ pub fn plug(
     Ok(())
 }
 
-/// Removes a slot's memory backend that no device uses, left by an interrupted attachment. A
-/// missing backend is no error.
+/// Removes the memory backend of slot `slot` that an interrupted attachment left, if no device uses
+/// it. A missing backend is no error.
 pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     let backend = format!("segment{slot}");
     if qmp.execute("object-del", json!({ "id": backend })).is_ok() {
@@ -227,7 +231,8 @@ pub fn unplug_backend(qmp: &mut Qmp, slot: usize) {
     }
 }
 
-/// Returns the guest-physical address of a slot's segment; `None`: the slot has no device.
+/// Returns the guest-physical address of the segment in slot `slot`; `None`: the slot has no
+/// device.
 pub fn address(qmp: &mut Qmp, slot: usize) -> Result<Option<u64>, QmpError> {
     let devices = qmp.query("query-memory-devices")?;
     let id = format!("seg{slot}");

@@ -1,4 +1,4 @@
-//! A VM's QMP connection that several threads use, one at a time.
+//! Shares a VM's QMP connection among several threads, which use it one at a time.
 
 use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
@@ -12,44 +12,44 @@ use crate::qmp::Qmp;
 /// own deadline.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A QMP connection, shared by several threads.
+/// A VM's QMP connection that several threads share.
 #[derive(Debug)]
 pub struct SharedQmp {
     qmp: Mutex<Qmp>,
     path: PathBuf,
 }
 
-/// The locked monitor of a VM. Dropping the guard unlocks the monitor.
+/// The right to use a VM's shared QMP connection. Dropping the guard lets other threads use it.
 #[derive(Debug)]
 pub enum QmpGuard<'a> {
-    /// The monitor is locked.
+    /// The caller has the connection.
     Locked(MutexGuard<'a, Qmp>),
-    /// The monitor was not free in time; all commands fail.
+    /// Other threads used the connection for too long. All commands of this guard fail.
     Busy(Qmp),
 }
 
 impl SharedQmp {
-    /// Shares a connection.
+    /// Makes a connection usable by several threads.
     pub fn new(qmp: Qmp) -> Self {
         let path = qmp.path().to_owned();
         let qmp = Mutex::new(qmp);
         Self { qmp, path }
     }
 
-    /// Locks the monitor. If others use the monitor for over 30 s, all commands of the guard fail
-    /// with [`QmpError::Busy`](crate::qmp::QmpError::Busy), so no thread waits forever for a QEMU
-    /// that hangs.
+    /// Waits until no other thread uses the connection. If that takes over 30 s, all commands of
+    /// the guard fail with [`QmpError::Busy`](crate::qmp::QmpError::Busy), so no thread waits
+    /// forever for a QEMU that hangs.
     pub fn lock(&self) -> QmpGuard<'_> {
         self.lock_within(LOCK_TIMEOUT)
     }
 
-    /// Locks the monitor as [`SharedQmp::lock`] does, with another time limit.
+    /// Waits for the connection like [`SharedQmp::lock`], but for `limit` instead of 30 s.
     pub fn lock_within(&self, limit: Duration) -> QmpGuard<'_> {
         let locked = self.qmp.try_lock_for(limit).map(QmpGuard::Locked);
         locked.unwrap_or_else(|| QmpGuard::Busy(Qmp::busy(&self.path, limit)))
     }
 
-    /// Locks the monitor if it is free; returns `None` if not.
+    /// Returns the connection if no other thread uses it now, else `None`.
     pub fn try_lock(&self) -> Option<QmpGuard<'_>> {
         self.qmp.try_lock().map(QmpGuard::Locked)
     }

@@ -11,20 +11,20 @@ use super::forward::Forward;
 use super::segment_spec::SegmentSpec;
 use super::spec_error::{SpecError, value};
 
-/// The accelerator that runs the guest's instructions.
+/// Which accelerator runs the guest's instructions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AccelChoice {
-    /// KVM if a probe guest boots with it, else TCG.
+    /// KVM if a small test guest boots with it on this host, else TCG.
     #[default]
     Auto,
-    /// Hardware virtualization (KVM).
+    /// KVM: hardware virtualization.
     Kvm,
-    /// QEMU's own translator (TCG).
+    /// TCG: QEMU translates the guest's instructions.
     Tcg,
 }
 
-/// Format of a disk image.
+/// Format of a disk's image file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
@@ -35,7 +35,7 @@ pub enum DiskFormat {
 }
 
 impl DiskFormat {
-    /// Returns QEMU's name of the block driver.
+    /// Returns QEMU's name of the block driver for this format.
     #[must_use]
     pub const fn driver(self) -> &'static str {
         match self {
@@ -45,30 +45,31 @@ impl DiskFormat {
     }
 }
 
-/// QEMU's cache modes of a disk (`man qemu-system-x86_64`, `-drive cache=`).
+/// How QEMU caches a disk's data (`man qemu-system-x86_64`, `-drive cache=`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheMode {
-    /// Through the host's page cache. Allows folding pages again while the VM runs.
+    /// I/O goes through the host's page cache. Only this allows folding pages again while the VM
+    /// runs.
     #[default]
     Writeback,
-    /// Direct I/O, without the host's page cache.
+    /// Direct I/O, which bypasses the host's page cache.
     None,
-    /// Through the host's page cache, every write flushed.
+    /// I/O goes through the host's page cache, and QEMU flushes every write.
     Writethrough,
-    /// Direct I/O, every write flushed.
+    /// Direct I/O, and QEMU flushes every write.
     Directsync,
-    /// Through the host's page cache, never flushed: for throw-away guests.
+    /// I/O goes through the host's page cache, and QEMU never flushes: for throw-away guests.
     Unsafe,
 }
 
 impl CacheMode {
-    /// Returns whether I/O bypasses the host's page cache (`O_DIRECT`).
+    /// Returns whether I/O of the disk bypasses the host's page cache (`O_DIRECT`).
     #[must_use]
     pub const fn direct(self) -> bool {
         matches!(self, Self::None | Self::Directsync)
     }
-    /// Returns whether the guest's flushes are ignored.
+    /// Returns whether QEMU ignores the guest's flushes of the disk.
     #[must_use]
     pub const fn no_flush(self) -> bool {
         matches!(self, Self::Unsafe)
@@ -80,21 +81,21 @@ impl CacheMode {
     }
 }
 
-/// Method of a disk's I/O in QEMU.
+/// How QEMU submits a disk's I/O to the host's kernel (`-drive aio=`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aio {
-    /// A pool of threads.
+    /// A pool of threads with blocking system calls.
     #[default]
     Threads,
-    /// The kernel's `io_uring`.
+    /// The kernel's `io_uring` interface.
     IoUring,
-    /// Linux AIO; only with direct I/O.
+    /// Linux AIO (`io_submit(2)`); possible only with direct I/O.
     Native,
 }
 
 impl Aio {
-    /// Returns QEMU's name of the method.
+    /// Returns QEMU's name of the I/O method.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -105,35 +106,35 @@ impl Aio {
     }
 }
 
-/// One virtio-blk disk. Disks appear in the guest as vda, vdb, ... in their order.
+/// A disk of a VM. The guest sees it as a virtio-blk disk: vda, vdb, ... in the order of the disks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
-    /// Path of the image file or block device.
+    /// Path of the disk's image file or block device.
     pub path: PathBuf,
-    /// Format of the image. Unset: qcow2 if the name ends in `.qcow2`, else raw; a VM whose image
-    /// begins with the header of another format is refused. The content alone never decides,
-    /// because a guest could write a header into its raw disk. memfold checks this once, and then
-    /// stores the format.
+    /// Format of the disk's image. Unset: qcow2 if the file name ends in `.qcow2`, else raw.
+    /// memfold refuses the VM if the image begins with the header of another format. The content
+    /// alone never decides, because a guest could write a header into its raw disk. memfold checks
+    /// this once, and then stores the format.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<DiskFormat>,
-    /// Cache mode of the disk.
+    /// How QEMU caches the disk's data.
     #[serde(default)]
     pub cache: CacheMode,
-    /// I/O method of the disk.
+    /// How QEMU submits the disk's I/O to the host's kernel.
     #[serde(default)]
     pub aio: Aio,
     /// Whether the disk is read-only for the guest.
     #[serde(default)]
     pub read_only: bool,
-    /// Whether writes go to a temporary overlay, which is removed when the VM ends. The image is
-    /// then not changed.
+    /// Whether the guest's writes go to a temporary overlay, which is removed when the VM ends. The
+    /// disk's image is then not changed.
     #[serde(default)]
     pub snapshot: bool,
 }
 
 impl DiskSpec {
-    /// Returns a disk with default settings.
+    /// Returns a disk with this image and with default settings.
     #[must_use]
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
@@ -142,7 +143,7 @@ impl DiskSpec {
         }
     }
 
-    /// Returns the format of the image; if it is unset, according to the file's name.
+    /// Returns the format of the disk's image. If the format is unset, the file name decides.
     #[must_use]
     pub fn format(&self) -> DiskFormat {
         self.format.unwrap_or_else(|| {
@@ -155,32 +156,32 @@ impl DiskSpec {
     }
 }
 
-/// How the VM boots. Default: QEMU's own firmware boots from the first disk.
+/// What a VM boots. Default: QEMU's own firmware boots from the first disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BootSpec {
-    /// Linux kernel image.
+    /// Path of a Linux kernel image that the VM boots; unset: the firmware boots from a disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<PathBuf>,
-    /// Initramfs of the kernel.
+    /// Path of the initramfs for the kernel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initrd: Option<PathBuf>,
     /// Command line of the kernel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cmdline: Option<String>,
-    /// Firmware image instead of QEMU's own.
+    /// Path of a firmware image that the VM uses instead of QEMU's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub firmware: Option<PathBuf>,
 }
 
-/// The guest's network.
+/// Which network the guest has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Network {
-    /// No network card.
+    /// The guest has no network card.
     #[default]
     None,
-    /// QEMU's user-mode network.
+    /// The guest has a card in QEMU's user-mode network.
     User,
 }
 
@@ -201,94 +202,94 @@ pub enum MergeChoice {
 #[serde(deny_unknown_fields)]
 #[allow(clippy::struct_excessive_bools)] // independent wishes
 pub struct VmSpec {
-    /// Name of the VM, unique on this host.
+    /// Name of the VM, unique on this host: 1 to 64 characters of a-z, 0-9 and `._-`.
     pub name: String,
-    /// RAM of the VM at its start.
+    /// Size of the VM's RAM at its start; a whole number of MiB, at least 16 MiB.
     #[serde(with = "size_text")]
     pub memory: ByteSize,
-    /// Largest RAM that the VM can reach by hot-plug; unset: no RAM can be added.
+    /// Largest size that the VM's RAM can reach by hot-plug; unset: no RAM can be added.
     #[serde(default, with = "size_text", skip_serializing_if = "Option::is_none")]
     pub memory_max: Option<ByteSize>,
-    /// Number of memory slots for hot-plug, if `memory_max` is set.
+    /// Number of the VM's slots for hot-plugged RAM, 1 to 256; used only if `memory_max` is set.
     #[serde(default = "four")]
     pub memory_slots: u32,
-    /// Number of virtual CPUs.
+    /// Number of the VM's virtual CPUs, 1 to 4096.
     #[serde(default = "one")]
     pub vcpus: u32,
     /// Trust domain of the VM: VMs of the same domain may share memory with each other. Unset: the
     /// VM shares with no other VM.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub domain: Option<String>,
-    /// Accelerator that runs the guest's instructions.
+    /// Which accelerator runs the guest's instructions.
     #[serde(default)]
     pub accel: AccelChoice,
-    /// QEMU's CPU model (`-cpu`). Unset: all features of the host (`host`, under TCG `max`). A
-    /// snapshot can then be restored only on a host with all these features. For several hosts,
-    /// choose a named model that all of them support, such as `Skylake-Server-v5`.
+    /// CPU model of the VM (QEMU's `-cpu`). Unset: all features of the host (`host`, under TCG
+    /// `max`). A snapshot can then be restored only on a host with all these features. For several
+    /// hosts, choose a named model that all of them support, such as `Skylake-Server-v5`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<String>,
     /// Whether the VM has a balloon device with free page reporting, by which the guest returns
     /// freed memory to the host.
     #[serde(default = "yes")]
     pub balloon: bool,
-    /// Kind of the guest's network.
+    /// Which network the guest has.
     #[serde(default)]
     pub network: Network,
     /// Whether memfold's library is preloaded into QEMU, so that the VM's RAM can be folded.
     #[serde(default = "yes")]
     pub fold: bool,
-    /// Whether KSM may merge the VM's memory.
+    /// Whether KSM may merge the VM's memory with that of other VMs.
     #[serde(default, skip_serializing_if = "is_default")]
     pub merge: MergeChoice,
-    /// User that QEMU switches to after it has opened all files (`-run-with user=`). Unset: the
-    /// daemon's user, root.
+    /// User that QEMU switches to after it has opened all files (`-run-with user=`). Unset: QEMU
+    /// keeps running as root, the daemon's user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
-    /// Whether a snapshot `NAME-boot` is taken as soon as the guest has booted, for
+    /// Whether the daemon takes a snapshot `NAME-boot` as soon as the guest has booted, for
     /// `vm reboot --from-boot-snapshot`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub boot_snapshot: bool,
-    /// Size of a swap disk, which is created and removed with the VM and can be switched to lent
-    /// RAM. Unset: the VM has no swap disk.
+    /// Size of the VM's swap disk. memfold creates and removes the disk with the VM, and can move
+    /// it to lent RAM. Unset: the VM has no swap disk.
     #[serde(default, with = "size_text", skip_serializing_if = "Option::is_none")]
     pub swap: Option<ByteSize>,
     /// Host ports that are forwarded into the guest through its user-mode network.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub forwards: Vec<Forward>,
-    /// Host resources of the saved VM that a VM restored from a snapshot lacks, as text. Set by
-    /// snapshots only, never in a user's description.
+    /// Host resources of the saved VM that this VM, restored from a snapshot, lacks, each as text.
+    /// Only a restore sets this; a user's description never does.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
-    /// Whether a VM that QEMU stopped because of a full disk resumes by itself as soon as the
-    /// disk's file system has 16 MiB free. Otherwise the VM waits for `vm resume`.
+    /// Whether the VM continues by itself after QEMU stopped it because of a full disk, as soon as
+    /// the disk's file system has 16 MiB free. Otherwise the VM waits for `vm resume`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub resume_when_room: bool,
-    /// Additional QEMU arguments, passed unchanged.
+    /// Additional arguments for QEMU, which memfold passes unchanged.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
     /// Directory to which relative paths in `qemu_args` refer; `/` if it is unset or does not
     /// exist. `vm run` sets its own working directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_directory: Option<PathBuf>,
-    /// Files that tokens in `qemu_args` stand for; each VM gets its own copy. Set by snapshots
-    /// only, never in a user's description.
+    /// Files for which tokens in `qemu_args` stand; the VM gets its own copy of each. Only
+    /// snapshots set this; a user's description never does.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<PathBuf>,
-    /// Number of slots for segments: those in `segments`, and those attached while the VM runs.
-    /// Unset: as many as `segments` has.
+    /// Number of the VM's device slots for segments, those attached while the VM runs included.
+    /// Unset: as many as `segments` has. At most 16.
     #[serde(default, skip_serializing_if = "is_default")]
     pub segment_slots: u32,
-    /// Segments that the VM maps, in the order of their slots.
+    /// Segments that the VM maps at its start, in the order of their device slots.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub segments: Vec<SegmentSpec>,
-    /// Kernel or firmware that the VM boots.
+    /// What the VM boots: a kernel or firmware.
     #[serde(default)]
     pub boot: BootSpec,
     /// Disks of the VM, in the order in which the guest sees them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
-    /// The part of the command line that creates the devices, for a snapshot of a VM that memfold
-    /// did not start. Set by snapshots only, never in a user's description.
+    /// Arguments that create the VM's devices, for a snapshot of a VM that memfold did not start.
+    /// Only snapshots set this; a user's description never does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub foreign: Option<Foreign>,
 }
@@ -307,7 +308,7 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 }
 
 impl VmSpec {
-    /// Returns a VM with default settings and no disk.
+    /// Returns a VM description with default settings and no disk.
     #[must_use]
     pub fn new(name: impl Into<String>, memory: ByteSize) -> Self {
         Self {
@@ -321,8 +322,8 @@ impl VmSpec {
         }
     }
 
-    /// Returns the name of the block node that a disk's device uses as long as no overlay was put
-    /// over the node.
+    /// Returns the name of the block node that the device of disk number `disk` uses, until a
+    /// snapshot puts an overlay above the node.
     #[must_use]
     pub fn disk_node(&self, disk: usize) -> String {
         match self.foreign.as_ref().and_then(|f| f.disks.get(disk)) {
@@ -331,8 +332,8 @@ impl VmSpec {
         }
     }
 
-    /// Returns whether `place`, a path in QEMU's object tree (`query-block`: `qdev`), is the path
-    /// of disk `disk`.
+    /// Returns whether `place` is the path of disk number `disk` in QEMU's object tree (`qdev` in
+    /// `query-block`).
     #[must_use]
     pub fn is_disk(&self, disk: usize, place: &str) -> bool {
         match &self.foreign {
@@ -348,22 +349,21 @@ impl VmSpec {
         self.foreign.as_ref().map_or(own, |foreign| foreign.cards)
     }
 
-    /// Returns the number of slots for segments.
+    /// Returns the number of the VM's device slots for segments, used or not.
     #[must_use]
     pub fn slots(&self) -> u32 {
         let used = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
         self.segment_slots.max(used)
     }
 
-    /// Returns whether the VM's memory is offered to KSM. The memory of a VM without a trust domain
-    /// is not.
+    /// Returns whether KSM may merge the VM's memory. Always false for a VM without a trust domain.
     #[must_use]
     pub fn merges(&self) -> bool {
         self.merge == MergeChoice::Domain && self.domain.is_some()
     }
 
-    /// Reads a description in TOML. Relative paths in it are relative to the file's directory. The
-    /// result is not validated yet.
+    /// Reads a VM description from a TOML file. Relative paths of disks and boot files are relative
+    /// to the file's directory. The result is not validated yet.
     pub fn from_toml_file(path: &Path) -> Result<Self, SpecError> {
         let text = std::fs::read_to_string(path).map_err(|source| SpecError::Read {
             path: path.into(),

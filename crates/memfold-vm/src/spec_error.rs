@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// Error of reading or validating a VM description.
+/// Why a VM description cannot be read, or which of its fields is not valid.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum SpecError {

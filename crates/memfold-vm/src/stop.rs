@@ -1,5 +1,5 @@
-//! Stops a VM. The guest is asked to shut down first; then QEMU gets the `quit` command; then its
-//! process is killed.
+//! Stops a VM in three steps: memfold asks the guest to shut down, then tells QEMU to quit, then
+//! kills QEMU. Each step follows only if the one before did not end the VM in time.
 
 use std::cell::RefCell;
 use std::io;
@@ -26,47 +26,48 @@ const ENDING: Duration = Duration::from_millis(500);
 const STOOD_LOOKS: u32 = 3;
 const STOOD_LOOK: Duration = Duration::from_millis(100);
 
-/// A function that executes a command of QEMU's monitor.
+/// A function that executes a command of QEMU's monitor and returns QEMU's answer.
 pub type Ask<'a> = dyn Fn(&str) -> Result<Value, QmpError> + 'a;
 
-/// Result of stopping a VM.
+/// How a VM ended when it was stopped.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stopped {
-    /// The way the VM ended.
+    /// Which step ended the VM.
     pub kind: StopKind,
     /// Whether the guest was asked to shut down and did not do so in time.
     pub overdue: bool,
-    /// Time from the request to the end of QEMU.
+    /// Time from the request to stop the VM to the end of QEMU.
     pub took: Duration,
-    /// Why QEMU was told to quit or killed, as text; `None` if it was not.
+    /// Why QEMU was told to quit or was killed, as text; `None` if neither was needed.
     pub why: Option<String>,
 }
 
-/// The way a VM ended.
+/// Which step ended a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StopKind {
-    /// The VM had ended before.
+    /// The VM had ended before it was to be stopped.
     Already,
-    /// The guest shut down.
+    /// The guest shut down when it was asked.
     PoweredDown,
-    /// QEMU was told to quit, because the guest did not shut down in time.
+    /// QEMU was told to quit, because the guest could not be asked or did not shut down in time.
     Quit,
-    /// QEMU was killed.
+    /// QEMU was killed, because it did not answer or did not quit.
     Killed,
 }
 
 impl Vm {
-    /// Stops the VM: asks the guest to shut down and waits for `timeout`; then tells QEMU to quit;
-    /// then kills QEMU. The VM's files and temporary overlays are removed.
+    /// Stops the VM: asks the guest to shut down and waits for `timeout`, then tells QEMU to quit,
+    /// then kills QEMU. With `timeout` zero, the guest is not asked. Removes the VM's files and
+    /// temporary overlays.
     pub fn stop(&self, timeout: Duration) -> Result<StopKind, MachineError> {
         self.end(timeout, &|| false, None)
             .map(|stopped| stopped.kind)
     }
 
     /// Stops the VM like [`stop`](Self::stop). `ask` requests the shutdown through the guest's
-    /// agent, and returns whether the agent accepted it. `monitor` executes commands on the
-    /// caller's existing connection.
+    /// agent, and returns whether the agent accepted the request. `monitor` executes QMP commands
+    /// on a connection that the caller has already; `None`: on a new connection.
     pub fn end(
         &self,
         timeout: Duration,
@@ -85,7 +86,8 @@ impl Vm {
         Ok(stopped)
     }
 
-    /// Kills QEMU without asking the guest. The VM's files and temporary overlays are removed.
+    /// Kills QEMU without asking the guest to shut down. Removes the VM's files and temporary
+    /// overlays.
     pub fn kill(&self) -> Result<(), MachineError> {
         let (directory, record) = self.started()?;
         let look = |source| self.look(source);

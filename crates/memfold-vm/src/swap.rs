@@ -1,6 +1,9 @@
 //! A VM's swap disk: a separate virtio-blk disk whose contents are worthless after the VM has
 //! ended.
 //!
+//! The guest's device uses a block node, which uses a file. Each move of the disk to or from lent
+//! RAM makes new block nodes, whose names contain the next number, the generation.
+//!
 //! ```text
 //!   virtio-blk "swap", serial memfold-swap
 //!        |
@@ -23,10 +26,10 @@ use super::overlay;
 use super::spec::VmSpec;
 use super::spec_error::{SpecError, require};
 
-/// Serial number of a swap disk, and label of the swap space on it.
+/// Serial number of a VM's swap disk, and label of the swap space on the disk.
 pub const SERIAL: &str = "memfold-swap";
 
-/// Name of the swap disk's device in QEMU.
+/// ID of the swap disk's device in QEMU.
 pub const DEVICE: &str = "swap";
 
 /// Minimum size of a swap disk.
@@ -35,14 +38,16 @@ const LEAST: ByteSize = ByteSize::mib(1);
 /// Page size of guests (x86-64), in bytes.
 const PAGE: u64 = 4096;
 
-/// Returns the name of the device's block node in this generation, while the swap disk is only on
-/// the host's disk.
+/// Returns the name of the swap disk's topmost block node, unless the disk is on lent RAM with
+/// durability `none`. `generation`: number of the disk's block nodes, from 0, which grows with each
+/// move of the disk.
 #[must_use]
 pub fn node(generation: u64) -> String {
     format!("swap{generation}")
 }
 
-/// Returns the name of the block node of the swap disk's file, in this generation.
+/// Returns the name of the block node of the swap disk's file on the host. `generation`: number of
+/// the disk's block nodes, from 0, which grows with each move of the disk.
 #[must_use]
 pub fn file_node(generation: u64) -> String {
     format!("swap-file{generation}")
@@ -58,9 +63,9 @@ pub(super) fn check(spec: &VmSpec) -> Result<(), SpecError> {
     require(!spec.boot_snapshot, "swap", why)
 }
 
-/// Creates a file of `bytes` bytes that only its owner can read. All blocks are allocated, because
-/// a guest whose swap disk runs out of space loses programs. `fresh`: also writes a swap header.
-/// After an error, no file remains.
+/// Creates a file of `bytes` bytes for a swap disk, which only its owner can read. All blocks are
+/// allocated, because a guest whose swap disk runs out of space loses programs. `fresh`: also
+/// writes a swap header. After an error, no file remains.
 pub fn create(path: &Path, bytes: u64, fresh: bool) -> io::Result<()> {
     let file = overlay::new_file(path)?;
     fill(&file, bytes, fresh).inspect_err(|_| {
@@ -98,14 +103,14 @@ fn header(bytes: u64) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// Returns a path for the swap disk of a VM, or for a copy of it: in the directory of temporary
-/// overlays, on a disk and not in RAM.
+/// Returns a new path for the swap disk of the VM `name`, or for a copy of the disk: in the
+/// directory of temporary overlays, which is on a disk and not in RAM.
 pub fn place(name: &str) -> io::Result<PathBuf> {
     let unique = overlay::unique();
     Ok(overlay::directory()?.join(format!("memfold-{name}-swap-{unique:x}.raw")))
 }
 
-/// Returns the shell script with which a guest activates its swap disk. The script does nothing if
+/// Returns the shell script that activates the swap disk in the guest. The script does nothing if
 /// the disk is active.
 ///
 /// virtio disks report that they rotate, so Linux would read the eight pages around each wanted
@@ -124,7 +129,7 @@ pub fn swap_on() -> String {
     )
 }
 
-/// Returns the shell script with which a guest prints its swap disk's line of `/proc/swaps`. The
+/// Returns the shell script that prints the swap disk's line of `/proc/swaps` in the guest. The
 /// script's exit code is 1 if there is no such line.
 #[must_use]
 pub fn used() -> String {
@@ -136,8 +141,8 @@ pub fn used() -> String {
     )
 }
 
-/// Parses the output of [`used`] into the number of bytes in use (`proc_swaps(5)`: name, type,
-/// size, used in KiB, priority).
+/// Parses the output of the script of [`used`] into the number of bytes in use on the swap disk
+/// (`proc_swaps(5)`: name, type, size, used in KiB, priority).
 #[must_use]
 pub fn parse_used(line: &[u8]) -> Option<u64> {
     let text = std::str::from_utf8(line).ok()?;

@@ -5,8 +5,8 @@
 //!   words of the copy + files as disks, empty, as large --> QEMU -S --> same devices, RAM blocks, media? --> writes its device state --> killed
 //! ```
 //! No file of the original VM is opened for writing, no guest code runs, and guest RAM is never
-//! accessed. So a save, while the VM still runs, reports errors that otherwise only a restore would
-//! find.
+//! accessed. The test runs when a snapshot is saved, so errors that otherwise only a restore would
+//! find are reported while the original VM still runs.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -43,7 +43,7 @@ impl Drop for Started {
     }
 }
 
-/// Parts of a QEMU that a second QEMU must have, too: devices, RAM blocks, media.
+/// Devices, RAM blocks and media of a QEMU, which a second QEMU for the same VM must have, too.
 #[derive(Debug)]
 pub struct MachineParts {
     devices: Counts,
@@ -53,7 +53,7 @@ pub struct MachineParts {
 }
 
 impl MachineParts {
-    /// Reads the parts of a running QEMU.
+    /// Reads devices, RAM blocks and media of a running QEMU.
     pub fn of(qmp: &mut Qmp) -> Result<Self, RamError> {
         let blocks = ram::read_blocks(qmp)?.into_iter();
         let named = blocks.filter(|block| !block.name.is_empty() && block.used_bytes > 0);
@@ -89,8 +89,8 @@ impl MachineParts {
     }
 }
 
-/// Starts a QEMU with `spec` as a restore would, and kills it. The error says why QEMU does not
-/// start, or how the machine differs from `wanted`.
+/// Starts a paused QEMU for the VM description `spec`, compares its devices with `wanted`, and
+/// kills it. The error says why QEMU does not start, or how its devices differ.
 pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
     let no_directory = |error| failed("cannot create the directory for a trial start", &error);

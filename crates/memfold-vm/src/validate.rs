@@ -1,4 +1,4 @@
-//! Validates a VM description: each field by itself, and fields that contradict each other.
+//! Validates a VM description: the value of each field, and fields that contradict each other.
 
 use memfold_units::ByteSize;
 
@@ -18,9 +18,9 @@ const MAX_VCPUS: u32 = 4096;
 const MAX_SLOTS: u32 = 256;
 
 impl VmSpec {
-    /// Checks every field, and that every file exists. Makes paths absolute, because QEMU runs in
-    /// another directory. Links to block devices are kept, because the device may have another name
-    /// after a boot of the host.
+    /// Checks every field of the VM description, and that every file exists. Makes paths absolute,
+    /// because QEMU runs in another directory. Keeps links to block devices, because a device may
+    /// have another name after a boot of the host.
     pub fn validate(&mut self) -> Result<(), SpecError> {
         check_name("name", &self.name)?;
         if let Some(domain) = &self.domain {

@@ -1,8 +1,8 @@
-//! The helper process beside a borrower's qemu-nbd. qemu-nbd is the iSCSI initiator (QEMU's `iscsi`
-//! driver) and serves the lent disk by NBD on a Unix socket, to one client. The helper kills
-//! qemu-nbd when qemu-nbd's first iSCSI session ends.
+//! The bridge: a process on the borrower's host that connects one iSCSI lease with an NBD client.
+//! It runs qemu-nbd, which is the iSCSI initiator (QEMU's `iscsi` driver) and serves the lent disk
+//! by NBD on a Unix socket. The bridge kills qemu-nbd when the first iSCSI session ends.
 //!
-//! The helper works without a daemon: if a lender dies while the borrower's daemon is not running,
+//! The bridge works without a daemon: if a lender dies while the borrower's daemon is not running,
 //! the VM continues on its copy.
 
 use std::io::{self, Read};
@@ -34,9 +34,9 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Number of bytes at the end of the bridge's output that an error message repeats.
 const LOG_TAIL: usize = 1024;
 
-/// Starts a bridge, which logs in to a lease. Returns the NBD endpoint on this host that serves the
-/// lease, for one connection. The bridge's files are created in `directory`. The bridge ends with
-/// its session or its client.
+/// Starts a bridge process that logs in to a lease. Returns the address on this host that serves
+/// the lease by NBD, for one connection. The bridge's files are created in `directory`. The bridge
+/// ends with its iSCSI session or its NBD client.
 pub fn begin(directory: &Path, lease: LeaseId, endpoint: &Endpoint) -> io::Result<Endpoint> {
     let (Address::Tcp { ip, port }, Some(key)) = (&endpoint.address, &endpoint.key) else {
         return Err(io::Error::other("iSCSI needs an IP address and a key"));
@@ -94,7 +94,8 @@ fn wait_ready(child: &mut Child) -> io::Result<()> {
     }
 }
 
-/// Runs the bridge until its session or its client ends.
+/// Runs the bridge process until its iSCSI session or its NBD client ends. `portal`: address of the
+/// lender's tgtd; `key_file`: file with the lease's key; `socket`: path of the NBD socket.
 pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<()> {
     let key = Key::read(key_file).map_err(at("its key"))?;
     let secret = key_file.with_extension("secret");

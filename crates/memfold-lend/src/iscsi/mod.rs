@@ -8,13 +8,14 @@
 //!                      v                                                          v
 //!                    tgtd, one a lease <------- iSCSI ------- qemu-nbd --NBD--> relay --NBD--> QEMU of the VM
 //! ```
-//! Both helper processes run this program (`memfold iscsi-process`). Their purposes:
-//! - tgtd serves files. `target` creates an unnamed file whose pages are allocated and locked, and
-//!   ends tgtd when tgtd's first session ends.
-//! - libiscsi reconnects forever, and QEMU's monitor has no command that makes libiscsi give up
-//!   pending requests. A VM would wait for as long as its lender is dead. Therefore QEMU's `iscsi`
-//!   driver runs in a process of its own (qemu-nbd), which `bridge` kills when its first session
-//!   ends. The relay's NBD client then gets an error at once, as with a lender that exports by NBD.
+//! memfold adds a helper process on both sides (`memfold iscsi-process`):
+//! - On the lender's host, `target` creates an unnamed file whose pages are allocated and locked,
+//!   because tgtd can only serve files. It ends tgtd when tgtd's first session ends.
+//! - On the borrower's host, `bridge` runs QEMU's `iscsi` driver in a process of its own
+//!   (qemu-nbd), which it kills when the first session ends. The relay's NBD client then gets an
+//!   error at once, as with a lender that exports by NBD. Without the bridge, a VM would wait for
+//!   as long as its lender is dead: libiscsi reconnects forever, and QEMU's monitor has no command
+//!   to give up pending requests.
 //!
 //! iSCSI authenticates by CHAP and encrypts nothing. Anyone on the network path can read what a
 //! guest has swapped out; the relay detects changes.
@@ -38,19 +39,20 @@ const NAMES: &str = "iqn.2026-11.invalid.memfold";
 
 /// Number of the only target of a tgtd.
 const TARGET: i32 = 1;
-/// Number of the logical unit that holds a lease's bytes.
+/// Number of the iSCSI logical unit that holds a lease's bytes, at every tgtd.
 pub const LUN: u64 = 1;
 
 /// Longest time between two polls of the helper processes.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Returns the name of a lease's iSCSI target.
+/// Returns the iSCSI name of the target that serves the lease with this key.
 #[must_use]
 pub fn target_name(key: &Key) -> String {
     format!("{NAMES}:{}", key.identity)
 }
 
-/// Returns the initiator name with which a borrower logs in to a lease's target.
+/// Returns the iSCSI initiator name with which a borrower logs in to the target of the lease with
+/// this key.
 #[must_use]
 pub fn initiator_name(key: &Key) -> String {
     format!("{NAMES}:borrower-of-{}", key.identity)

@@ -1,5 +1,6 @@
-//! The helper process beside a lease's tgtd. The process allocates the memory and starts tgtd on
-//! it. Both end when the first session ends, when the daemon ends, or when tgtd is stopped.
+//! The helper process `target` on the lender's host, one for each iSCSI lease. It allocates the
+//! lease's memory and starts tgtd, which serves the memory. Both end when tgtd's first session
+//! ends, when the daemon ends, or when somebody stops tgtd (`SIGSTOP`).
 
 use std::io;
 use std::net::SocketAddr;
@@ -32,19 +33,20 @@ const FIRST: Duration = Duration::from_millis(20);
 /// Number of bytes of the host's memory that must stay available.
 const LEAVE: u64 = 64 << 20;
 
-/// Files of one lease's export.
+/// Paths of the files of one lease that is served by iSCSI.
 #[derive(Clone, Debug)]
 pub struct Files {
     /// Path of the file with the lease's key, which the borrower sends to log in (CHAP).
     pub key: PathBuf,
-    /// Prefix of the path of tgtd's socket (`TGT_IPC_SOCKET`).
+    /// Beginning of the path of tgtd's control socket (`TGT_IPC_SOCKET`).
     pub socket: PathBuf,
-    /// Path of the file that contains tgtd's [`Identity`]. It is written when the export is ready.
+    /// Path of the file that contains tgtd's [`Identity`]. It is written when tgtd serves the
+    /// lease.
     pub ready: PathBuf,
 }
 
 impl Files {
-    /// Returns the paths of all files that may exist.
+    /// Returns the paths of all files of the lease's target that may exist.
     #[must_use]
     pub fn all(&self) -> Vec<PathBuf> {
         let control = Tgt::at(&self.socket).socket;
@@ -58,8 +60,9 @@ impl Files {
     }
 }
 
-/// Returns the command that starts the helper process. Its standard input must be the end of a pipe
-/// that stays open for as long as the daemon lives.
+/// Returns the command that starts the helper process `target` for a lease of `bytes` bytes at the
+/// address `portal`. Its standard input must be the end of a pipe that stays open as long as the
+/// daemon lives.
 pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Command> {
     let mut command = process("target")?;
     let (key, socket, ready) = (&files.key, &files.socket, &files.ready);
@@ -72,7 +75,7 @@ pub fn command(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<Comm
     Ok(command)
 }
 
-/// Returns the tgtd of an export; `None` until the export is ready.
+/// Returns the tgtd that serves a lease; `None` until tgtd is ready.
 pub fn ready(files: &Files) -> io::Result<Option<Process>> {
     let Ok(text) = std::fs::read(&files.ready) else {
         return Ok(None);
@@ -80,7 +83,8 @@ pub fn ready(files: &Files) -> io::Result<Option<Process>> {
     Process::open(serde_json::from_slice::<Identity>(&text)?).map(Some)
 }
 
-/// Serves one session until it ends. Messages go to standard error.
+/// Runs the helper process `target`: serves `bytes` bytes at the address `portal` until the first
+/// session ends. Messages go to standard error.
 pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
     let key = Key::read(&files.key).map_err(at("its key"))?;
     let memory = allocate(bytes)?;

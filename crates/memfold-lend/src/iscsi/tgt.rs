@@ -1,6 +1,6 @@
-//! Requests to a tgtd through its Unix socket, in the format of `tgtadm` (tgt's `usr/tgtadm.h`,
-//! unchanged since 2012). `tgtadm` itself is not used, because it takes passwords on its command
-//! line, where all users of the host can read them.
+//! Sends requests to a tgtd through its Unix socket, in the format of `tgtadm` (tgt's
+//! `usr/tgtadm.h`, unchanged since 2012). `tgtadm` itself is not used, because it takes passwords
+//! on its command line, where all users of the host can read them.
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
@@ -21,7 +21,8 @@ const MOST: u64 = 1 << 20;
 /// Time limit for tgtd's answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Control port of each tgtd. All can use the same port, because each tgtd has its own socket.
+/// Control port of each tgtd (`--control-port`). All can have the same port, because each tgtd has
+/// its own socket.
 pub const CONTROL: &str = "1";
 
 // Operations: `enum tgtadm_op`.
@@ -37,14 +38,14 @@ const M_PORTAL: u32 = 3;
 const M_CONNECTION: u32 = 6;
 const M_ACCOUNT: u32 = 7;
 
-/// Control socket of a tgtd.
+/// The control socket of a tgtd, through which memfold sends requests.
 #[derive(Debug)]
 pub struct Tgt {
     pub(super) socket: PathBuf,
 }
 
 impl Tgt {
-    /// Returns the control socket of the tgtd whose `TGT_IPC_SOCKET` is `named`.
+    /// Returns the control socket of the tgtd that was started with `TGT_IPC_SOCKET` = `named`.
     #[must_use]
     pub fn at(named: &Path) -> Self {
         let mut socket = named.as_os_str().to_owned();
@@ -60,8 +61,9 @@ impl Tgt {
         socket::connect(&self.socket, PATIENCE).is_ok()
     }
 
-    /// Creates the only target, which serves `file`. Initiators need the key and must come from
-    /// `address` (`ALL`: from any address). Initiators distinguish disks by `serial`.
+    /// Creates tgtd's only target, which serves `file`. Initiators need the key and must come from
+    /// `address` (`ALL`: from any address). `serial` distinguishes the disk from those of other
+    /// tgtds.
     pub fn set_up(&self, key: &Key, file: &Path, address: &str, serial: &str) -> io::Result<()> {
         let name = target_name(key);
         self.order(NEW, M_TARGET, 0, &format!("targetname={name}"))?;
@@ -79,13 +81,13 @@ impl Tgt {
         Ok(())
     }
 
-    /// Stops listening at `portal`. An existing session continues.
+    /// Makes tgtd stop listening at the address `portal`. An existing session continues.
     pub fn close(&self, portal: SocketAddr) -> io::Result<()> {
         self.order(DELETE, M_PORTAL, 0, &format!("portal={portal}"))
             .map(drop)
     }
 
-    /// Returns whether an initiator is logged in.
+    /// Returns whether an initiator is logged in to tgtd.
     pub fn has_session(&self) -> io::Result<bool> {
         let said = self.order(SHOW, M_CONNECTION, 0, "")?;
         Ok(said.contains("Session:"))

@@ -5,7 +5,8 @@ use std::net::SocketAddr;
 
 use super::volume::Volume;
 
-/// An error of LVM's tools or of the iSCSI initiator.
+/// Reason why a swap volume could not be moved to or from lent RAM: an error of LVM's tools or of
+/// the iSCSI initiator.
 #[derive(Debug, thiserror::Error)]
 pub enum LvmError {
     /// A program that memfold needs is not installed.
@@ -19,45 +20,45 @@ pub enum LvmError {
         #[source]
         source: io::Error,
     },
-    /// A command of LVM or of the initiator failed.
+    /// A command of LVM or of the iSCSI initiator failed.
     #[error("'{command}' failed: {said}")]
     Failed {
-        /// The command with its arguments.
+        /// The command that failed, with its arguments.
         command: String,
-        /// The command's error message.
+        /// What the command wrote to its standard error.
         said: String,
     },
     /// A report of LVM cannot be parsed.
     #[error("cannot parse the report of '{command}' ({why}); LVM 2.02.158 or newer is needed")]
     Report {
-        /// The command with its arguments.
+        /// The command whose report is wrong, with its arguments.
         command: String,
         /// The missing or wrong part of the report.
         why: String,
     },
-    /// The logical volume does not exist.
+    /// The logical volume with this name does not exist.
     #[error("no logical volume {0}; 'lvs' lists all volumes")]
     NoVolume(Volume),
-    /// The volume cannot be put on lent RAM.
+    /// The logical volume cannot be put on lent RAM.
     #[error("volume {volume} {why}")]
     Unfit {
-        /// Name of the volume.
+        /// Name of the logical volume.
         volume: Volume,
-        /// Property of the volume that does not allow lent RAM.
+        /// Property of the logical volume that does not allow lent RAM.
         why: String,
-        /// Command or action of the operator that makes it possible.
+        /// What the operator can do so that the volume can be put on lent RAM.
         fix: String,
     },
-    /// A file of the initiator or of the kernel cannot be used.
+    /// A file of the iSCSI initiator or of the kernel cannot be used.
     #[error("cannot use {path}")]
     Files {
-        /// Path of the file.
+        /// Path of the file that cannot be used.
         path: std::path::PathBuf,
         /// The kernel's error.
         #[source]
         source: io::Error,
     },
-    /// The initiator did not reach the lender, or the kernel found no disk.
+    /// The iSCSI initiator did not reach the lender, or the kernel found no disk there.
     #[error("cannot attach the iSCSI disk of {portal}: {why}")]
     Session {
         /// Address of the lender's export.
@@ -68,7 +69,8 @@ pub enum LvmError {
 }
 
 impl LvmError {
-    /// Returns a remedy that the message itself does not name.
+    /// Returns what the operator can do about the error, if the error message does not say so
+    /// itself.
     #[must_use]
     pub fn fix(&self) -> Option<String> {
         match self {

@@ -1,5 +1,5 @@
-//! The daemon's record of a logical volume on lent RAM, and its lent disk as an LVM physical
-//! volume.
+//! The daemon's record of a logical volume on lent RAM, and how memfold marks the lent disk as an
+//! LVM physical volume.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,44 +10,45 @@ use crate::lease::{Durability, LeaseId};
 /// Record of a logical volume that is on lent RAM, or is being moved there or back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Loan {
-    /// Name of the logical volume that is on loan.
+    /// Name of the logical volume on lent RAM.
     pub volume: Volume,
     /// Size of the logical volume, in bytes.
     pub bytes: u64,
-    /// Place where the bytes survive if the lender dies.
+    /// Place where the volume's bytes survive if the lender dies.
     pub durability: Durability,
-    /// Number of the lease in the registry.
+    /// Number of the volume's lease in the registry.
     pub lease: LeaseId,
-    /// Host name of the lender.
+    /// Host name of the volume's lender.
     pub lender: String,
-    /// Target that the initiator is logged in to; `None` before the login.
+    /// iSCSI target that this host's initiator is logged in to; `None` before the login.
     pub target: Option<Target>,
-    /// UUID of the lent disk as a physical volume.
+    /// UUID that the lent disk has as an LVM physical volume.
     pub uuid: String,
-    /// Progress of the loan.
+    /// How far the move of the volume to or from lent RAM has come.
     pub phase: Phase,
 }
 
-/// Progress of a loan.
+/// How far the move of a logical volume to or from lent RAM has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// The volume is being put on lent RAM. A daemon that finds this record undoes it.
+    /// The volume is being put on lent RAM. A new daemon that finds this undoes the move.
     Beginning,
     /// The volume is on lent RAM.
     Lent,
-    /// The volume is being moved off lent RAM. A daemon that finds this record continues.
+    /// The volume is being moved off lent RAM. A new daemon that finds this continues the move.
     Ending,
 }
 
-/// Offset in bytes of the data on a lent disk, which `pvcreate` receives as an option.
+/// Offset in bytes at which LVM's data begin on a lent disk; an option of `pvcreate`.
 pub const DATA_START: u64 = 1 << 20;
 
 /// Prefix of the UUIDs that memfold gives lent disks. LVM's own UUIDs begin with six letters or
 /// digits.
 const OURS: &str = "memfLd-";
 
-/// Returns a UUID for a lent disk as a physical volume, made from 16 random bytes.
+/// Returns a new UUID for a lent disk as an LVM physical volume, with a prefix that marks lent
+/// disks. `random`: 16 random bytes.
 #[must_use]
 pub fn new_uuid(random: [u8; 16]) -> String {
     use std::fmt::Write as _;
@@ -62,14 +63,15 @@ pub fn new_uuid(random: [u8; 16]) -> String {
     format!("{OURS}{}", rest.join("-"))
 }
 
-/// Returns whether the physical volume with this UUID is a lent disk.
+/// Returns whether the LVM physical volume with this UUID is a lent disk of memfold.
 #[must_use]
 pub fn is_lent(uuid: &str) -> bool {
     uuid.starts_with(OURS)
 }
 
-/// Returns how many bytes to borrow for a volume of `volume` bytes. For a mirror, they include one
-/// extent (`extent` bytes) for LVM's metadata of the image.
+/// Returns how many bytes to borrow for a logical volume of `volume` bytes in a volume group with
+/// extents of `extent` bytes. For a mirror, this includes one extent for LVM's metadata of the
+/// image.
 #[must_use]
 pub const fn disk_bytes(volume: u64, extent: u64, durability: Durability) -> u64 {
     let image_notes = match durability {

@@ -11,12 +11,12 @@
 //! ```
 //! Durability `disk` makes the volume a RAID 1 mirror whose image on this host's disk is marked
 //! write-mostly. Reads come from lent RAM, writes go to both images, and the image on this host's
-//! disk is complete at every moment. Durability `none` moves the volume (`pvmove`), as the study
-//! did.
+//! disk is complete at every moment. Durability `none` moves the volume to lent RAM (`pvmove`), as
+//! the study did.
 //!
-//! LVM's metadata are authoritative. A lent disk is recognized by the UUID of its physical volume
-//! ([`new_uuid`]), also after a reboot. Once the volume is set up, only the kernel and LVM handle
-//! its pages, without a memfold process.
+//! LVM's own metadata decide what is on lent RAM. memfold recognizes a lent disk by the UUID of its
+//! physical volume ([`new_uuid`]), also after a reboot. Once the volume is set up, only the kernel
+//! and LVM handle its pages, without a memfold process.
 //!
 //! Bytes from a lender are not compared with the bytes that were written; only the relay of a VM's
 //! swap disk does that.

@@ -1,8 +1,10 @@
-//! Login to and logout from one lease by the kernel's iSCSI initiator (open-iscsi's `iscsiadm`).
+//! Logs in to one lease, and out again, with the kernel's iSCSI initiator (open-iscsi's
+//! `iscsiadm`).
 //!
-//! memfold does no discovery, because the target accepts only one session ever, and discovery would
-//! use it up. The settings make pending requests fail within seconds when a lender is gone or does
-//! not answer. The export ends with its session, so waiting for a lender to return is useless.
+//! memfold does no discovery, because the lender's target accepts only one session ever, and
+//! discovery would use it up. The initiator's settings make pending requests fail within seconds
+//! when a lender is gone or does not answer. The export ends with its session, so waiting for a
+//! lender to return is useless.
 
 use std::io;
 use std::net::SocketAddr;
@@ -71,17 +73,17 @@ const fn patience(durability: Durability) -> Patience {
 /// Exit status of `iscsiadm` if the session or record does not exist (`ISCSI_ERR_NO_OBJS_FOUND`).
 const NOTHING_THERE: i32 = 21;
 
-/// iSCSI target that serves a lease.
+/// The iSCSI target that serves a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Target {
-    /// iSCSI name of the target.
+    /// iSCSI name (IQN) of the target.
     pub name: String,
-    /// Address and port of the lender's tgtd.
+    /// IP address and TCP port of the lender's tgtd.
     pub portal: SocketAddr,
 }
 
 impl Target {
-    /// Returns the target of the lease that has this key.
+    /// Returns the iSCSI target of the lease with this key, at the address `portal`.
     #[must_use]
     pub fn new(portal: SocketAddr, key: &Key) -> Self {
         Self {
@@ -91,21 +93,22 @@ impl Target {
     }
 }
 
-/// An iSCSI session of this host's kernel.
+/// An iSCSI session of this host's kernel with a lender.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
-    /// Whether the session is logged in.
+    /// Whether the session is logged in to the lender's target.
     pub is_up: bool,
-    /// Path of the session's disk; `None` until the kernel has found the disk.
+    /// Path of the disk that the session provides; `None` until the kernel has found the disk.
     pub device: Option<PathBuf>,
 }
 
-/// Checks that open-iscsi is installed.
+/// Checks that open-iscsi is installed; an error if not.
 pub fn check() -> Result<(), LvmError> {
     iscsiadm(&["--version"])
 }
 
-/// Logs in to a target and returns its disk.
+/// Logs in to a lease's iSCSI target and returns the path of the disk. `durability` decides how
+/// long the kernel waits for a lender that does not answer.
 pub fn log_in(target: &Target, key: &Key, durability: Durability) -> Result<PathBuf, LvmError> {
     let patience = patience(durability);
     record(target, key, patience)?;
@@ -147,7 +150,8 @@ fn scanned(target: &str, end: Instant) -> Result<PathBuf, String> {
     }
 }
 
-/// Logs out of a target and deletes its record. Succeeds if neither session nor record existed.
+/// Logs out of a lease's iSCSI target and deletes open-iscsi's record of the target. Succeeds if
+/// there was no session and no record.
 pub fn log_out(target: &Target) -> Result<(), LvmError> {
     for words in [["--logout"].as_slice(), &["--op", "delete"]] {
         match node(target, words) {
@@ -160,7 +164,7 @@ pub fn log_out(target: &Target) -> Result<(), LvmError> {
     Ok(())
 }
 
-/// Returns the session with a target, if there is one.
+/// Returns the session of this host's kernel with an iSCSI target; `None` if there is none.
 #[must_use]
 pub fn of(target: &Target) -> Option<Session> {
     find(Path::new(SESSIONS), &target.name)

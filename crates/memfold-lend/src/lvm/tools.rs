@@ -1,4 +1,4 @@
-//! Calls of LVM's tools, whose reports are read as JSON. The program `lvm` contains all tools.
+//! Calls LVM's tools and parses their JSON reports. The program `lvm` contains all tools.
 //!
 //! memfold never kills a tool, because a tool that has suspended a device must resume it.
 
@@ -15,7 +15,7 @@ use super::volume::Volume;
 /// Time limit for a tool, which waits for LVM's locks and for disks.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Checks that LVM is installed.
+/// Checks that LVM is installed; an error if not.
 pub fn check() -> Result<(), LvmError> {
     lvm("version", &[])
 }
@@ -23,38 +23,38 @@ pub fn check() -> Result<(), LvmError> {
 /// A logical volume, as `lvs` reports it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logical {
-    /// Layout of the volume: `linear`, `raid,raid1`, ...
+    /// Layout of the logical volume, in LVM's words: `linear`, `raid,raid1`, ...
     pub layout: String,
-    /// Size of the volume in bytes.
+    /// Size of the logical volume in bytes.
     pub bytes: u64,
-    /// Size of an extent of the volume group, in bytes.
+    /// Size of an extent of the logical volume's group, in bytes.
     pub extent: u64,
-    /// Whether the volume is active, that is, whether it has a device.
+    /// Whether the logical volume is active, that is, has a device.
     pub is_active: bool,
-    /// Synchronized part of a mirror in percent; `None` if the volume is no mirror.
+    /// How much of a mirror is synchronized, in percent; `None` if the volume is no mirror.
     pub synced: Option<f64>,
 }
 
 impl Logical {
-    /// Returns whether the volume is a mirror (RAID 1).
+    /// Returns whether the logical volume is a mirror (RAID 1).
     #[must_use]
     pub fn is_mirror(&self) -> bool {
         self.layout.split(',').any(|word| word == "raid1")
     }
 }
 
-/// A physical volume, as `pvs` reports it.
+/// A physical volume (a disk of a volume group), as `pvs` reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Physical {
-    /// Path of the device; a text in brackets if the device is missing.
+    /// Path of the physical volume's device; a text in brackets if the device is missing.
     pub device: String,
     /// LVM's UUID of the physical volume.
     pub uuid: String,
-    /// Whether the disk is missing or unreadable.
+    /// Whether the physical volume's disk is missing or unreadable.
     pub is_missing: bool,
-    /// Number of unallocated bytes.
+    /// Number of bytes of the physical volume that no logical volume uses.
     pub free: u64,
-    /// Logical volumes that have extents on this disk, including hidden ones.
+    /// Names of the logical volumes that use this physical volume, including LVM's hidden ones.
     pub volumes: Vec<String>,
 }
 
@@ -71,14 +71,15 @@ pub fn logical(volume: &Volume) -> Result<Logical, LvmError> {
     logical.ok_or_else(|| LvmError::NoVolume(volume.clone()))
 }
 
-/// Returns all physical volumes of a group; empty if the group does not exist.
+/// Returns all physical volumes of a volume group; empty if the group does not exist.
 pub fn physical(group: &str) -> Result<Vec<Physical>, LvmError> {
     let select = format!("vg_name=\"{group}\"");
     let fields = "pv_name,pv_uuid,pv_missing,pv_free,lv_name";
     report(("pvs", group), &select, fields, parse_physical)
 }
 
-/// Returns the device of the physical volume with this UUID, if it belongs to no group yet.
+/// Returns the path of the device with the LVM physical volume `uuid`, if the volume belongs to no
+/// volume group yet.
 pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
     let select = format!("pv_uuid=\"{uuid}\"");
     let parse = |said: &str| parse(said, "pv");
@@ -87,8 +88,8 @@ pub fn orphan(uuid: &str) -> Result<Option<String>, LvmError> {
     Ok(orphan.and_then(|row| row.get("pv_name").cloned()))
 }
 
-/// Makes a disk a physical volume of a group. The disk gets no metadata area, so that LVM never
-/// reads the group's metadata from a lender.
+/// Makes a disk a physical volume of a volume group. The disk gets no metadata area, so that LVM
+/// never reads the group's metadata from a lender.
 pub fn add_disk(group: &str, device: &str, uuid: &str) -> Result<(), LvmError> {
     let options = format!("--metadatacopies 0 --dataalignment {DATA_START}b");
     let create = format!("pvcreate --yes --norestorefile {options} --uuid");
@@ -96,33 +97,33 @@ pub fn add_disk(group: &str, device: &str, uuid: &str) -> Result<(), LvmError> {
     lvm("vgextend", &[group, device])
 }
 
-/// Removes an unused disk from its group, and removes its physical volume label.
+/// Removes an unused disk from its volume group, and removes LVM's label from the disk.
 pub fn remove_disk(group: &str, device: &str) -> Result<(), LvmError> {
     lvm("vgreduce", &[group, device])?;
     forget_disk(device)
 }
 
-/// Removes the physical volume label of a disk that is in no group.
+/// Removes LVM's label from a disk that is in no volume group.
 pub fn forget_disk(device: &str) -> Result<(), LvmError> {
     lvm("pvremove --yes", &[device])
 }
 
-/// Removes missing disks from their group. If `used` is set, also disks with images of mirrors;
-/// these images then have no disk.
+/// Removes missing disks from their volume group. With `used`, this includes disks on which mirrors
+/// have images; these images then have no disk.
 pub fn remove_missing(group: &str, used: bool) -> Result<(), LvmError> {
     let force = if used { " --force" } else { "" };
     lvm(&format!("vgreduce --yes --removemissing{force}"), &[group])
 }
 
-/// Starts to convert a volume to a mirror whose second image is on `device`.
+/// Starts to make a logical volume a mirror whose second image is on the disk `device`.
 pub fn add_image(volume: &Volume, device: &str) -> Result<(), LvmError> {
     load("raid")?;
     let convert = "lvconvert --yes --type raid1 --mirrors 1";
     lvm(convert, &[&volume.to_string(), device])
 }
 
-/// Sets the minimum speed of a mirror's synchronization to 16 MiB/s, even while the volume is in
-/// use. The kernel's default is 1 MB/s.
+/// Makes LVM synchronize a mirror at 16 MiB/s or faster, even while the logical volume is in use.
+/// The kernel's default is 1 MB/s.
 pub fn hurry(volume: &Volume) -> Result<(), LvmError> {
     lvm(
         "lvchange --yes --minrecoveryrate 16m",
@@ -130,8 +131,8 @@ pub fn hurry(volume: &Volume) -> Result<(), LvmError> {
     )
 }
 
-/// Marks the images on these disks as write-mostly: the kernel reads from other images as long as
-/// there are any.
+/// Marks a mirror's images on these disks as write-mostly: the kernel reads from other images as
+/// long as there are any.
 pub fn write_mostly(volume: &Volume, devices: &[String]) -> Result<(), LvmError> {
     let place = volume.to_string();
     let marks: Vec<String> = devices.iter().map(|device| format!("{device}:y")).collect();
@@ -140,29 +141,30 @@ pub fn write_mostly(volume: &Volume, devices: &[String]) -> Result<(), LvmError>
     lvm("lvchange --yes", &values)
 }
 
-/// Removes the image of a mirror on `device`. If `device` is `None`, removes the image whose disk
-/// is missing.
+/// Removes a mirror's image on the disk `device`. If `device` is `None`, removes the image whose
+/// disk is missing.
 pub fn remove_image(volume: &Volume, device: Option<&str>) -> Result<(), LvmError> {
     let place = volume.to_string();
     let values: Vec<&str> = [&*place].into_iter().chain(device).collect();
     lvm("lvconvert --yes --mirrors 0", &values)
 }
 
-/// Moves a volume's extents off `device`, to the disk `to` if it is given.
+/// Moves a logical volume's extents off the disk `device`, to the disk `to`; `None`: to any disk of
+/// the volume group.
 pub fn move_off(volume: &Volume, device: &str, to: Option<&str>) -> Result<(), LvmError> {
     load("mirror")?;
     let values: Vec<&str> = [&*volume.name, device].into_iter().chain(to).collect();
     lvm("pvmove --yes --interval 1 --atomic --name", &values)
 }
 
-/// Aborts an unfinished [`move_off`] a disk.
+/// Aborts an unfinished move off the disk `device` ([`move_off`]).
 pub fn stop_move(device: &str) -> Result<(), LvmError> {
     lvm("pvmove --abort", &[device])
 }
 
-/// Returns the health of a mirror's images in order, as the kernel reports it: `A` in sync, `a` not
-/// yet in sync, `D` failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`). `None` if the
-/// volume is no mirror.
+/// Returns the state of a mirror's images, one letter an image, as the kernel reports it: `A` in
+/// sync, `a` not yet in sync, `D` failed (`Documentation/admin-guide/device-mapper/dm-raid.rst`).
+/// `None` if the volume is no mirror.
 pub fn images(volume: &Volume) -> Result<Option<String>, LvmError> {
     let said = said_by("dmsetup", "status", &[&volume.device()])?;
     // The line has the form: START LENGTH raid raid1 2 AA 1024/1024 idle 0 0 -

@@ -1,4 +1,4 @@
-//! Name of a logical volume, and a check whether a device holds swap space.
+//! Parses the name of a logical volume, and checks whether a device holds swap space.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -16,11 +16,11 @@ const SWAP_SIGNATURE: (u64, &[u8; 10]) = (4096 - 10, b"SWAPSPACE2");
 /// Maximum length of the name of a volume or a volume group (`lvm(8)`).
 const LONGEST: usize = 127;
 
-/// Name of a logical volume, `VG/LV`.
+/// Name of a logical volume, written `VG/LV`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Volume {
-    /// Name of the volume group.
+    /// Name of the logical volume's volume group.
     pub group: String,
     /// Name of the logical volume, without its volume group.
     pub name: String,
@@ -67,7 +67,8 @@ impl FromStr for Volume {
 }
 
 impl Volume {
-    /// Returns the name of the volume in the registry, in the field that otherwise has a VM's name.
+    /// Returns the name under which the logical volume borrows: the registry has it in the field
+    /// for a VM's name. At most 64 bytes.
     #[must_use]
     pub fn holder(&self) -> String {
         let mut name = format!("lvm.{}.{}", self.group, self.name).replace('+', "_");
@@ -75,14 +76,14 @@ impl Volume {
         name
     }
 
-    /// Returns the path of the volume's device.
+    /// Returns the path of the logical volume's device, `/dev/VG/LV`.
     #[must_use]
     pub fn device(&self) -> String {
         format!("/dev/{self}")
     }
 }
 
-/// Returns whether a device holds swap space.
+/// Returns whether a device begins with the signature of swap space (pages of 4 KiB).
 pub fn is_swap(device: &str) -> io::Result<bool> {
     let (at, signature) = SWAP_SIGNATURE;
     let mut bytes = [0; 10];

@@ -1,7 +1,7 @@
-//! Questions of the daemon to a running relay. They use a second socket besides the client's, with
-//! one line of JSON for the question and one for the answer.
+//! Questions of the daemon to a running relay, on a second socket beside that of the relay's client
+//! (QEMU). Question and answer are one line of JSON each.
 //!
-//! Each question is answered by a thread of its own, so no request of the client waits for it.
+//! A thread of its own answers each question, so no request of the client waits for the answer.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -27,39 +27,40 @@ const NICE: i32 = 10;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ask {
-    /// Asks whether this file holds the bytes that the client wrote. The answer takes a while
-    /// ([`Limits`]).
+    /// Asks whether this file, the copy on the host's disk, holds the bytes that the relay's client
+    /// wrote. The answer takes a while ([`Limits`]).
     Compare(PathBuf),
-    /// Sets the time limit for a lender's answer, in milliseconds.
+    /// Changes how long the relay waits for a lender's answer, in milliseconds.
     Patience(u64),
 }
 
-/// A relay's answer to a question.
+/// A relay's answer to a question of the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// Every block of the file holds the bytes that the client wrote.
+    /// Every block of the file holds the bytes that the relay's client wrote.
     Same,
-    /// The block with this number differs.
+    /// The file's block with this number differs from what the relay's client wrote.
     Differs(u64),
     /// The relay has changed the setting.
     Done,
-    /// The relay could not answer the question. The text is the reason.
+    /// The relay could not answer the question. The text says why.
     Failed(String),
 }
 
-/// Time limit for a lender's answer. The limit may be changed while the relay waits for an answer.
+/// How long a relay waits for a lender's answer. The daemon may change this time while the relay
+/// waits.
 #[derive(Debug)]
 pub struct Patience(AtomicU64);
 
 impl Patience {
-    /// Creates a time limit of `ms` milliseconds.
+    /// Creates a time limit of `ms` milliseconds for a lender's answer.
     #[must_use]
     pub const fn ms(ms: u64) -> Self {
         Self(AtomicU64::new(ms))
     }
 
-    /// Returns the present time limit.
+    /// Returns how long the relay waits for a lender's answer now.
     #[must_use]
     pub fn get(&self) -> Duration {
         Duration::from_millis(self.0.load(Ordering::Relaxed))
@@ -70,7 +71,8 @@ impl Patience {
     }
 }
 
-/// Returns the path of the socket for questions to the relay whose client socket is `socket`.
+/// Returns the path of the socket for questions to a relay. `socket`: path of the socket for the
+/// relay's client.
 #[must_use]
 pub fn place(socket: &Path) -> PathBuf {
     socket.with_extension("ask")

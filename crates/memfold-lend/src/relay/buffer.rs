@@ -1,4 +1,4 @@
-//! A byte buffer for reading from and writing to nonblocking sockets.
+//! A byte buffer for the relay's reads from and writes to nonblocking sockets.
 
 use std::io::{self, Read, Write};
 

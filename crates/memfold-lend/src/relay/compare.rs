@@ -2,8 +2,8 @@
 //! to write.
 //!
 //! QEMU writes to the lender and to the copy at the same time, so for a moment one of them may lack
-//! a write that the other has. A block that differs is read again until it matches, or until it has
-//! differed for far longer than a write takes.
+//! a write that the other has. A block of the file that differs from its checksum is read again
+//! until it matches, or until it has differed for far longer than a write takes.
 
 use std::fs::File;
 use std::io;
@@ -24,21 +24,22 @@ const AT_ONCE: u64 = 64;
 /// Time between two reads of a block that differs.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Time limits of a comparison.
+/// Time limits for a comparison of the copy on disk with the relay's checksums.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Delay before the first read. A write that has failed before may still be missing in the
-    /// checksums. After the delay it is not, because a lender that takes longer for an answer
-    /// counts as lost.
+    /// Delay before the first read of the copy. Only after the delay do the checksums contain every
+    /// write that began before it, because a lender that takes longer for an answer counts as lost.
     pub before: Duration,
-    /// How long the bytes of a block may differ from the checksum while they do not change.
+    /// How long a block of the copy may differ from its checksum while QEMU does not write the
+    /// block.
     pub stays: Duration,
-    /// How long a block may differ while its bytes change. After that time, it counts as different.
+    /// How long a block of the copy may differ from its checksum while QEMU keeps writing the
+    /// block.
     pub most: Duration,
 }
 
 impl Limits {
-    /// Limits for lenders whose answers may take 3 s.
+    /// Time limits for lenders whose answers may take 3 s.
     pub const REAL: Self = Self {
         before: Duration::from_secs(10),
         stays: Duration::from_secs(10),
@@ -46,8 +47,8 @@ impl Limits {
     };
 }
 
-/// Returns the number of the first block of the file that differs from what QEMU wrote, if there is
-/// one.
+/// Compares the copy of the swap disk in `file` with the relay's checksums. Returns the number of
+/// the first block that differs from what QEMU wrote, if there is one.
 ///
 /// # Errors
 /// Fails if the file cannot be read or is too short.

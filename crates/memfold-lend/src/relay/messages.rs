@@ -1,5 +1,5 @@
-//! What a relay and the daemon tell each other: orders on the relay's standard input, one answer on
-//! its standard output, and the record of the relay's end.
+//! Messages between a relay and the daemon: orders on the relay's standard input, one answer on its
+//! standard output, and the record of the relay's end.
 
 use std::path::{Path, PathBuf};
 
@@ -7,57 +7,58 @@ use serde::{Deserialize, Serialize};
 
 use crate::endpoint::Endpoint;
 
-/// Orders for a relay. They are sent on standard input, because they contain keys.
+/// What a relay has to do. The daemon writes this to the relay's standard input, because it
+/// contains keys.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Orders {
-    /// Path of the Unix socket that the client will connect to.
+    /// Path of the Unix socket on which the relay waits for its client (QEMU).
     pub socket: PathBuf,
     /// Size of the disk that the relay serves, in bytes.
     pub bytes: u64,
-    /// Endpoints of the lenders' exports, in stripe order.
+    /// Where and with which keys the relay reaches its lenders, in stripe order.
     pub lenders: Vec<Endpoint>,
-    /// Time limit for a lender's answer, in milliseconds. Up to 4 MiB of earlier requests may be in
-    /// progress: for a limit of 3 s, the link needs 11 Mbit/s.
+    /// How long the relay waits for a lender's answer, in milliseconds. Up to 4 MiB of earlier
+    /// requests may be in progress: for a limit of 3 s, the link needs 11 Mbit/s.
     pub patience_ms: u64,
 }
 
-/// The relay's answer on standard output, before its client connects.
+/// The relay's answer to its orders, on standard output before its client connects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Said {
     /// The relay listens and is connected to all lenders.
     Ready,
-    /// The relay has failed and ended.
+    /// The relay could not start and has ended.
     Failed {
-        /// Number of the lender at fault, if there is one.
+        /// Number of the lender at fault, in stripe order; `None` if no lender is.
         lender: Option<usize>,
-        /// Error message for the log of the daemon that started the relay.
+        /// Why the relay could not start, as text for the log of the daemon.
         why: String,
     },
 }
 
-/// Reason why a relay disconnected its client.
+/// What a lender did wrong, so that the relay disconnected its client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// A lender returned wrong data, or violated the protocol.
+    /// The lender returned wrong data, or violated the protocol.
     Lied,
-    /// A lender refused a request.
+    /// The lender refused a request, or the relay itself failed.
     Failed,
-    /// A lender did not answer within the time limit.
+    /// The lender did not answer within the time limit.
     Silent,
-    /// A lender closed its connection.
+    /// The connection to the lender ended.
     Gone,
 }
 
-/// Record of a relay's end, in a file beside the relay's socket with the extension `.end`.
+/// Record of how a relay ended, in a file beside the relay's socket with the extension `.end`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ended {
-    /// Number of the lender at fault; `None` if no single lender is.
+    /// Number of the lender at fault, in stripe order; `None` if no single lender is.
     pub lender: Option<usize>,
-    /// Kind of the lender's failure.
+    /// What the lender did wrong.
     pub why: Why,
-    /// Description of the failure for the log.
+    /// What happened, as text for the log.
     pub what: String,
 }
 
@@ -67,7 +68,8 @@ impl Ended {
         Self { lender, why, what }
     }
 
-    /// Returns the path of the record of the relay whose client socket is `socket`.
+    /// Returns the path of the record of a relay's end. `socket`: path of the socket for the
+    /// relay's client.
     #[must_use]
     pub fn file(socket: &Path) -> PathBuf {
         socket.with_extension("end")

@@ -1,5 +1,5 @@
 //! The command `memfold relay`: reads the relay's orders, connects to the lenders, and serves until
-//! the client disconnects.
+//! the client (QEMU) disconnects.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -21,8 +21,8 @@ use crate::{child, files, nbd};
 /// Time limit for the client to connect and to do its handshake.
 const CLIENT: Duration = Duration::from_secs(10);
 
-/// Runs `memfold relay` with orders from standard input. Returns whether the relay ended without a
-/// failure.
+/// Runs the relay process (`memfold relay`), with orders from standard input. Returns whether the
+/// relay ended without a failure.
 pub fn main() -> bool {
     // Core dumps must contain neither keys nor a guest's bytes. Writing the file may be forbidden.
     let _ = std::fs::write("/proc/self/coredump_filter", "0");

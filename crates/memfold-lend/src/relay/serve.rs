@@ -7,10 +7,10 @@
 //! - A request that writes is never in progress together with another request for the same blocks.
 //!   A read is therefore compared with the last write, in whatever order a lender works. NBD
 //!   promises the client no stricter order.
-//! - At most [`UNDER_WAY`] bytes of requests are in progress. This limits memory, and the time that
-//!   an answer may take.
-//! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay: pending
-//!   requests are answered with an error, and the client is disconnected. The VM continues on its
+//! - At most [`UNDER_WAY`] bytes of requests are in progress, and one request more. This limits
+//!   memory, and the time that an answer may take.
+//! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay: the relay
+//!   answers pending requests with an error and disconnects the client. The VM continues on its
 //!   other copy.
 
 use std::collections::VecDeque;
@@ -94,7 +94,7 @@ fn wait(fds: &mut [PollFd<'_>], most: Option<&Timespec>, soon: bool) -> rustix::
     poll(fds, most).map(|_| ())
 }
 
-/// The relay of a disk: one client, and connections to all lenders.
+/// A relay: the connection to one client (QEMU), and the connections to all lenders of a disk.
 #[derive(Debug)]
 pub struct Relay {
     client: UnixStream,
@@ -119,7 +119,8 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// Creates a relay between a client and lenders whose handshakes are complete.
+    /// Creates a relay between a client and lenders whose NBD handshakes are complete. `patience`:
+    /// how long the relay waits for a lender's answer.
     #[must_use]
     pub fn new(
         client: UnixStream,
@@ -152,7 +153,7 @@ impl Relay {
         }
     }
 
-    /// Serves until the client disconnects.
+    /// Serves the client's requests until the client disconnects.
     ///
     /// # Errors
     /// Fails if a lender fails. Pending requests were then answered with errors. The client stays

@@ -1,5 +1,5 @@
-//! The daemon's side of a relay: starts the relay, finds it again after a restart, asks it
-//! questions, and ends it.
+//! The daemon's side of a relay: starts the relay process, finds it again after a restart of the
+//! daemon, asks it questions, and ends it.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -31,21 +31,22 @@ const END: Duration = Duration::from_secs(1);
 /// Time limit for a relay to accept a question.
 const ASK: Duration = Duration::from_millis(500);
 
-/// A relay that runs or has run. The VM's record contains this value, so that the next daemon finds
-/// the relay.
+/// A relay process that runs or has run. The record of the VM's swap disk contains this value, so
+/// that the next daemon finds the relay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
-    /// Process of the relay.
+    /// Process ID and start time of the relay.
     pub process: Identity,
-    /// Path of the socket for the client. The file is removed after the client has connected.
+    /// Path of the socket for the relay's client. The file is removed after the client has
+    /// connected.
     pub socket: PathBuf,
 }
 
-/// Reason why a relay could not be started. No process or socket of the relay is left after the
-/// error.
+/// Reason why a relay could not be started. After the error, no process or socket of the relay is
+/// left.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
-    /// The program cannot be started.
+    /// The program that should run as the relay cannot be started.
     #[error("cannot start {program} as the relay process")]
     Start {
         /// Path of the program that should run as the relay.
@@ -54,18 +55,18 @@ pub enum RelayError {
         #[source]
         source: io::Error,
     },
-    /// The relay has reported that it failed.
+    /// The relay process reported why it could not start.
     #[error("{why}")]
     Failed {
-        /// Number of the lender at fault, if there is one.
+        /// Number of the lender at fault, in stripe order; `None` if no lender is.
         lender: Option<usize>,
         /// Error message of the relay.
         why: String,
     },
 }
 
-/// Starts a relay, which writes its messages to `log`. Returns when the relay listens and is
-/// connected to all lenders.
+/// Starts a relay process, which writes its messages to `log`. Returns when the relay listens and
+/// is connected to all lenders.
 ///
 /// # Errors
 /// Fails if the relay cannot be started, or a lender cannot be reached or used.
@@ -133,14 +134,15 @@ fn instruct(child: &mut Child, orders: &Orders) -> Result<Said, String> {
 }
 
 impl Running {
-    /// Returns whether the relay is stopped (`SIGSTOP`, a debugger), so that its client waits.
+    /// Returns whether `SIGSTOP` or a debugger has stopped the relay process, so that its client
+    /// waits.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         let pid = self.process.pid.unsigned_abs();
         is_stopped(pid) && Process::open(self.process).is_ok()
     }
 
-    /// Sends a question to the relay.
+    /// Sends a question to the relay and does not wait for the answer.
     ///
     /// # Errors
     /// Fails if the relay has ended, or its version accepts no questions.
@@ -156,8 +158,8 @@ impl Running {
         })
     }
 
-    /// Ends a relay whose client has disconnected, and removes the relay's files. Returns the
-    /// record of the relay's end, if the relay wrote one.
+    /// Ends a relay whose client has disconnected: waits for up to 1 s, then kills the process, and
+    /// removes the relay's files. Returns the record of the relay's end, if the relay wrote one.
     #[must_use]
     pub fn end(&self) -> Option<Ended> {
         if let Ok(process) = Process::open(self.process) {
@@ -178,7 +180,7 @@ impl Running {
     }
 }
 
-/// A question to a relay that has no answer yet.
+/// A question that was sent to a relay, and whose answer may not have arrived yet.
 #[derive(Debug)]
 pub struct Asked {
     stream: UnixStream,
@@ -186,7 +188,7 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// Returns the answer, if it has arrived.
+    /// Returns the relay's answer; `None` if it has not arrived completely.
     ///
     /// # Errors
     /// Fails if no answer will arrive.

@@ -1,4 +1,4 @@
-//! Connection of a relay to a lender: a Unix socket, or TCP with TLS by a pre-shared key.
+//! The relay's connection to a lender: a Unix socket, or TCP with TLS by a pre-shared key.
 //!
 //! OpenSSL does TLS in this process. Rustls supports no external pre-shared keys, only those of an
 //! earlier session. A second nbdkit as a client (`nbdkit nbd`) would work, too, but costs one more
@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// 4.2.11).
 const SUITES: &str = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
 
-/// A connection to a lender.
+/// The relay's connection to a lender.
 #[derive(Debug)]
 pub enum Stream {
     /// Unix socket of a lender on this host.
@@ -33,8 +33,8 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// Connects to an export of at least `bytes` bytes. Afterwards, the connection ends if the
-    /// lender's host does not answer for `patience`.
+    /// Connects to a lender's export, which must have at least `bytes` bytes. From then on, the
+    /// connection ends when the lender's host does not answer for `patience`.
     ///
     /// # Errors
     /// Fails if the export cannot be reached, does not have the key, or is too small.
@@ -75,7 +75,8 @@ impl Stream {
         Ok(stream)
     }
 
-    /// Sets for how long the lender's host may not answer before the connection ends.
+    /// Sets how long the lender's host may give no answer before the kernel ends the connection.
+    /// Has no effect on a Unix socket.
     ///
     /// # Errors
     /// Fails if the kernel refuses the socket options.
@@ -86,8 +87,8 @@ impl Stream {
         }
     }
 
-    /// Returns whether the stream may hold bytes that it has read from its socket and not returned
-    /// yet. Polling the socket does not show such bytes.
+    /// Returns whether the connection may hold bytes that it has read from its socket and not
+    /// returned yet. Polling the socket does not show such bytes.
     #[must_use]
     pub const fn reads_ahead(&self) -> bool {
         matches!(self, Self::Tls(_))

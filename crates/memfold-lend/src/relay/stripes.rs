@@ -1,16 +1,16 @@
-//! Layout of a disk that is striped over several lenders in units of [`UNIT`] bytes.
+//! Layout of a disk that is striped over several lenders in units of [`UNIT`] bytes:
 //!
 //! ```text
 //!   disk      | unit 0 | unit 1 | unit 2 | unit 3 | unit 4 | ...
 //!   lender 0  | unit 0 | unit 2 | unit 4 |
 //!   lender 1  | unit 1 | unit 3 |
 //! ```
-//! Units of a lender that follow each other are contiguous at the lender. A contiguous request
-//! therefore becomes at most one request to each lender.
+//! A lender stores its units one after the other, without gaps. A contiguous request therefore
+//! becomes at most one request to each lender.
 
 use serde::{Deserialize, Serialize};
 
-/// Number of contiguous bytes of the disk that one lender holds.
+/// Number of contiguous bytes of a striped disk that one lender holds.
 ///
 /// The pages that a guest swaps in at once (eight, by `vm.page-cluster`), and most of the pages
 /// that it swaps out at once, then come from one lender. A second lender would cost more for its
@@ -18,47 +18,47 @@ use serde::{Deserialize, Serialize};
 /// switch uses 1 MiB at a time, which spreads over up to 16 units.
 pub const UNIT: u64 = 64 << 10;
 
-/// Maximum number of lenders of one disk. Each additional lender makes the loss of a lender more
-/// likely.
+/// Maximum number of lenders of one disk. Each additional lender makes it more likely that one of
+/// them is lost.
 pub const MOST: u64 = 8;
 
-/// Layout of a striped disk.
+/// How a disk is striped: over how many lenders, and how large it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stripes {
     /// Number of lenders over which the disk is striped.
     pub count: u64,
-    /// Size of the disk, in bytes.
+    /// Size of the striped disk, in bytes.
     pub bytes: u64,
 }
 
-/// Part of a request that is contiguous both on the disk and at a lender.
+/// A range of a request that is contiguous both on the striped disk and at one lender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Number of the lender that has the chunk.
+    /// Number of the lender that stores this range of the disk, from 0.
     pub lender: usize,
-    /// Offset at the lender of the first byte.
+    /// Offset of the chunk's first byte in the lender's memory.
     pub at: u64,
-    /// Offset of the first byte from the start of the request.
+    /// Offset of the chunk's first byte from the start of the request.
     pub from: u64,
     /// Length of the chunk in bytes.
     pub length: u64,
 }
 
-/// One lender's part of a request, which is contiguous at the lender.
+/// One lender's share of a request, which is contiguous in the lender's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Number of the lender that has the run.
+    /// Number of the lender that stores the bytes of this share, from 0.
     pub lender: usize,
-    /// Offset at the lender of the first byte.
+    /// Offset of the share's first byte in the lender's memory.
     pub at: u64,
-    /// Length of the run in bytes.
+    /// Length of the share in bytes.
     pub length: u64,
-    /// Parts of the run that are contiguous on the disk, in the order of the disk.
+    /// Ranges of the share that are contiguous on the disk, in the order of the disk.
     pub chunks: Vec<Chunk>,
 }
 
 impl Stripes {
-    /// Returns how many bytes each lender must have.
+    /// Returns how many bytes each lender of the disk must lend.
     #[must_use]
     pub const fn of_each(&self) -> u64 {
         if self.count == 1 {
@@ -68,7 +68,8 @@ impl Stripes {
         }
     }
 
-    /// Returns the chunks of a request, in the order of the disk.
+    /// Splits a request for `length` bytes at `offset` of the disk into ranges that are contiguous
+    /// at one lender, in the order of the disk.
     pub fn chunks(&self, offset: u64, length: u64) -> impl Iterator<Item = Chunk> + use<> {
         let (count, end) = (self.count, offset + length);
         let mut next = offset;
@@ -95,7 +96,8 @@ impl Stripes {
         })
     }
 
-    /// Returns the part of a request for each lender that has one.
+    /// Splits a request for `length` bytes at `offset` of the disk into one share for each lender
+    /// that has bytes of it.
     #[must_use]
     pub fn runs(&self, offset: u64, length: u64) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();

@@ -1,4 +1,4 @@
-//! Checksums that the borrower keeps of all blocks at its lenders: 8 bytes for each block of 4 KiB.
+//! Checksums that the relay keeps of all blocks at its lenders: 8 bytes for each block of 4 KiB.
 //!
 //! A checksum is the beginning of the block's BLAKE3 hash, keyed with a secret of this process. A
 //! lender that returns changed data, another block or an older version has a chance of 1 in 2^64 to
@@ -9,7 +9,7 @@
 //! A block that was never written, or was zeroed or trimmed, has no checksum. The relay answers its
 //! reads with zeroes without asking a lender.
 //!
-//! One thread writes the checksums. Another may read them at the same time without locking
+//! One thread writes the checksums. Another thread may read them at the same time without locking
 //! ([`compare`](super::compare)).
 
 use std::io;
@@ -21,7 +21,7 @@ use super::super::nbd::BLOCK;
 
 const BLOCK_BYTES: usize = BLOCK as usize;
 
-/// Checksums of all blocks of a disk.
+/// Checksums of all blocks of a disk on lent RAM, 4 KiB a block.
 pub struct Sums {
     key: [u8; blake3::KEY_LEN],
     /// One checksum for each block; 0 for a block of zeroes.
@@ -40,7 +40,7 @@ fn index(block: u64) -> usize {
 }
 
 impl Sums {
-    /// Creates the checksums of a disk of `bytes` bytes that holds zeroes.
+    /// Creates the checksums of a disk of `bytes` bytes that holds only zeroes.
     ///
     /// # Errors
     /// Fails if no random key or no memory is available.
@@ -66,13 +66,14 @@ impl Sums {
         if is_zero(block) { 0 } else { self.sum(block) }
     }
 
-    /// Returns the number of blocks of the disk.
+    /// Returns the number of 4 KiB blocks of the disk.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.of.len() as u64
     }
 
-    /// Returns the checksum of `bytes` if it differs from the block's checksum.
+    /// Returns the recorded checksum of block number `block` if `bytes` have another one; `None` if
+    /// they match.
     #[must_use]
     pub fn other_than(&self, block: u64, bytes: &[u8]) -> Option<u64> {
         let sum = self.at(block);
@@ -85,8 +86,8 @@ impl Sums {
         first.map_or(1, |first| u64::from_le_bytes(*first).max(1))
     }
 
-    /// Records the data that were written from `block` on. Returns whether a lender must store any
-    /// of the data; zeroes need not be stored.
+    /// Records the checksums of data that were written from block number `block` on. Returns
+    /// whether a lender must store any of the data; zeroes need not be stored.
     pub fn written(&self, block: u64, data: &[u8]) -> bool {
         let mut any = false;
         for (block, data) in (block..).zip(data.chunks_exact(BLOCK_BYTES)) {
@@ -97,19 +98,19 @@ impl Sums {
         any
     }
 
-    /// Records that `blocks` blocks from `block` on hold zeroes.
+    /// Records that the `blocks` blocks from block number `block` on hold zeroes.
     pub fn zeroed(&self, block: u64, blocks: u64) {
         (block..block + blocks).for_each(|block| self.set(block, 0));
     }
 
-    /// Returns whether all of the `blocks` blocks from `block` on hold zeroes.
+    /// Returns whether all of the `blocks` blocks from block number `block` on hold zeroes.
     #[must_use]
     pub fn are_zero(&self, block: u64, blocks: u64) -> bool {
         (block..block + blocks).all(|block| self.at(block) == 0)
     }
 
-    /// Verifies a lender's data from `block` on, and copies the data to `into`. Where a block holds
-    /// zeroes, `into` is not changed.
+    /// Compares data that a lender returned, from block number `block` on, with the checksums, and
+    /// copies the data to `into`. Where a block holds zeroes, `into` is not changed.
     ///
     /// # Errors
     /// Fails with the number of the first block that differs from the block that was written.

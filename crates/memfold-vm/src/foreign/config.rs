@@ -1,4 +1,5 @@
-//! Expands `-readconfig` files of a QEMU command line into the options that they stand for.
+//! Expands `-readconfig` files of a QEMU command line into the options that they stand for, as in
+//! this example:
 //!
 //! ```text
 //!   [device "ehci"]               -device id=ehci,driver=ich9-usb-ehci1,addr=1d.7

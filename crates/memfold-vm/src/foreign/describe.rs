@@ -1,4 +1,5 @@
-//! Describes a VM that memfold did not start, from its QEMU's command line and QMP answers.
+//! Makes the description of a VM that memfold did not start, from its QEMU's command line and QMP
+//! answers. A snapshot of the VM needs this description.
 
 use std::fs;
 use std::io;
@@ -19,8 +20,8 @@ use crate::spec::{AccelChoice, DiskFormat, DiskSpec, VmSpec};
 /// Longest name of a block node (QEMU: `BlockDriverState.node_name`).
 const MAX_NODE_NAME: usize = 31;
 
-/// Error of describing a VM that memfold did not start: why no second QEMU can be started with the
-/// same devices.
+/// Why a VM that memfold did not start cannot be described: no second QEMU with the same devices
+/// can be started.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum ForeignError {
@@ -36,7 +37,8 @@ pub enum ForeignError {
     Impossible(String),
 }
 
-/// Returns description and record of a VM that memfold did not start.
+/// Returns description and record of a running VM that memfold did not start. `name`, `domain`:
+/// name and trust domain that the description gets.
 pub fn describe(
     vm: &Vm,
     name: &str,

@@ -1,9 +1,9 @@
 //! Resolves the drives of a QEMU command line: `-drive` and its short forms (`-hda`, `-cdrom`,
 //! `-fda`, a bare file name, ...).
 //!
-//! QEMU derives each drive's interface, bus, unit and name from its own options and from the drives
-//! before it (`drive_new` in `blockdev.c`). The copy names all four explicitly, so that its QEMU
-//! makes the same devices in the same order.
+//! QEMU derives each drive's interface, bus, unit and name from the drive's own options and from
+//! the drives before it (`drive_new` in `blockdev.c`). memfold's copy of the command line names all
+//! four explicitly, so that the second QEMU makes the same devices in the same order.
 
 use super::options::Named;
 use super::value::{Value, parse};

@@ -1,5 +1,7 @@
-//! Files that a copied command line names: kernel, firmware, ROMs. A snapshot holds copies of them.
-//! memfold reads these files with the rights of QEMU's user, so a manipulated command line cannot
+//! Finds and copies the files that the command line of a QEMU names: kernel, firmware, ROMs. A
+//! snapshot of the VM contains copies of these files.
+//!
+//! memfold reads the files with the rights of QEMU's user, so a manipulated command line cannot
 //! expose files that this user cannot read.
 
 use std::convert::Infallible;
@@ -142,8 +144,8 @@ pub(super) fn put_in(words: &[String], files: &[PathBuf]) -> Vec<String> {
         .collect()
 }
 
-/// Copies a file that the command line of a QEMU names, with the rights of that QEMU's user;
-/// `None`: root.
+/// Copies the file `from`, which a QEMU's command line names, to `to`, with the rights of QEMU's
+/// user (`None`: root). `view`: the file system as that QEMU sees it. The copy ends after 1 GiB.
 pub fn copy_file(from: &Path, view: &View, to: &File, user: Option<&str>) -> io::Result<()> {
     let ids = user.map(view::user_ids).transpose()?;
     let file = view.open_as(from, ids).map_err(|error| {

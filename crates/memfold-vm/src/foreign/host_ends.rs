@@ -1,5 +1,5 @@
-//! Host resources that only one process can hold (ports, sockets, displays), as claimed by QEMU's
-//! options.
+//! Finds the host resources that QEMU's options claim and that only one process can hold: ports,
+//! sockets, displays, taps.
 
 use std::io::ErrorKind;
 use std::net::TcpListener;
@@ -103,7 +103,8 @@ pub(super) fn of_ram(name: &str, text: &str) -> Result<Option<String>, String> {
     })
 }
 
-/// Returns the host resources that a user's additional QEMU arguments claim, as text.
+/// Returns the host resources that a user's additional QEMU arguments claim (ports, sockets,
+/// displays), each as text.
 #[must_use]
 pub fn of_arguments(arguments: &[String]) -> Vec<String> {
     let named = read(arguments).unwrap_or_default().into_iter();
@@ -111,8 +112,8 @@ pub fn of_arguments(arguments: &[String]) -> Vec<String> {
     told.flat_map(Result::unwrap_or_default).collect()
 }
 
-/// Removes claims on host resources from additional QEMU arguments, if another process holds the
-/// resource now. Returns the removed claims, as text.
+/// Changes additional QEMU arguments so that they no longer claim a host resource (port, socket,
+/// tap) which another process holds now. Returns the claims that were removed, each as text.
 pub fn leave_out_taken(arguments: &mut Vec<String>) -> Vec<String> {
     let mut left = Vec::new();
     // Arguments that cannot be parsed stay unchanged; QEMU then reports the error.

@@ -1,8 +1,8 @@
-//! Network backends for the copy of a QEMU: equivalent for the guest's network card, without any
-//! resource of the host.
+//! Rewrites network backends for the copy of a QEMU command line: the guest's network card works as
+//! before, but the backend uses no resource of the host.
 //!
-//! A card's device state records properties of its backend, which the copy must have too: whether
-//! packets carry offload headers (those of taps do), and the number of queues.
+//! A card's device state records two properties of its backend, which the copy must therefore have
+//! too: whether packets carry offload headers (those of taps do), and the number of queues.
 
 use super::value::{Value, parse};
 

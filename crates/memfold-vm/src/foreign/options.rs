@@ -1,7 +1,7 @@
-//! QEMU's options: whether each takes a value, and whether the copy of a command line
-//! keeps, drops, rewrites or refuses it.
+//! Table of QEMU's options: whether each takes a value, and whether memfold's copy of a command
+//! line keeps, drops, rewrites or refuses the option.
 //!
-//! Source: `qemu-options.hx` of QEMU 10. A test compares them with the installed QEMU.
+//! Source: `qemu-options.hx` of QEMU 10. A test compares the table with the installed QEMU.
 
 use Fate::{Dropped, Kept, Made, Refused};
 

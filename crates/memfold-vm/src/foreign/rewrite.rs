@@ -15,9 +15,9 @@
 //! | sound | discarded |
 //! | monitors, displays, sandbox, QEMU's own files | left out |
 //!
-//! Options that [`options`] does not list are refused, because a device that
-//! differs cannot load the saved device state. Ports, sockets and displays that are left out are
-//! reported to the operator.
+//! memfold refuses an option that [`options`] does not list, because a device that differs cannot
+//! load the saved device state. The operator is told which ports, sockets and displays are left
+//! out.
 
 use std::collections::{BTreeMap, BTreeSet};
 

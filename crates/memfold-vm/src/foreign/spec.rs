@@ -1,5 +1,5 @@
-//! The part of a VM description that replaces memfold's own QEMU command line, for VMs that memfold
-//! did not start originally.
+//! The part of a VM description that replaces memfold's own QEMU command line, for a snapshot of a
+//! VM that memfold did not start.
 
 use std::path::PathBuf;
 
@@ -9,38 +9,42 @@ use super::files;
 use super::value::Value;
 use crate::forward::Forward;
 
-/// Replaces memfold's own QEMU command line for a VM that memfold did not start originally.
+/// What memfold passes to QEMU instead of its own command line, for a snapshot of a VM that memfold
+/// did not start.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Foreign {
-    /// Words of QEMU's command line that create machine, memory and devices.
+    /// Arguments for QEMU that create the VM's machine, memory and devices. Tokens stand for file
+    /// paths.
     pub words: Vec<String>,
-    /// Disks, in the order of the description's disks.
+    /// How the device of each disk refers to its block node, in the order of the disks in the VM's
+    /// description.
     pub disks: Vec<ForeignDisk>,
-    /// Name of the character device of the agent's port; `None`: the VM has no such port.
+    /// ID of the character device of the agent's port; `None`: the VM has no such port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<String>,
-    /// Name of the character device of the console; `None`: the VM has none.
+    /// ID of the character device of the VM's serial console; `None`: the VM has no console.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub console: Option<String>,
-    /// Whether another device also uses the console's character device.
+    /// Whether another device of the VM also uses the console's character device.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub console_shared: bool,
-    /// Host resources of the original QEMU that no second one can have (forwarded ports, sockets,
-    /// displays), as text.
+    /// Host resources of the original QEMU that a second QEMU cannot have (forwarded ports,
+    /// sockets, displays), each as text.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<String>,
     /// Number of network cards of the VM.
     #[serde(default)]
     pub cards: usize,
-    /// Paths of the files that tokens in `words` stand for (`/memfold/fileNNN`), in order.
+    /// Paths of the files for which tokens in `words` stand (`/memfold/fileNNN`), in the order of
+    /// NNN.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<PathBuf>,
 }
 
 impl Foreign {
-    /// Returns the words for QEMU's command line, with file paths in place of tokens and with
-    /// forwarded ports.
+    /// Returns the arguments for QEMU's command line, with file paths in place of tokens. The VM's
+    /// user-mode network also forwards the ports of `forwards`.
     #[must_use]
     pub fn line(&self, forwards: &[Forward]) -> Vec<String> {
         let mut words = files::put_in(&self.words, &self.files);
@@ -55,7 +59,8 @@ impl Foreign {
         words
     }
 
-    /// Returns whether host ports can be forwarded into the guest.
+    /// Returns whether the VM has a user-mode network, through which host ports can be forwarded
+    /// into the guest.
     #[must_use]
     pub fn takes_forwards(&self) -> bool {
         self.user_network().is_some()
@@ -74,18 +79,18 @@ impl Foreign {
     }
 }
 
-/// A disk of a VM that memfold did not start originally.
+/// A disk of a VM that memfold did not start: how the disk's device refers to its block node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ForeignDisk {
     /// Path of the disk's device in QEMU's object tree (`qdev` in `query-block`).
     pub device: String,
-    /// Block node that the running VM's device uses.
+    /// Name of the block node that the disk's device uses in the original QEMU.
     pub node: String,
-    /// Name by which the device refers to its block node on the command line.
+    /// Name of the disk's block node on the command line, to which the disk's device refers.
     pub drive: String,
-    /// Options of `-drive` other than the node, if `-drive` creates the disk: interface, bus, unit,
-    /// name. `None`: `-blockdev` creates the disk.
+    /// Options of `-drive` that create the disk's device (interface, bus, unit, name); `None`: a
+    /// separate `-device` creates it, and `-blockdev` the block node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub option: Option<String>,
 }

@@ -1,9 +1,10 @@
 //! Opens files as a QEMU process sees them: relative to its working directory, in its mount
 //! namespace, with the rights of its user.
 //!
-//! The paths of a QEMU in a container are paths inside that container. `/proc/PID/root` leads
-//! there, but an absolute symbolic link in it would lead back to the host. So every path is
-//! resolved with that directory as its root (`openat2(2)`: `RESOLVE_IN_ROOT`).
+//! The paths of a QEMU in a container are paths inside that container. `/proc/PID/root` is the
+//! container's root directory, but an absolute symbolic link below it would lead back to the host.
+//! memfold therefore resolves every path with that directory as the root (`openat2(2)`:
+//! `RESOLVE_IN_ROOT`).
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -15,7 +16,7 @@ use rustix::fs::{Mode, OFlags, ResolveFlags, open, openat2};
 use rustix::process::{Gid, Pid, Uid, getuid};
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 
-/// A process's view of the file system.
+/// The file system as a process sees it: the process's root directory and working directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
     root: PathBuf,
@@ -33,7 +34,7 @@ impl Default for View {
 }
 
 impl View {
-    /// Returns the view of process `pid`.
+    /// Reads root directory and working directory of process `pid`.
     pub fn of(pid: Pid) -> io::Result<Self> {
         Ok(Self {
             root: root_of(pid)?,
@@ -105,8 +106,8 @@ impl View {
     }
 }
 
-/// Returns the path that leads to a process's root directory: `/` if the process sees the same file
-/// system as the daemon.
+/// Returns the path at which the host finds a process's root directory: `/` if the process sees the
+/// same file system as the daemon, else `/proc/PID/root`.
 pub fn root_of(pid: Pid) -> io::Result<PathBuf> {
     let of = format!("/proc/{}", pid.as_raw_nonzero());
     let same = |name: &str| -> io::Result<bool> {
