@@ -6,10 +6,10 @@
 //!   ram.sums   | chunk 0 | chunk 1 | ...                      XXH3-128 of each 2 MiB of `ram`, holes as zeroes
 //! ```
 //!
-//! The kernel's page tables of the QEMU process decide which pages are saved. Saved are pages in
-//! memory, pages *in swap*, and pages of mapped files (the page store, a template), the latter even
-//! if this process never touched them. Holes are anonymous pages that were never touched or were
-//! discarded, the kernel's zero page, and pages that hold only zeroes.
+//! The kernel's page tables of the QEMU process decide which pages are saved. Pages in memory and
+//! pages *in swap* are saved. Pages of mapped files (a page store, a snapshot's image) are saved
+//! even if this process never touched them. Anonymous pages that were never touched or were
+//! discarded, the kernel's zero page, and pages that hold only zeroes become holes.
 
 use std::fs::File;
 use std::io;
@@ -24,10 +24,10 @@ use serde::{Deserialize, Serialize};
 use super::pipeline;
 use super::ranges::{joined, without};
 
-/// Number of pages that one checksum covers: one huge page.
+/// Length in pages of a chunk of a RAM image: one huge page. Each chunk has one checksum.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
 
-/// Length of a chunk in bytes.
+/// Length in bytes of a chunk of a RAM image: 2 MiB.
 pub const CHUNK_BYTES: usize = 2 << 20;
 const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
 
@@ -37,46 +37,48 @@ pub(super) const HELD: Filter = Filter {
     ..Filter::THERE
 };
 
-/// Length in bytes of a checksum in `ram.sums`, little endian.
+/// Length in bytes of a chunk's checksum in `ram.sums`, which is stored in little endian.
 pub const SUM_BYTES: usize = 16;
 
-/// One RAM block in an image.
+/// Place of one of QEMU's RAM blocks in a RAM image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageBlock {
-    /// Name of the block in QEMU.
+    /// Name of the RAM block in QEMU.
     pub name: String,
-    /// Page in `ram` at which the block begins; a multiple of [`CHUNK_PAGES`].
+    /// Index of the block's first page in the image; a multiple of [`CHUNK_PAGES`].
     pub first_page: u64,
-    /// Length of the block in pages.
+    /// Length of the RAM block in pages.
     pub pages: u64,
 }
 
-/// A RAM block of a running VM that will be saved.
+/// A RAM block of a running VM's QEMU that will be saved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// Name of the block in QEMU.
+    /// Name of the RAM block in QEMU.
     pub name: String,
-    /// Address of the block in QEMU's process.
+    /// Address of the block's first byte in QEMU's process.
     pub hva: Hva,
-    /// Length of the block in pages.
+    /// Length of the RAM block in pages.
     pub pages: u64,
 }
 
-/// Numbers of pages of an image, by kind.
+/// Numbers of the pages of a VM's RAM, by how the RAM image holds them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageCounts {
-    /// Number of pages in all blocks.
+    /// Number of pages in all RAM blocks of the image.
     pub pages: u64,
-    /// Number of pages that are in the image or kept by reference.
+    /// Number of pages whose bytes are in the image, or which the image refers to on a disk.
     pub saved_pages: u64,
-    /// Number of pages that were in memory and held only zeroes.
+    /// Number of pages that were in memory and held only zeroes; they are holes of the image.
     pub zero_pages: u64,
-    /// Number of pages that were in memory and free in the guest; they read as zeroes.
+    /// Number of pages that were in memory and free in the guest; they are holes of the image,
+    /// whatever they held.
     #[serde(default)]
     pub free_pages: u64,
 }
 
-/// Returns the places in an image of blocks with these lengths.
+/// Returns the places of these RAM blocks in an image, one after the other. Each block begins at a
+/// multiple of [`CHUNK_PAGES`].
 #[must_use]
 pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
     let mut next = 0;
@@ -131,7 +133,8 @@ pub(super) struct Chunk {
     pub(super) ranges: Range<usize>,
 }
 
-/// The memory of a process that must be saved, according to its page tables at one instant.
+/// The pages of a VM's RAM that must be saved, according to the page tables of QEMU's process at
+/// one instant.
 #[derive(Debug)]
 pub struct Plan {
     pub(super) pid: Pid,
@@ -142,7 +145,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Reads the page tables of a stopped process. The ranges in `free` (ascending) become holes.
+    /// Reads the page tables of the stopped process `pid`. The address ranges in `free` (ascending)
+    /// are not saved.
     pub fn new(pid: Pid, blocks: Vec<Source>, free: &[Range<Hva>]) -> io::Result<Self> {
         let mut plan = Self {
             pid,
@@ -165,7 +169,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Returns the address ranges of block `number` that must be saved.
+    /// Returns the address ranges of RAM block `number` that must be saved, in ascending order.
     pub fn wanted(&self, number: usize) -> impl Iterator<Item = Range<Hva>> + '_ {
         let block = self.blocks.get(number).zip(self.ranges.get(number));
         block.into_iter().flat_map(|(block, ranges)| {

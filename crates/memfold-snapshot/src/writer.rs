@@ -1,5 +1,5 @@
-//! Writes a RAM image. All cores work in parallel ([`pipeline`]): they read memory, hash it,
-//! compare it with the disks, and write the rest.
+//! Writes a RAM image. All cores work in parallel ([`pipeline`]): they read the VM's memory,
+//! compute checksums, compare pages with the disks, and write the pages that no disk contains.
 
 use std::fs::File;
 use std::io;
@@ -25,16 +25,16 @@ use super::refer::Reference;
 
 static ZEROES: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
 
-/// Time of each stage of writing an image, summed over all workers.
+/// Time of each stage of writing a RAM image, summed over all worker threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stages {
-    /// Time for reading memory.
+    /// Time for reading the VM's memory.
     pub read: Duration,
-    /// Time for computing checksums.
+    /// Time for computing checksums of the image.
     pub hash: Duration,
-    /// Time for reading candidate pages from disks, and comparing them.
+    /// Time for reading pages from disks and comparing them with the VM's memory.
     pub compare: Duration,
-    /// Time for finding zero pages, and writing the other pages to the page cache.
+    /// Time for finding pages that hold only zeroes, and writing the others to the page cache.
     pub write: Duration,
 }
 
@@ -45,7 +45,7 @@ fn measure<T>(time: &mut Duration, work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Writer of an image, which writes block by block.
+/// Writer of a RAM image, which writes one or more RAM blocks at a time.
 #[derive(Debug)]
 pub struct Writer<'a> {
     ram: &'a File,
@@ -77,7 +77,8 @@ impl Written {
 }
 
 impl<'a> Writer<'a> {
-    /// Starts to write an image into `ram`, an empty file.
+    /// Creates a writer of an image into `ram`, an empty file, and sets the file's length. `plan`
+    /// lists the pages to save.
     pub fn new(plan: &Plan, ram: &'a File) -> io::Result<Self> {
         let chunks = plan.blocks.iter().map(|b| b.pages.div_ceil(CHUNK_PAGES));
         let chunks: u64 = chunks.sum();
@@ -96,8 +97,8 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Starts writeback to the disk while the image is written. Not useful for images that are
-    /// compressed afterwards.
+    /// Makes a thread write the image from the page cache to the disk while the image is written.
+    /// Not useful for images that are compressed afterwards.
     pub fn write_back(&mut self) -> io::Result<()> {
         self.writeback = Some(Writeback::start(self.ram)?);
         Ok(())
@@ -115,8 +116,8 @@ impl<'a> Writer<'a> {
         (references, std::mem::take(&mut self.comparison.candidates))
     }
 
-    /// Writes the blocks of the plan with these numbers. The process must be stopped, or `past`
-    /// must keep old contents of its memory.
+    /// Writes the RAM blocks of `plan` whose indexes are in `numbers`. The VM must be stopped, or
+    /// `past` must keep the old contents of its memory.
     pub fn blocks(
         &mut self,
         plan: &Plan,
@@ -214,13 +215,14 @@ impl<'a> Writer<'a> {
         Ok((hasher.digest128(), written))
     }
 
-    /// Returns the time of each stage so far.
+    /// Returns the time that each stage has taken so far.
     #[must_use]
     pub const fn stages(&self) -> Stages {
         self.written.stages
     }
 
-    /// Completes the image and writes its checksums to `sums`.
+    /// Completes the image and writes its checksums to the file `sums`. Returns the places of the
+    /// RAM blocks in the image, and the numbers of pages by kind.
     pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
         let times = self.stages();
         tracing::debug!(
