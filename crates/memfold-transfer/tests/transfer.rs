@@ -1,4 +1,5 @@
-//! Snapshots go to an object store and come back: as they were, or not at all.
+//! Tests that a snapshot that is pushed to an object store and pulled on another host is unchanged,
+//! and that a damaged or changed snapshot is refused.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
