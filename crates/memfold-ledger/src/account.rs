@@ -1,5 +1,5 @@
-//! The data model of the ledger: VMs, page stores, and the host. All amounts are bytes, as they
-//! were when they were read. JSON keys name the unit.
+//! The types of the ledger's accounts: of VMs, of page stores, and of the host. Every amount is in
+//! bytes, as read from the kernel.
 
 use std::fmt;
 
@@ -28,42 +28,47 @@ pub struct VmAccount {
     pub name: String,
     /// Trust domain of the VM; `None`: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Process number of QEMU.
+    /// Process number of the VM's QEMU.
     pub pid: i32,
 
-    /// Size of guest RAM. It is the sum of these classes: private, unfolded, folded (two), file
-    /// (two), zero, swapped, free.
+    /// Size of guest RAM, in which each page belongs to one class: private, unfolded, folded
+    /// (resident or untouched), file (resident or untouched), zero, swapped or free.
     pub ram_bytes: ByteSize,
-    /// Anonymous guest pages in memory, outside page-store mappings.
+    /// Anonymous pages of guest RAM in memory, outside page-store mappings.
     pub private_bytes: ByteSize,
-    /// Private copies inside page-store mappings: guest pages that were folded and have been
-    /// written since.
+    /// Guest pages that were folded and have been written since: private copies inside page-store
+    /// mappings.
     pub unfolded_bytes: ByteSize,
-    /// Guest pages mapped to a page store, not copied, and present in QEMU's page tables.
+    /// Guest pages that are mapped to a page store, not copied, and present in QEMU's page tables.
     pub folded_resident_bytes: ByteSize,
-    /// Guest pages mapped to a page store that QEMU has not accessed since.
+    /// Guest pages that are mapped to a page store but absent from QEMU's page tables, for example
+    /// because the guest has not accessed them since they were folded.
     pub folded_untouched_bytes: ByteSize,
-    /// Guest pages of other files in QEMU's page tables: of a snapshot's image, or of a shared RAM
-    /// backend.
+    /// Guest pages in QEMU's page tables that belong to a file other than a page store: a
+    /// snapshot's image, or a shared RAM backend.
     pub file_resident_bytes: ByteSize,
-    /// Guest pages mapped to other files that QEMU has not accessed.
+    /// Guest pages that are mapped to a file other than a page store but absent from QEMU's page
+    /// tables.
     pub file_untouched_bytes: ByteSize,
     /// Guest pages mapped to the kernel's shared zero page, which cost nothing.
     pub zero_bytes: ByteSize,
     /// Guest pages in swap.
     pub swapped_bytes: ByteSize,
-    /// Guest pages without memory: never used, or given back.
+    /// Guest pages without memory: never used, or given back to the host.
     pub free_bytes: ByteSize,
 
-    /// Guest RAM in memory: private + unfolded + folded resident + file resident.
+    /// Guest RAM that is in memory: the sum of `private_bytes`, `unfolded_bytes`,
+    /// `folded_resident_bytes` and `file_resident_bytes`.
     pub backed_bytes: ByteSize,
-    /// Folded memory: folded resident + folded untouched.
+    /// Guest RAM that is mapped to a page store and not copied: `folded_resident_bytes` +
+    /// `folded_untouched_bytes`.
     pub folded_bytes: ByteSize,
-    /// Part of the guest RAM in memory that ksmd has merged (smaps `KSM`, Linux >= 6.6).
+    /// Part of `backed_bytes` that ksmd has merged (`KSM` in smaps); `None` before Linux 6.6.
     pub ksm_merged_bytes: Option<ByteSize>,
-    /// Part of the guest RAM in memory that huge pages map.
+    /// Part of `backed_bytes` that huge pages map.
     pub huge_bytes: ByteSize,
-    /// Resident guest RAM according to smaps: a second figure of the kernel for `backed_bytes`.
+    /// `Rss` of guest RAM in smaps. It should equal `backed_bytes`, which is computed from the page
+    /// map.
     pub ram_rss_bytes: ByteSize,
     /// Proportional set size (PSS) of guest RAM.
     pub ram_pss_bytes: ByteSize,
@@ -73,14 +78,14 @@ pub struct VmAccount {
     /// Part of `qemu_pss_bytes`: the TCG buffer of translated code (writable and executable
     /// anonymous memory); zero under KVM.
     pub tcg_pss_bytes: ByteSize,
-    /// Part of `qemu_pss_bytes`: QEMU's shares of segments' pages.
+    /// Part of `qemu_pss_bytes`: PSS of the segments that QEMU maps.
     #[serde(default)]
     pub segment_pss_bytes: ByteSize,
-    /// Part of `segment_pss_bytes`: images that are stored in memory (tmpfs). Also part of
-    /// `pss_shmem_bytes`.
+    /// Part of `segment_pss_bytes`: PSS of segments whose image is a file in memory (tmpfs). This
+    /// amount is also part of `pss_shmem_bytes`.
     #[serde(default)]
     pub segment_shmem_bytes: ByteSize,
-    /// Pages of segments in QEMU's page tables.
+    /// `Rss` of the segments that QEMU maps: their pages in QEMU's page tables.
     #[serde(default)]
     pub segment_resident_bytes: ByteSize,
     /// Page tables of the QEMU process (`VmPTE`); not part of any PSS.
@@ -88,33 +93,34 @@ pub struct VmAccount {
 
     /// PSS of the whole QEMU process (`smaps_rollup`).
     pub pss_bytes: ByteSize,
-    /// Part of `pss_bytes`: anonymous memory.
+    /// Part of `pss_bytes`: anonymous memory of the QEMU process.
     pub pss_anon_bytes: ByteSize,
-    /// Part of `pss_bytes`: shared memory and memory files, page stores included.
+    /// Part of `pss_bytes`: shared memory and memory files of the QEMU process, page stores
+    /// included.
     pub pss_shmem_bytes: ByteSize,
     /// Part of `pss_bytes`: QEMU's shares of page-store pages. This figure is never too large. It
     /// may be too small by the pages that KSM merged inside page-store mappings.
     pub store_pss_bytes: ByteSize,
-    /// Part of `ram_pss_bytes`: QEMU's shares of pages of other files, such as the image that the
-    /// VM runs from.
+    /// Part of `ram_pss_bytes`: QEMU's shares of pages that belong to files other than page stores,
+    /// such as the snapshot image that the VM runs from.
     #[serde(default)]
     pub file_pss_bytes: ByteSize,
 
     /// Number of mappings of the QEMU process. The kernel allows at most `vm.max_map_count`.
     pub mappings: u64,
-    /// Number of page-store mappings in guest RAM.
+    /// Number of mappings in guest RAM that map a page store.
     pub store_mappings: u64,
 }
 
 impl VmAccount {
-    /// Returns the memory of the VM's QEMU beside guest RAM and segments: PSS of the rest of the
-    /// process, and its page tables.
+    /// Returns the memory that the VM's QEMU takes beside guest RAM and segments: the PSS of the
+    /// rest of the process, and the process's page tables.
     #[must_use]
     pub fn overhead_bytes(&self) -> ByteSize {
         self.qemu_pss_bytes - self.segment_pss_bytes + self.page_table_bytes
     }
 
-    /// Returns the sum of all classes of guest pages; equals `ram_bytes`.
+    /// Returns the sum of all classes of guest pages, which should equal `ram_bytes`.
     #[must_use]
     pub fn sum_of_parts(&self) -> ByteSize {
         self.private_bytes
@@ -129,27 +135,28 @@ impl VmAccount {
     }
 }
 
-/// Memory used by memfold itself.
+/// Memory that the daemon and its relays (helper processes that connect VMs to lent RAM) use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnCost {
     /// PSS of the daemon and its relays (helper processes that connect VMs to lent RAM).
     pub pss_bytes: ByteSize,
-    /// Part of the daemon's PSS: anonymous memory, without relays.
+    /// Part of `pss_bytes`: the daemon's anonymous memory, without that of relays.
     pub pss_anon_bytes: ByteSize,
-    /// Part of the daemon's PSS: shared memory and memory files.
+    /// Part of `pss_bytes`: the daemon's shared memory and memory files, without those of relays.
     pub pss_shmem_bytes: ByteSize,
-    /// Part of `pss_bytes`: shares of page-store pages that the daemon maps. The daemon fills page
-    /// stores by `write(2)`, so this is 0 except in tests.
+    /// Part of `pss_bytes`: the daemon's shares of page-store pages that the daemon maps. It is 0
+    /// except in tests, because the daemon fills page stores by `write(2)`.
     pub store_pss_bytes: ByteSize,
     /// Page tables of the daemon and its relays.
     pub page_table_bytes: ByteSize,
-    /// Part of `pss_bytes`: the fold engine's tables about pages (attributes, hints, maps), as
+    /// Part of `pss_bytes`: the fold engine's tables of page attributes, hints and mappings, as
     /// counted by the engine.
     pub metadata_bytes: ByteSize,
 }
 
 impl OwnCost {
-    /// Returns the whole cost: PSS without shares of page stores, and page tables.
+    /// Returns the memory that memfold itself takes: PSS without shares of page stores, and page
+    /// tables.
     #[must_use]
     pub fn total_bytes(&self) -> ByteSize {
         self.pss_bytes - self.store_pss_bytes + self.page_table_bytes
@@ -164,14 +171,14 @@ pub(crate) fn signed(bytes: ByteSize) -> i64 {
 /// Figures of KSM, the kernel's same-page merging.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KsmAccount {
-    /// KSM's control `run`: 1 while ksmd runs.
+    /// KSM's control `/sys/kernel/mm/ksm/run`: 1 while ksmd scans.
     pub run: u64,
-    /// Number of merged pages in memory.
+    /// Number of pages in memory that KSM has merged from several equal pages.
     pub pages_shared: u64,
     /// Number of further mappings of merged pages, which is the number of pages saved.
     pub pages_sharing: u64,
-    /// Bytes that KSM saves less its metadata (`general_profit`); may be negative. While KSM is
-    /// stopped, this still includes processes that have ended.
+    /// Bytes that KSM saves, less the memory of KSM's metadata (`general_profit`); may be negative.
+    /// While KSM is stopped, the figure still includes processes that have ended.
     pub general_profit_bytes: i64,
     /// Number of pages merged in live processes (Linux >= 6.1).
     pub merging_pages: Option<u64>,
@@ -179,7 +186,7 @@ pub struct KsmAccount {
     /// kernel's zero page; not part of `merging_pages` (Linux >= 6.6).
     #[serde(default)]
     pub zero_pages: Option<u64>,
-    /// CPU time of ksmd since boot, seconds.
+    /// CPU time of ksmd since the host's boot, in seconds.
     pub ksmd_cpu_s: f64,
 }
 
@@ -200,59 +207,63 @@ pub struct HostAccount {
     /// Memory that `MemAvailable` excludes: zone reserves, and the part of caches below the low
     /// watermark.
     pub reserve_bytes: ByteSize,
-    /// Free pages in the CPUs' own lists, which `MemAvailable` leaves out. They may sum up to more
-    /// than 1 GiB.
+    /// Free pages in the CPUs' own lists, which `MemAvailable` leaves out. These pages may add up
+    /// to more than 1 GiB.
     pub per_cpu_free_bytes: ByteSize,
-    /// Anonymous PSS of all processes except VMs and memfold.
+    /// Anonymous PSS of all processes except the VMs' QEMUs and the daemon.
     pub others_anon_bytes: ByteSize,
     /// Part of `others_anon_bytes` that this host lends to other hosts. This memory is locked and
     /// never swapped.
     #[serde(default)]
     pub lent_bytes: ByteSize,
-    /// Kernel setting `vm.max_map_count`.
+    /// Kernel setting `vm.max_map_count`: the largest number of mappings of a process.
     pub max_map_count: u64,
 
     /// Accounts of the page stores.
     pub stores: Vec<StoreAccount>,
-    /// Memory allocated by all page stores.
+    /// Memory that all page stores together allocate.
     pub stores_bytes: ByteSize,
-    /// Memory of the snapshot images that VMs run from (`st_blocks`), whether or not a VM has
-    /// accessed it.
+    /// Memory of snapshots' RAM images that were assembled in memory (`st_blocks`), whether or not
+    /// a VM has accessed it.
     #[serde(default)]
     pub images_bytes: ByteSize,
     /// Figures of KSM; absent if the kernel has no KSM.
     pub ksm: Option<KsmAccount>,
-    /// Memory used by memfold itself.
+    /// Memory that the daemon and its relays use.
     pub own: OwnCost,
 
     /// Sum of the PSS of all QEMU processes.
     pub vms_pss_bytes: ByteSize,
-    /// Memory of VMs, memfold and page stores in all, each physical page counted once. Page tables
-    /// of these processes are included.
+    /// Physical memory that VMs, memfold and page stores use together, each page counted once. The
+    /// page tables of these processes are included.
     pub physical_bytes: ByteSize,
     /// Part of `physical_bytes` that the kernel cannot drop: all but page cache of ordinary files.
     pub unreclaimable_bytes: ByteSize,
 
-    /// Saving by folding: VMs' pages that are mapped to a page store and not copied, less the page
-    /// stores' own pages.
+    /// Memory saved by folding: `folded_bytes` of all VMs less `stores_bytes`; negative if page
+    /// stores take more than they save.
     pub saved_by_folding_bytes: i64,
-    /// Saving by clones: image pages in VMs' page tables, less the VMs' shares of them. (Pages of
-    /// one image that several VMs map are in memory once.)
+    /// Memory saved by clones: pages of snapshot images in VMs' page tables, less the VMs' PSS of
+    /// these pages. (An image page that several VMs map is in memory once.)
     #[serde(default)]
     pub saved_by_clones_bytes: i64,
-    /// Saving by segments: segments' pages in VMs' page tables, less the VMs' shares of them.
+    /// Memory saved by segments: pages of segments in VMs' page tables, less the VMs' PSS of these
+    /// pages.
     #[serde(default)]
     pub saved_by_segments_bytes: i64,
-    /// Saving by KSM: `general_profit`, limited to the pages merged in live processes.
+    /// Memory saved by KSM: `general_profit`, but at most the pages that are merged in live
+    /// processes.
     pub saved_by_ksm_bytes: i64,
-    /// Saving by pages of zeroes that were given back, as counted by the fold engine.
+    /// Memory saved by giving guests' pages of zeroes back to the host, as counted by the fold
+    /// engine.
     pub saved_by_zero_drop_bytes: ByteSize,
-    /// Sum of all savings, less memfold's own PSS (without its shares of page stores) and page
-    /// tables.
+    /// Sum of all savings, less the memory that memfold itself takes (PSS without shares of page
+    /// stores, and page tables).
     pub saved_net_bytes: i64,
 }
 
-/// The ledger at one moment, as printed by `memfold report --json` and served by the daemon.
+/// The ledger's accounts at one moment, as printed by `memfold report --json` and served by the
+/// daemon.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Time of the report, in seconds since 1970.
@@ -275,13 +286,13 @@ pub struct Report {
 pub struct Disagreement {
     /// Name of the VM whose sums differ; `None`: sums of the host.
     pub vm: Option<String>,
-    /// Description of the compared sums.
+    /// Names of the two compared sums, as text.
     pub what: String,
-    /// Sum according to the ledger.
+    /// Sum that the ledger computed.
     pub ledger_bytes: ByteSize,
-    /// Sum according to the kernel.
+    /// Sum that the kernel reports and the ledger's sum should equal.
     pub kernel_bytes: ByteSize,
-    /// The difference in percent of the kernel's sum.
+    /// Difference of the two sums (ledger's less kernel's), in percent of the kernel's sum.
     pub off_percent: f64,
 }
 

@@ -1,4 +1,4 @@
-//! Checks the ledger's accounts against independent sums of the kernel.
+//! Checks the ledger's accounts against sums that the kernel computes independently.
 
 use memfold_units::ByteSize;
 
@@ -127,11 +127,11 @@ fn not_available(report: &Report) -> ByteSize {
         + host.per_cpu_free_bytes
 }
 
-/// Compares the change of `MemAvailable` between two reports with the change of the ledger's sums.
-/// This finds smaller errors than [`check`] if VMs use a small part of the host. Memory that other
-/// processes and the kernel took or gave back meanwhile is part of the sums, so such changes do not
-/// hide an error. The two changes may differ by 2 % of the larger of the VMs' change and
-/// `MemAvailable`'s change.
+/// Compares the change of `MemAvailable` between two reports with the change of the ledger's sums,
+/// and returns the two changes if they disagree. If VMs use a small part of the host's memory, this
+/// check finds smaller errors than [`check`]. Memory that other processes and the kernel took or
+/// gave back meanwhile is part of the sums, so such changes do not hide an error. The two changes
+/// may differ by 2 % of the larger of the VMs' change and `MemAvailable`'s change.
 #[must_use]
 pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
     // Memory sizes are far below 2^63.
@@ -152,7 +152,8 @@ pub fn check_change(before: &Report, after: &Report) -> Option<Disagreement> {
 }
 
 impl Report {
-    /// Makes a report of these accounts with the present time, and checks the report's sums.
+    /// Makes a report of `host` and `vms` with the present time, and records which of the report's
+    /// sums disagree.
     #[must_use]
     pub fn new(host: HostAccount, vms: Vec<VmAccount>) -> Self {
         let taken_unix_s = std::time::SystemTime::now()

@@ -9,8 +9,9 @@
 //!   rising                   ok     |   ok      | warning  | warning   | braked
 //!   falling, for 10 s        ok     | warning   | warning  | braked    | braked
 //! ```
-//! A level rises at once. It falls only after conditions were better for [`CALM`], so that it does
-//! not flap.
+//! The table shows the brake's level for each ratio of needed to available memory. The level rises
+//! immediately. The level falls only after the ratio was lower for [`CALM`] without a break, so
+//! that the level does not flap.
 
 use std::fmt;
 use std::str::FromStr;
@@ -20,7 +21,7 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Time for which conditions must be better before the brake's level falls.
+/// Time for which a lower level of the brake must suffice, without a break, before the level falls.
 pub const CALM: Duration = Duration::from_secs(10);
 
 /// Strain above which the level is `Warning`: the part of the available memory that guests may need
@@ -32,18 +33,19 @@ const BRAKED: f64 = 1.0;
 /// reached.
 const HYSTERESIS: f64 = 0.1;
 
-/// Level of the brake.
+/// Level of the brake, which stops sharing when guests could need too much memory at once.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// The host has all the memory available that guests may need at once.
+    /// Available memory covers what guests may need at once by writing to shared pages.
     #[default]
     Ok,
-    /// Guests may need almost all available memory at once.
+    /// Guests may need over 80 % of the available memory at once, or needed as much lately.
     Warning,
-    /// No more memory is shared, and no VM is started.
+    /// Guests may need more memory at once than is available. No more memory is shared, and no VM
+    /// is started.
     Braked,
 }
 
@@ -57,7 +59,7 @@ impl fmt::Display for Level {
     }
 }
 
-/// Memory that a host keeps for itself.
+/// Memory that a host keeps for itself, and that guests must not use up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reserve {
     /// An absolute number of bytes.
@@ -110,10 +112,11 @@ impl FromStr for Reserve {
 /// Settings of the brake that an operator may change.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BrakePolicy {
-    /// Memory that the host keeps for itself.
+    /// Memory that the host keeps for itself, and that guests' writes to shared pages must not
+    /// need.
     pub reserve: Reserve,
-    /// Percent of the debt for which the host must have memory available, because guests may claim
-    /// it at once (0 to 100; 0 disables the brake).
+    /// Percent of the copy-on-write debt that available memory must cover, because guests may claim
+    /// this part at once (0 to 100; 0 disables the brake).
     pub cover_percent: f64,
 }
 
@@ -127,21 +130,21 @@ impl Default for BrakePolicy {
     }
 }
 
-/// Figures of a host at one moment.
+/// Figures of a host at one moment, which determine the level of the brake.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Look {
-    /// Time of the figures, counted from a fixed instant.
+    /// Time at which the figures were read, counted from a fixed instant.
     pub at: Duration,
-    /// Copy-on-write debt: bytes that guests could claim by writing.
+    /// Copy-on-write debt: bytes that guests could claim by writing to shared pages.
     pub debt_bytes: u64,
-    /// `MemTotal`, in bytes.
+    /// `MemTotal` of the host, or the limit of a control group that holds all VMs, in bytes.
     pub total_bytes: u64,
-    /// `MemAvailable`, in bytes.
+    /// `MemAvailable` of the host, or the memory that the control group's limit leaves, in bytes.
     pub available_bytes: u64,
 }
 
 impl BrakePolicy {
-    /// Returns the bytes that guests are assumed to claim at once.
+    /// Returns the part of the debt that guests are assumed to claim at once, in bytes.
     #[must_use]
     // The result does not exceed `debt_bytes`.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
@@ -149,15 +152,16 @@ impl BrakePolicy {
         (debt_bytes as f64 * self.cover_percent / 100.0) as u64
     }
 
-    /// Returns the bytes that are available for guests' claims: available memory less the reserve.
+    /// Returns the bytes that guests can claim without touching the reserve: available memory less
+    /// the reserve, at least 0.
     #[must_use]
     pub fn absorbable_bytes(&self, look: &Look) -> u64 {
         look.available_bytes
             .saturating_sub(self.reserve.of(look.total_bytes))
     }
 
-    /// Returns the ratio of needed to available memory: 0 if nothing is needed, infinite if nothing
-    /// is available.
+    /// Returns the ratio of the memory that guests may need at once to the memory that is available
+    /// for it. The ratio is 0 if guests need none, and infinite if none is available.
     #[must_use]
     pub fn strain(&self, look: &Look) -> f64 {
         let needed = self.needed_bytes(look.debt_bytes);
@@ -168,7 +172,7 @@ impl BrakePolicy {
     }
 }
 
-/// The brake: its level, and since when conditions were better.
+/// State of the brake: its level, and the time since which a lower level would suffice.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Brake {
     level: Level,
@@ -183,7 +187,8 @@ impl Brake {
         self.level
     }
 
-    /// Evaluates new figures of the host, and returns the level of the brake.
+    /// Updates the brake's level from new figures of the host, and returns the level. Calls must be
+    /// in order of `look.at`.
     pub fn judge(&mut self, policy: &BrakePolicy, look: &Look) -> Level {
         let strain = policy.strain(look);
         let reached = |warning: f64, braked: f64| {

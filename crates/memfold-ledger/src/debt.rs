@@ -7,9 +7,10 @@
 //!   zero       pages of zeroes that were given back            one page each
 //!   KSM        pages_sharing, and zero pages that KSM mapped   one copy each; the merged page is freed after the last copy
 //! ```
-//! Each guest page is in at most one of these classes: a page that a VM has written is a private
-//! copy, and KSM merges only such pages. Segments are no debt, because guests cannot write to them.
-//! RAM that a guest has never used is no debt either: that RAM is promised, not shared.
+//! The lines above are the classes of shared guest pages: what belongs to a class, and what a write
+//! costs. A guest page is in at most one class: a page that a VM has written is a private copy, and
+//! KSM merges only such pages. Segments are no debt, because guests cannot write to them. RAM that
+//! a guest has never used is no debt either: that RAM is promised, not shared.
 
 use memfold_host::{Check, Status};
 use memfold_units::ByteSize;
@@ -18,40 +19,43 @@ use utoipa::ToSchema;
 
 use super::brake::Level;
 
-/// Copy-on-write debt of one VM: memory that the VM could claim by writing.
+/// Copy-on-write debt of one VM: memory that the VM could claim by writing to shared pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmDebt {
     /// Name of the VM.
     pub name: String,
-    /// Bytes of the VM's RAM that are mapped to a page store and not written since.
-    pub folded_bytes: u64,
-    /// Bytes of the VM's RAM that are mapped to data of its snapshot's image and not written since.
-    pub snapshot_bytes: u64,
-    /// Bytes of the VM's RAM that were given back because they held only zeroes, and not written
+    /// Bytes of the VM's RAM that are mapped to a page store, and that the guest has not written
     /// since.
+    pub folded_bytes: u64,
+    /// Bytes of the VM's RAM that are mapped to data of its snapshot's image, and that the guest
+    /// has not written since.
+    pub snapshot_bytes: u64,
+    /// Bytes of the VM's RAM that were given back because they held only zeroes, and that the guest
+    /// has not written since.
     pub zero_bytes: u64,
 }
 
 impl VmDebt {
-    /// Returns the sum of all classes, in bytes.
+    /// Returns the VM's debt in bytes: the sum of its folded, snapshot and zero pages.
     #[must_use]
     pub const fn total_bytes(&self) -> u64 {
         self.folded_bytes + self.snapshot_bytes + self.zero_bytes
     }
 }
 
-/// An event of the brake.
+/// An event of the brake, such as a change of its level.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct BrakeEvent {
     /// Time of the event, in seconds since 1970.
     pub at_unix_s: f64,
-    /// Level of the brake at that time.
+    /// Level of the brake at the time of the event.
     pub level: Level,
-    /// `MemAvailable` at that time, or the memory that a control group's limit left, in bytes.
+    /// `MemAvailable` at the time of the event, or the memory that a control group's limit left
+    /// then, in bytes.
     pub mem_available_bytes: u64,
-    /// Debt at that time, in bytes.
+    /// Copy-on-write debt at the time of the event, in bytes.
     pub debt_bytes: u64,
-    /// Description of the event.
+    /// Text that describes the event.
     pub what: String,
 }
 
@@ -60,55 +64,57 @@ pub struct BrakeEvent {
 pub struct DebtReport {
     /// Level of the brake.
     pub level: Level,
-    /// Whether folding and KSM are kept from sharing more. Set when the level becomes `braked`,
-    /// cleared when it becomes `ok`.
+    /// Whether folding and KSM are kept from sharing more memory. True from the time when the
+    /// brake's level becomes `braked` until it becomes `ok`.
     pub sharing_held: bool,
-    /// The figures that determine the level, as text.
+    /// Text with the figures that determine the level of the brake.
     pub why: String,
-    /// Bytes that guests could claim in all: the sum of the next five fields.
+    /// Bytes that guests could claim by writing to shared pages: the sum of `folded_bytes`,
+    /// `snapshot_bytes`, `zero_bytes`, `ksm_bytes` and `starting_bytes`.
     pub debt_bytes: u64,
-    /// Guests' bytes that are mapped to page stores.
+    /// Part of the debt: guest memory that is mapped to page stores, in bytes.
     pub folded_bytes: u64,
-    /// Guests' bytes that are mapped to snapshots' images.
+    /// Part of the debt: guest memory that is mapped to images of snapshots, in bytes.
     pub snapshot_bytes: u64,
-    /// Guests' bytes that were pages of zeroes and were given back.
+    /// Part of the debt: guests' pages of zeroes that were given back to the host, in bytes.
     pub zero_bytes: u64,
-    /// Bytes merged by KSM, in any process.
+    /// Part of the debt: memory that KSM has merged, in any process, in bytes.
     pub ksm_bytes: u64,
-    /// Bytes of the snapshot images of VMs that are just starting and are not in another figure
-    /// yet.
+    /// Part of the debt: snapshot images of VMs that are just starting and not yet part of
+    /// `snapshot_bytes`, in bytes.
     pub starting_bytes: u64,
-    /// Bytes of page stores, which are freed after all folded pages are written.
+    /// Memory of page stores, in bytes. It becomes free after guests have written to all folded
+    /// pages.
     pub store_bytes: u64,
-    /// Percent of the debt for which the host must have memory available.
+    /// Percent of `debt_bytes` for which the host must have memory available.
     pub cover_percent: f64,
-    /// The part of the debt for which the host must have memory available, in bytes.
+    /// Part of `debt_bytes` for which the host must have memory available: `cover_percent` of it.
     pub needed_bytes: u64,
     /// `MemAvailable` in bytes, or the memory that a control group's limit leaves, if all VMs are
     /// in that group and its limit leaves less.
     pub mem_available_bytes: u64,
-    /// Directory of the control group that limits `mem_available_bytes`; null: only the host's
-    /// memory does.
+    /// Directory of the control group whose limit determines `mem_available_bytes`; null: the
+    /// host's memory determines it.
     #[serde(default)]
     pub limited_by: Option<String>,
-    /// Bytes that the host keeps for itself.
+    /// Bytes of memory that the host keeps for itself, and that guests must not use up.
     pub reserve_bytes: u64,
-    /// Bytes that are available for the debt: available memory less the reserve.
+    /// Bytes that guests can claim without touching the reserve: `mem_available_bytes` less
+    /// `reserve_bytes`, at least 0.
     pub absorbable_bytes: u64,
-    /// `SwapFree`, in bytes; not part of any other figure.
+    /// `SwapFree` of the host, in bytes; not part of any other figure.
     pub swap_free_bytes: u64,
-    /// Bytes of page stores that were freed while the brake was on or near, since the daemon's
-    /// start.
+    /// Bytes of page stores that the brake has freed since the daemon's start.
     pub given_back_bytes: u64,
-    /// Debt of each VM, without pages that KSM merged.
+    /// Debt of each VM, without the pages that KSM merged.
     pub vms: Vec<VmDebt>,
     /// Recent events of the brake, oldest first.
     pub events: Vec<BrakeEvent>,
 }
 
 impl DebtReport {
-    /// Makes the check for `memfold doctor`: the brake's level, the debt against the available
-    /// memory, and a remedy.
+    /// Makes the entry of `memfold doctor` about the debt: the brake's level, the debt compared
+    /// with the available memory, and a remedy unless all is well.
     #[must_use]
     pub fn check(&self) -> Check {
         let size = |bytes: u64| ByteSize(bytes).to_string();

@@ -1,5 +1,5 @@
-//! Physical page frames of a VM's RAM. Their numbers prove which pages are shared, and that no page
-//! is shared across trust domains.
+//! Reads the numbers of the physical page frames that hold a VM's RAM. Equal numbers prove that two
+//! VMs share a page; different numbers, that no page is shared across trust domains.
 
 use std::io;
 
@@ -13,9 +13,10 @@ use super::read::{ReadError, pagemap_of};
 /// Number of pages whose frame numbers are read at once.
 const BATCH_PAGES: u64 = 1 << 16;
 
-/// Returns the host frame numbers of the guest pages `[first, first + pages)`. `None` stands for a
-/// page that is outside RAM, is not in memory, or whose number may not be read (that needs root).
-/// The zero page has a frame number like any other.
+/// Returns the numbers of the host's page frames that hold the guest pages `[first, first + pages)`
+/// of the VM whose QEMU is process `pid`. `None` stands for a page that is outside RAM, is not in
+/// memory, or whose frame number may not be read (reading it needs root). The zero page has a frame
+/// number like any other.
 pub fn frames(
     pid: i32,
     layout: &RamLayout,
@@ -40,8 +41,9 @@ pub fn frames(
     Ok(found)
 }
 
-/// Returns the number of physical pages that the guest RAM of both VMs maps. The zero page is not
-/// counted, because every process on the host shares it.
+/// Returns the number of physical pages that are mapped in the guest RAM of both VMs, which are
+/// given by QEMU's process number and the RAM layout. The zero page is not counted, because every
+/// process on the host shares it.
 pub fn shared_frames(a: (i32, &RamLayout), b: (i32, &RamLayout)) -> Result<u64, ReadError> {
     let (a, b) = (all_frames(a.0, a.1)?, all_frames(b.0, b.1)?);
     let mut b = b.iter().peekable();

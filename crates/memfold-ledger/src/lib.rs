@@ -1,4 +1,5 @@
-//! The ledger: accounts of physical memory in which every page is counted once.
+//! The ledger: accounts of physical memory in which every page is counted once. The drawing shows
+//! the classes of a VM's pages, and the terms of the host's total.
 //!
 //! ```text
 //!   guest RAM of one VM, each page in exactly one class:
@@ -10,22 +11,22 @@
 //! ```
 //!
 //! A store page that k page tables map counts 1/k in each process's PSS, and not at all when no
-//! process maps it. The host's sum therefore subtracts those shares from every process, and adds
-//! the full allocation of the store files instead. The zero page is not counted. QEMU's shared
-//! libraries count by PSS.
+//! process maps it. The host's total therefore subtracts the shares of store pages from each
+//! process's PSS, and adds the allocated memory of the store files instead. The zero page is not
+//! counted. QEMU's shared libraries are counted by PSS.
 //!
 //! - [`read`] parses the kernel's files.
-//! - [`take`] builds the accounts of `account` from them.
+//! - [`take`] builds the accounts of `account` from these files.
 //! - `agree` checks the accounts against other figures of the kernel.
 //! - [`table`] prints the accounts.
-//! - `frames` proves which VMs share which physical pages.
-//! - `debt` computes the memory that guests could claim by writing to shared pages; `brake` decides
-//!   when the debt is too large.
+//! - `frames` reads frame numbers, which prove what pages VMs share.
+//! - `debt` describes the memory that guests could claim by writing to shared pages; `brake`
+//!   decides when this debt is too large.
 //! - [`memory_map`] shows one VM's RAM from end to end; [`sharing`] shows which VMs have pages in
 //!   common.
 //! - [`plan`] predicts how much memory more VMs would take.
 //! - [`estimate`] predicts savings before anything is shared.
-//! - [`history`] keeps samples over time.
+//! - [`history`] stores samples of the accounts over time.
 
 mod account;
 mod agree;

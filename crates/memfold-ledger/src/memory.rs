@@ -1,4 +1,5 @@
-//! Classifies each page of an address range, from the process's mappings and its page map.
+//! Classifies each page of guest RAM in a QEMU process, from the process's mappings and its page
+//! map (`/proc/PID/pagemap`).
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Region, category};
@@ -7,10 +8,10 @@ use memfold_vm::RamLayout;
 
 use super::read::Vma;
 
-/// Kind of a mapping.
+/// Kind of a mapping of guest RAM in QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Anonymous memory, or no mapping at all.
+    /// A mapping of anonymous memory, or no mapping at all.
     Anonymous,
     /// A mapping of a page store.
     Store,
@@ -18,28 +19,28 @@ pub enum Kind {
     File,
 }
 
-/// A stretch `[start, end)` of addresses with one kind of mapping.
+/// A stretch `[start, end)` of QEMU's addresses that is mapped in one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {
-    /// Address of the first byte.
+    /// Address of the stretch's first byte.
     pub start: Hva,
-    /// Address after the last byte.
+    /// Address after the stretch's last byte.
     pub end: Hva,
     /// Kind of the stretch's mapping.
     pub kind: Kind,
 }
 
-/// Numbers of pages by class.
+/// Numbers of guest pages by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// Numbers of pages, in the order of the classes in [`Place`].
+    /// Number of pages in each class, in the order of [`Place`].
     pub pages: [u64; 9],
-    /// Pages that huge pages map (also counted in their class).
+    /// Number of pages that huge pages map. Each of them is also counted in its class.
     pub huge: u64,
 }
 
-/// Returns the address ranges of guest RAM in QEMU, sorted and without overlap: RAM blocks and
-/// slots together.
+/// Returns the address ranges of guest RAM in QEMU: all RAM blocks and memory slots, merged, sorted
+/// and without overlap.
 #[must_use]
 pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
     let blocks = layout.blocks.iter().map(|b| (b.hva, b.pages));
@@ -61,8 +62,8 @@ pub fn ram_ranges(layout: &RamLayout) -> Vec<(Hva, Hva)> {
 }
 
 /// Splits `[start, end)` into stretches with one kind of mapping each, in address order. An
-/// unmapped range is a stretch of kind `Anonymous`. `vmas` must be sorted by address; `stores`:
-/// identities of the page stores.
+/// unmapped range is a stretch of kind `Anonymous`. `vmas` must be sorted by address. `stores`
+/// identifies the files of the page stores.
 #[must_use]
 pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -> Vec<Stretch> {
     let mut found = Vec::new();
@@ -90,32 +91,32 @@ pub fn stretches(vmas: &[Vma], start: Hva, end: Hva, stores: &[StoreIdentity]) -
     found
 }
 
-/// Class of a page.
+/// Class of a page of guest RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// An anonymous page in memory, outside page-store mappings.
     Private,
-    /// A private copy inside a page-store mapping.
+    /// A private copy inside a page-store mapping: a page that was written after it was folded.
     Unfolded,
-    /// A page of a page store, in the page table.
+    /// A page of a page store that is in QEMU's page tables.
     FoldedResident,
-    /// A page of a page store, not in the page table.
+    /// A page of a page store that is not in QEMU's page tables.
     FoldedUntouched,
-    /// A page of another file, in the page table.
+    /// A page of a file other than a page store that is in QEMU's page tables.
     FileResident,
-    /// A page of another file, not in the page table.
+    /// A page of a file other than a page store that is not in QEMU's page tables.
     FileUntouched,
-    /// The kernel's zero page.
+    /// A page that is mapped to the kernel's zero page.
     Zero,
     /// A page in swap.
     Swapped,
-    /// A page without memory.
+    /// A page without memory: never used, or given back to the host.
     Free,
 }
 
-/// Classifies every page of `stretches`, in order, and passes runs `[start, end)` of one class to
-/// `told`. `regions`: the pages in `stretches` that are present or swapped, in order. The last
-/// argument of `told` is true for pages that huge pages map.
+/// Classifies every page of `stretches` in address order. Calls `told` for each run of pages of one
+/// class, with the class, the run's start and end, and whether huge pages map the run. `regions`
+/// are the pages of `stretches` that are present or swapped, in address order.
 pub fn each_run(
     stretches: &[Stretch],
     regions: &[Region],
@@ -173,8 +174,8 @@ fn place(kind: Kind, region: &Region) -> Place {
     }
 }
 
-/// Counts the pages of `stretches` by class. `regions`: the pages in `stretches` that are present
-/// or swapped, in order.
+/// Counts the pages of `stretches` by class. `regions` are the pages of `stretches` that are
+/// present or swapped, in address order.
 #[must_use]
 pub fn sort_pages(stretches: &[Stretch], regions: &[Region]) -> Places {
     let mut places = Places::default();

@@ -1,4 +1,5 @@
-//! A map of one VM's RAM from end to end: for each cell, the number of pages in each state.
+//! Makes a map of one VM's whole RAM for display. The map divides the RAM into cells of equal size,
+//! and counts the pages of each cell by state.
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::Filter;
@@ -11,52 +12,57 @@ use super::memory::{each_run, ram_ranges};
 use super::read::{Proc, ReadError, pagemap_of};
 use super::take::look;
 
-/// Names of the states that are counted in each cell, in order. `template`: pages of a snapshot's
-/// image or of another file.
+/// Names of the page states that a memory map counts, in the order of the counts of each cell.
+/// `template`: pages of a snapshot's image or of another file.
 pub const STATES: [&str; 7] = [
     "private", "unfolded", "folded", "template", "zero", "swapped", "free",
 ];
 
-/// Most cells of a memory map.
+/// Largest number of cells into which a memory map divides the RAM. Each further range of RAM
+/// addresses may add one cell.
 pub const MOST_CELLS: u64 = 8192;
 
 /// A segment that the VM maps beside its RAM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MappedSegment {
-    /// Name of the segment, as `NAME@GENERATION`.
+    /// Name and build number of the segment, as `NAME@GENERATION`.
     pub segment: String,
-    /// Size, in bytes, of the part of the segment that the VM maps.
+    /// Size of the part of the segment that the VM maps, in bytes.
     pub bytes: u64,
-    /// Part of `bytes` that is in the VM's page tables.
+    /// Bytes of the segment that are in QEMU's page tables; part of `bytes`.
     pub resident_bytes: u64,
 }
 
-/// Address of a cell. The next cells follow it without a gap.
+/// Guest-physical address of one cell of a memory map. The addresses of the cells after it follow
+/// without a gap, until the cell of the next `CellPlace`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CellPlace {
-    /// Number of the cell, from 0.
+    /// Index of the cell in the memory map, from 0.
     pub cell: u64,
     /// Guest-physical address of the cell; null: this part of QEMU's memory is not in the guest's
     /// address space.
     pub address: Option<u64>,
 }
 
-/// Map of a VM's RAM.
+/// Map of a VM's RAM: the numbers of pages in each state, for cells of equal size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MemoryMap {
     /// Name of the VM.
     pub vm: String,
-    /// Size of guest RAM in bytes; the sum of all cells.
+    /// Size of guest RAM in bytes, which all cells together cover.
     pub ram_bytes: u64,
-    /// Bytes that a cell covers. The last cell of a range may cover less.
+    /// Bytes of guest RAM that one cell covers. The last cell of a range of addresses may cover
+    /// less.
     pub cell_bytes: u64,
-    /// Names of the page states that are counted in each cell.
+    /// Names of the page states that are counted in each cell, in the order of the counts.
     pub states: Vec<String>,
-    /// Number of pages in each state, for each cell, in the order of guest addresses.
+    /// Number of pages in each state, for each cell, in the order of guest addresses. The states
+    /// have the order of `states`.
     pub cells: Vec<[u64; 7]>,
-    /// Addresses of the cells that do not follow the previous cell.
+    /// Guest-physical addresses of the first cell, and of each cell that does not directly follow
+    /// the previous cell.
     pub places: Vec<CellPlace>,
-    /// Segments that the VM maps beside its RAM.
+    /// Segments that the VM's QEMU maps beside the RAM.
     pub segments: Vec<MappedSegment>,
 }
 
@@ -92,7 +98,8 @@ fn extend(places: &mut Vec<CellPlace>, begins: impl Iterator<Item = CellPlace>, 
     }
 }
 
-/// Makes the map of a VM's RAM, with about `cells` cells ([`MOST_CELLS`] at most).
+/// Makes the map of a VM's RAM, divided into about `cells` cells (1 to [`MOST_CELLS`]). The VM is
+/// given by QEMU's process number and its name; `segments`, by their references and image files.
 ///
 /// # Errors
 ///

@@ -8,13 +8,15 @@
 //!
 //!   N fits:  used(N) + its error bar <= memory - reserve,   and   cover x owed(N) <= memory - reserve - used(N)
 //! ```
-//! To plan for a later time, the model assumes that each VM keeps growing as VMs of its kind grew
-//! lately (the history's trend), up to all of its RAM. It assumes that no VM shrinks.
+//! `n` VMs of a kind run now, and the plan is for `N`. To plan for a later time, the model assumes
+//! that each VM keeps growing as fast as the VMs of its kind grew lately, until it uses all of its
+//! RAM. The model assumes that no VM shrinks.
 //!
 //! The model assumes that one more VM is like those that run: it shares the pages that they share
 //! with each other. A VM that runs alone in its trust domain shares nothing yet, so its kind shares
 //! nothing in the model; `memfold estimate` tells what two such VMs would have in common. VMs may
-//! use more than they do now: the last column shows the most, which is all of their RAM.
+//! also use more memory than now: `most_bytes` of a kind is what a VM takes if it uses all of its
+//! RAM.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -33,89 +35,98 @@ pub enum PlanError {
     /// No VM runs, so no memory was measured.
     #[error("no VM runs, and a plan is computed from running VMs; start one VM of each kind first")]
     NoVms,
-    /// No VM has this name.
+    /// A kind lists this VM, but no VM of this name runs.
     #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
-    /// A VM is named in two kinds.
+    /// Two kinds list this VM.
     #[error("VM '{0}' is named in two kinds of VMs (--kind); remove it from one of them")]
     Twice(String),
-    /// No kind has this name.
+    /// The plan has no kind of the requested name. The second text lists the kinds that the plan
+    /// has.
     #[error("no kind of VMs is named '{0}'; the kinds are {1}")]
     NoSuchKind(String, String),
-    /// The daemon has another version than this program.
+    /// The daemon's report has no debt, because the daemon has another version than this program.
     #[error(
         "the daemon's report lacks the figures of shared memory; use a daemon and a client of the same version"
     )]
     NoDebt,
 }
 
-/// A kind of VMs that are alike.
+/// VMs that are alike, and the memory that one of them takes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Kind {
-    /// Name of the kind.
+    /// Name of the kind: chosen by the operator, or the trust domain of its VMs.
     pub name: String,
-    /// Names of the running VMs of this kind, which were measured.
+    /// Names of the running VMs of this kind, whose memory was measured.
     pub vms: Vec<String>,
-    /// Bytes that one more VM takes: anonymous memory and memory files of its QEMU, without shares
-    /// of pages that other processes map too, and its page tables.
+    /// Bytes that one more VM of this kind would take: its QEMU's anonymous memory, memory files
+    /// and page tables, without pages that exist already because other VMs share them.
     pub own_bytes: u64,
-    /// Part of `own_bytes`: unshared page cache in the guest, according to its agent.
+    /// Part of `own_bytes`: page cache in the guest that is not shared, according to the guest's
+    /// agent.
     pub page_cache_bytes: u64,
     /// Error bar (95 %) of `own_bytes`, from the differences between the measured VMs; null: only
-    /// one was measured.
+    /// one VM was measured.
     pub plus_minus_bytes: Option<u64>,
-    /// Bytes that each VM shares: folded, mapped from a snapshot's image, or merged by KSM.
+    /// Bytes that a VM of this kind shares, on average: folded, mapped from a snapshot's image, or
+    /// merged by KSM.
     pub shared_bytes: u64,
-    /// Bytes that each VM could claim by writing to shared pages.
+    /// Bytes that a VM of this kind could claim by writing to shared pages, on average.
     pub owed_bytes: u64,
-    /// Bytes that each VM would take if it used all of its RAM and shared nothing.
+    /// Bytes that a VM of this kind would take if it used all of its RAM and shared nothing.
     pub most_bytes: u64,
-    /// Mean recent growth of a VM, in bytes per hour; null: too few samples.
+    /// Mean recent growth of a VM of this kind, in bytes per hour; null: the history has too few
+    /// samples.
     pub grows_bytes_per_hour: Option<i64>,
-    /// Bytes by which each VM is assumed to grow until the planned time.
+    /// Bytes by which each VM of this kind is assumed to grow until the planned time.
     pub grown_bytes: u64,
-    /// Number of further VMs of this kind that fit beside the running VMs, by memory and by the
+    /// Number of VMs of this kind that fit beside the running VMs, within the host's memory and the
     /// brake's limit.
     pub more_fit: u64,
-    /// Number of further VMs that fit by memory alone, if no guest ever claimed shared memory.
+    /// Number of VMs of this kind that fit beside the running VMs if no guest ever writes to shared
+    /// memory: the brake's limit is ignored.
     pub more_fit_by_memory: u64,
-    /// Number of VMs of this kind in the prediction.
+    /// Number of VMs of this kind for which the plan predicts the memory use, including the running
+    /// VMs.
     pub wanted: u64,
-    /// Standard deviation of the memory of one VM, for the error bar of a sum.
+    /// Standard deviation of `own_bytes` of the measured VMs, from which error bars of sums are
+    /// computed.
     #[serde(skip)]
     pub deviation: f64,
 }
 
-/// A prediction of memory use.
+/// Prediction of a host's memory use for wanted numbers of VMs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Plan {
-    /// Bytes of memory to plan for.
+    /// Memory of the host that the plan is for, in bytes.
     pub memory_bytes: u64,
-    /// Bytes that the host keeps for itself.
+    /// Bytes of memory that the host keeps for itself, and that VMs must not use up.
     pub reserve_bytes: u64,
-    /// Percent of the owed bytes for which the host must have memory available.
+    /// Percent of `predicted_owed_bytes` for which the host must have memory available.
     pub cover_percent: f64,
-    /// Bytes used now (`MemTotal` - `MemAvailable`).
+    /// Bytes of host memory in use now (`MemTotal` - `MemAvailable`).
     pub used_bytes: u64,
     /// Bytes that guests could claim now by writing to shared pages.
     pub owed_bytes: u64,
     /// The kinds of VMs in the plan.
     pub kinds: Vec<Kind>,
-    /// Predicted bytes in use with the wanted VMs.
+    /// Predicted memory in use when the wanted VMs run, in bytes.
     pub predicted_bytes: u64,
-    /// Error bar (95 %) of the prediction; null: a kind with additional VMs was measured only once.
+    /// Error bar (95 %) of `predicted_bytes`; null: only one VM was measured of a kind whose number
+    /// changes.
     pub plus_minus_bytes: Option<u64>,
-    /// Predicted bytes that guests could claim by writing to shared pages.
+    /// Predicted bytes that guests could claim by writing to shared pages when the wanted VMs run.
     pub predicted_owed_bytes: u64,
-    /// Hours to plan ahead.
+    /// Hours from now to the time that the plan is for.
     pub ahead_hours: f64,
-    /// Part of `predicted_bytes`: growth of the VMs until the planned time.
+    /// Part of `predicted_bytes`: growth of the wanted VMs until the planned time.
     pub grown_bytes: u64,
-    /// Whether the wanted VMs fit.
+    /// Whether the wanted VMs fit into `memory_bytes` less the reserve, and within the brake's
+    /// limit.
     pub fits: bool,
 }
 
-/// Returns the kinds of a plan whose order names none: one for each trust domain. A VM without a
+/// Returns the kinds of a plan whose request names none: one for each trust domain. A VM without a
 /// domain is a kind of its own.
 fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -126,24 +137,26 @@ fn kinds_by_domain(report: &Report) -> Vec<(String, Vec<String>)> {
     kinds.into_iter().collect()
 }
 
-/// Growth of each VM by name, in bytes per hour.
+/// Recent growth of each VM's unshared memory in bytes per hour, by the VM's name.
 pub type Growths = BTreeMap<String, i64>;
 
-/// Input of a plan, as an operator orders it.
+/// An operator's request for a plan.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Order {
-    /// Kinds: for each, a name and the names of its VMs. Empty: the kinds of the trust domains.
+    /// Kinds of VMs: for each, its name and the names of its VMs. If empty, each trust domain is a
+    /// kind, and each VM without a domain.
     pub kinds: Vec<(String, Vec<String>)>,
-    /// Number of VMs to plan for, by kind. Kinds that are not listed keep the number that runs.
+    /// Wanted numbers of VMs, by kind. A kind that is not listed keeps the number of VMs that run.
     pub vms: Vec<(String, u64)>,
-    /// Bytes of memory to plan for; `None`: the host's memory.
+    /// Memory of the host to plan for, in bytes; `None`: `MemTotal` of this host.
     pub memory_bytes: Option<u64>,
-    /// Hours to plan ahead.
+    /// Hours from now to the time to plan for; 0: now.
     pub ahead_hours: f64,
 }
 
 impl Order {
-    /// Computes the plan from the running VMs.
+    /// Computes the plan from the measured memory of the running VMs, the fold engine's figures and
+    /// the VMs' growth.
     ///
     /// # Errors
     ///
@@ -221,7 +234,7 @@ impl Order {
     }
 }
 
-/// Parses a kind as operators write it: `KIND=VM,VM`.
+/// Parses a kind of VMs as operators write it: `KIND=VM,VM`, its name and the names of its VMs.
 ///
 /// # Errors
 ///
@@ -237,7 +250,7 @@ pub fn parse_kind(text: &str) -> Result<(String, Vec<String>), String> {
     Ok((name.to_owned(), vms))
 }
 
-/// Parses a number of VMs as operators write it: `KIND=NUMBER`.
+/// Parses the wanted number of VMs of a kind as operators write it: `KIND=NUMBER`.
 ///
 /// # Errors
 ///
@@ -250,7 +263,7 @@ pub fn parse_number(text: &str) -> Result<(String, u64), String> {
     Ok((name.to_owned(), u64::from(number)))
 }
 
-/// Parses the hours to plan ahead: 0 to a year.
+/// Parses the number of hours to plan ahead, from 0 to 8760 (a year).
 ///
 /// # Errors
 ///

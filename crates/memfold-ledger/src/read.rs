@@ -1,5 +1,5 @@
-//! Parsers of files in `/proc`. Each parser takes the path of `/proc`, so that tests can read
-//! captured trees.
+//! Reads and parses the files in `/proc` that the ledger needs. The path of `/proc` can be set, so
+//! that tests can read a captured copy.
 //!
 //! Sources: `Documentation/filesystems/proc.rst`; `fs/proc/task_mmu.c` (`smaps`), `mm/show_mem.c`
 //! (`si_mem_available`).
@@ -59,18 +59,18 @@ impl ReadError {
     }
 }
 
-/// A mapping of a process.
+/// A mapping of a process, as in `/proc/PID/maps`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vma {
-    /// Address of the first byte.
+    /// Address of the mapping's first byte.
     pub start: Hva,
-    /// Address after the last byte.
+    /// Address after the mapping's last byte.
     pub end: Hva,
     /// Whether the mapping is writable.
     pub write: bool,
     /// Whether the mapping is executable.
     pub execute: bool,
-    /// Offset of the mapping in the file, in bytes.
+    /// Offset in the file of the mapping's first byte.
     pub offset: u64,
     /// Device and inode of the mapped file; `None` for anonymous memory.
     pub file: Option<StoreIdentity>,
@@ -79,30 +79,33 @@ pub struct Vma {
 /// Figures of one mapping in `/proc/PID/smaps`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Smap {
-    /// The mapping.
+    /// Mapping to which the figures belong.
     pub vma: Vma,
-    /// `Rss` of the mapping.
+    /// `Rss` of the mapping: its pages in memory.
     pub rss_bytes: ByteSize,
-    /// `Pss` of the mapping.
+    /// `Pss` of the mapping: its pages in memory, each divided by the number of processes that map
+    /// it.
     pub pss_bytes: ByteSize,
-    /// `Anonymous` of the mapping.
+    /// `Anonymous` of the mapping: its anonymous pages, including private copies of file pages.
     pub anonymous_bytes: ByteSize,
-    /// `KSM` of the mapping (Linux >= 6.6).
+    /// `KSM` of the mapping: its pages that KSM has merged; `None` before Linux 6.6.
     pub ksm_bytes: Option<ByteSize>,
 }
 
 /// Figures of a process in `/proc/PID/smaps_rollup`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rollup {
-    /// `Pss` of the process.
+    /// `Pss` of the process: its pages in memory, each divided by the number of processes that map
+    /// it.
     pub pss_bytes: ByteSize,
-    /// `Pss_Anon` of the process.
+    /// `Pss_Anon` of the process: the part of its PSS that is anonymous memory.
     pub pss_anon_bytes: ByteSize,
-    /// `Pss_Shmem` of the process.
+    /// `Pss_Shmem` of the process: the part of its PSS that is shared memory, including tmpfs
+    /// files.
     pub pss_shmem_bytes: ByteSize,
 }
 
-/// Figures of free memory from `/proc/zoneinfo`.
+/// Figures of free memory from `/proc/zoneinfo`, summed over all memory zones of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Zones {
     /// `totalreserve_pages`: free memory that `MemAvailable` excludes.
@@ -115,10 +118,10 @@ pub struct Zones {
     pub per_cpu_free_bytes: ByteSize,
 }
 
-/// Lines of the form `Key: value kB`, by key; values in bytes.
+/// Values of a file with lines of the form `Key: value kB`, by key, in bytes.
 pub type Fields = HashMap<String, ByteSize>;
 
-/// A `/proc` directory, the real one or a captured copy.
+/// Reader of a `/proc` directory: the real one or a captured copy.
 #[derive(Clone, Debug)]
 pub struct Proc {
     root: PathBuf,
@@ -131,7 +134,7 @@ impl Default for Proc {
 }
 
 impl Proc {
-    /// Uses the `/proc` directory at `root`.
+    /// Creates a reader of the directory `root`, which is `/proc` or a copy of it.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -144,7 +147,8 @@ impl Proc {
         }
     }
 
-    /// Returns the mappings of a process, sorted by address. Cheap: the kernel walks no page table.
+    /// Returns the mappings of a process, sorted by address. This is cheap, because the kernel
+    /// walks no page table.
     pub fn maps(&self, pid: i32) -> Result<Vec<Vma>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/maps"))?;
         lines(&text)
@@ -187,7 +191,7 @@ impl Proc {
         Ok(all)
     }
 
-    /// Returns a process's memory in proportional shares; `None` for a kernel thread, which has no
+    /// Returns a process's PSS, as a whole and by kind; `None` for a kernel thread, which has no
     /// memory.
     pub fn rollup(&self, pid: i32) -> Result<Option<Rollup>, ReadError> {
         let (path, text) = self.read(&format!("{pid}/smaps_rollup"))?;
@@ -206,7 +210,8 @@ impl Proc {
         self.status(pid, "VmPTE:")
     }
 
-    /// Returns `RssAnon` of a process, which is readable even if `smaps_rollup` is not.
+    /// Returns `RssAnon` of a process: its anonymous pages in memory. This is readable even if
+    /// `smaps_rollup` is not.
     pub fn rss_anon(&self, pid: i32) -> Result<ByteSize, ReadError> {
         self.status(pid, "RssAnon:")
     }
@@ -219,7 +224,7 @@ impl Proc {
         kilobytes(line).ok_or_else(|| ReadError::format(&path, line))
     }
 
-    /// Returns `/proc/meminfo`, with values in bytes.
+    /// Returns the fields of `/proc/meminfo`, with values in bytes.
     pub fn meminfo(&self) -> Result<Fields, ReadError> {
         let (path, text) = self.read("meminfo")?;
         fields(&path, lines(&text))
@@ -236,7 +241,7 @@ impl Proc {
             .collect())
     }
 
-    /// Returns `vm.max_map_count`.
+    /// Returns `vm.max_map_count`: the largest number of mappings of a process.
     pub fn max_map_count(&self) -> Result<u64, ReadError> {
         let (path, text) = self.read("sys/vm/max_map_count")?;
         number(text.trim_ascii()).ok_or_else(|| ReadError::format(&path, &text))

@@ -1,9 +1,10 @@
-//! Makes the matrix of VMs that have pages in common: pages of one file that two VMs map and
+//! Computes how much memory each pair of VMs shares: the pages of a file that both VMs map and
 //! neither has copied.
 //!
 //! The pages of a page store are in memory whether or not a VM has accessed them, so all folded
-//! pages count. Pages of snapshot images and of segments count if they are in both VMs' page
-//! tables. Pages merged by KSM are not included: the kernel does not tell which VMs share them.
+//! pages are counted. Pages of snapshot images and of segments are counted if they are in the page
+//! tables of both QEMUs. Pages merged by KSM are not counted, because the kernel does not tell
+//! which VMs share them.
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Filter, Region, category};
@@ -32,23 +33,24 @@ struct FilePages {
     by: By,
 }
 
-/// A VM in the matrix.
+/// A VM whose shared memory was read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Sharer {
     /// Name of the VM.
     pub vm: String,
-    /// Trust domain of the VM.
+    /// Trust domain of the VM; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Bytes of file pages that the VM maps and has not copied, each page once.
+    /// Bytes of file pages that the VM maps and has not copied. A page that the VM maps twice
+    /// counts once.
     pub mapped_bytes: u64,
 }
 
-/// Memory that two VMs have in common.
+/// Memory that a pair of VMs shares, by mechanism.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct SharedPair {
-    /// Name of one VM.
+    /// Name of the first VM of the pair.
     pub a: String,
-    /// Name of the other VM.
+    /// Name of the second VM of the pair.
     pub b: String,
     /// Bytes that both VMs map from a page store.
     pub folded_bytes: u64,
@@ -58,16 +60,16 @@ pub struct SharedPair {
     pub segment_bytes: u64,
 }
 
-/// The matrix of VMs that have pages in common. Pairs without common pages are left out.
+/// VMs, and the memory that each pair of them shares.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Sharing {
-    /// All VMs, in the order given.
+    /// The VMs whose shared memory was read, in the order of the request.
     pub vms: Vec<Sharer>,
-    /// All pairs with common pages, each once.
+    /// Pairs of VMs that share at least one page, each pair once.
     pub pairs: Vec<SharedPair>,
 }
 
-/// The file pages of one VM.
+/// The file pages that one VM maps and has not copied.
 #[derive(Debug)]
 pub struct FilesOf {
     vm: String,
@@ -75,7 +77,8 @@ pub struct FilesOf {
     pages: Vec<FilePages>,
 }
 
-/// Reads which file pages a VM maps and has not copied.
+/// Reads from the kernel which file pages a VM maps and has not copied. The VM is given by QEMU's
+/// process number, its name and its trust domain.
 ///
 /// # Errors
 ///
@@ -172,7 +175,7 @@ fn common(a: &[FilePages], b: &[FilePages]) -> [u64; 3] {
     found
 }
 
-/// Makes the matrix of these VMs.
+/// Computes the memory that each pair of `vms` shares.
 #[must_use]
 pub fn sharing(vms: &[FilesOf]) -> Sharing {
     let mut pairs = Vec::new();

@@ -12,7 +12,8 @@ backed = private + unfolded + folded pages in its page table + template or share
 copied.  unfolded: folded once, written since.  zero and free cost nothing.  PSS: each page divided by how many map it.
 QEMU: the process beside guest RAM (TCG's code included), with its page tables.";
 
-/// Returns the whole report as text: VMs, host, savings, and sums that disagree.
+/// Returns the whole report as text: a table of the VMs, a table of the host with the savings, and
+/// the sums that disagree.
 #[must_use]
 pub fn render(report: &Report) -> String {
     let mut text = String::new();
@@ -152,7 +153,8 @@ fn size(bytes: ByteSize) -> String {
     bytes.to_string()
 }
 
-/// Returns a number of bytes as text, with a sign if it is negative.
+/// Returns a number of bytes as text with a binary unit, and with a minus sign if the number is
+/// negative.
 pub fn signed(bytes: i64) -> String {
     let sign = if bytes < 0 { "-" } else { "" };
     format!("{sign}{}", ByteSize(bytes.unsigned_abs()))

@@ -1,4 +1,5 @@
-//! Builds the ledger's accounts from the kernel's files, as they are now.
+//! Builds the ledger's accounts of VMs, page stores, memfold and the host from the kernel's present
+//! figures.
 
 use std::os::fd::AsFd;
 
@@ -16,8 +17,8 @@ use super::read::{Proc, ReadError, Smap, Vma, pagemap_of};
 const ATTEMPTS: usize = 3;
 
 impl StoreAccount {
-    /// Makes the account of an open page-store file. The file's allocation is `st_blocks` in units
-    /// of 512 bytes (stat(2)).
+    /// Makes the account of the page store of trust domain `domain`, whose open file is `file`. The
+    /// allocated memory is `st_blocks` in units of 512 bytes (stat(2)).
     pub fn of(domain: &str, file: impl AsFd) -> std::io::Result<Self> {
         let stat = rustix::fs::fstat(&file)?;
         Ok(Self {
@@ -28,10 +29,11 @@ impl StoreAccount {
     }
 }
 
-/// Makes the account of one VM.
+/// Makes the account of one VM. `pid` is its QEMU process; `stores` and `segments` are the files of
+/// all page stores and segments.
 ///
-/// The VM keeps running while it is read. Sums agree as well as the few milliseconds between two
-/// reads allow.
+/// The VM keeps running while its memory is read. Two sums may therefore differ by what the VM
+/// changes in the few milliseconds between two reads.
 ///
 /// # Errors
 ///
@@ -115,8 +117,8 @@ fn is_in_memory(pid: i32, smap: &Smap) -> bool {
         .is_ok_and(|place| place.f_type == 0x0102_1994)
 }
 
-/// Makes the account of memfold's own process and of its relays to lenders. `metadata_bytes` comes
-/// from the fold engine.
+/// Makes the account of this process (the daemon) and of its relays, which connect VMs to lent RAM.
+/// `metadata_bytes` is the size of the fold engine's tables; `relays` are process numbers.
 ///
 /// Relays' anonymous pages are not in `pss_anon_bytes`, because they are already counted among
 /// other processes.
@@ -146,8 +148,9 @@ pub fn own(
     Ok(own)
 }
 
-/// Makes the account of the host. `zero_dropped_bytes`: pages of zeroes that were given back and
-/// not written since, as counted by the fold engine.
+/// Makes the account of the host from the accounts of its parts. `zero_dropped_bytes` is the size
+/// of guests' pages of zeroes that were given back and not written since, as counted by the fold
+/// engine.
 pub fn host(
     vms: &[VmAccount],
     stores: &[StoreAccount],
@@ -260,7 +263,8 @@ fn host_from(
 }
 
 impl KsmAccount {
-    /// Reads KSM's present figures; `None` on a kernel without KSM.
+    /// Reads KSM's present figures from `/sys/kernel/mm/ksm` and `/proc`; `None` on a kernel
+    /// without KSM.
     #[must_use]
     pub fn read() -> Option<Self> {
         let controls = ksm::Controls::default();
@@ -278,7 +282,8 @@ impl KsmAccount {
         })
     }
 
-    /// Returns `general_profit` without pages that only ended processes had merged.
+    /// Returns the bytes that KSM saves: `general_profit_bytes`, but at most the bytes that are
+    /// merged in live processes.
     #[must_use]
     pub fn saved_bytes(&self) -> i64 {
         let most = self
@@ -289,13 +294,13 @@ impl KsmAccount {
     }
 }
 
-/// A process's memory at one moment.
+/// Mappings and page map of a QEMU process at one moment.
 pub(super) struct Looked {
-    /// Mappings of guest RAM, in the order of its ranges.
+    /// Mappings of guest RAM, in address order.
     pub stretches: Vec<Stretch>,
     /// Pages of guest RAM that are present or swapped.
     pub regions: Vec<Region>,
-    /// All mappings of the process.
+    /// All mappings of the QEMU process, guest RAM included.
     pub mappings: Vec<Vma>,
 }
 

@@ -15,9 +15,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// Number of consecutive polls that may fail, because QEMU's main loop may be busy for long.
 const PATIENCE: u32 = 3;
 
-/// A VM's monitor, which other tasks may use between two uses.
+/// Access to a VM's QMP monitor. Other tasks may use the monitor between two calls of `qmp`.
 pub trait Monitor {
-    /// Locks the monitor.
+    /// Locks the monitor until the returned guard is dropped.
     fn qmp(&self) -> impl DerefMut<Target = Qmp>;
 }
 

@@ -1,4 +1,5 @@
-//! Finds pages of a VM's memory that its disks contain, too, and their places in files of the host.
+//! Finds pages of a VM's memory that the VM's disks contain, too, and where the files of the host
+//! hold these pages. The drawing lists the sources of this knowledge in order:
 //!
 //! ```text
 //!   guest       "these pages cache 8 MiB of my second disk, from byte 3 GiB on"     Candidate
@@ -40,8 +41,8 @@ use super::ranges::without;
 /// [`MOST_MAPPINGS`]: super::manifest::MOST_MAPPINGS
 pub(super) const MOST_COMPARED: usize = 24_576;
 
-/// Minimum length in pages of a run that is kept by reference. A single page would cost two
-/// mappings of a restored VM and save 4 KiB.
+/// Minimum length, in pages, of a run that a snapshot keeps as a reference to a file. A single page
+/// would cost two mappings of a restored VM and save 4 KiB.
 pub const FEWEST_PAGES: u64 = 2;
 
 /// Number of pages of a guest's disk that are compared with each disk of the VM to identify the
@@ -57,13 +58,13 @@ const MAP_LIMIT: Duration = Duration::from_secs(20);
 /// Run of pages in a VM's memory that one of its disks contains, too, according to the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// Address in QEMU's memory of the run's first page.
+    /// Address in QEMU of the run's first page.
     pub hva: Hva,
     /// Number of pages in the run.
     pub pages: u64,
-    /// Number of the disk in the guest's answer.
+    /// Number of the guest's disk that contains the run, in the order of the guest's answer.
     pub guest_disk: usize,
-    /// Offset on the guest's disk in bytes; a multiple of 4096.
+    /// Offset on the guest's disk of the run's first page, in bytes; a multiple of 4096.
     pub byte: u64,
 }
 

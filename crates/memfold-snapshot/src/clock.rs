@@ -1,5 +1,5 @@
 //! Corrects the wall clock of a guest that was stopped. The clock of such a guest resumes at the
-//! moment of the stop, however long ago that was.
+//! moment of the stop, however long ago that was. The correction has three steps:
 //!
 //! ```text
 //!   look   the guest reports its time; the host's clock is read before and after
@@ -16,17 +16,17 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Error up to which a clock counts as correct.
+/// Error up to which a guest's clock counts as correct.
 pub const TOLERANCE: Duration = Duration::from_millis(50);
 
-/// Script that prints the guest's time: seconds since 1970, with nine decimals if the guest's
+/// Shell script that prints the guest's time: seconds since 1970, with nine decimals if the guest's
 /// `date` supports them.
 pub const LOOK: &str = "date +%s.%N";
 
 const SECOND: i128 = 1_000_000_000;
 
-/// Script that corrects the guest's RTC (hardware clock). The RTC follows the host's time by
-/// itself, unless QEMU runs with `-rtc clock=vm`. The script writes the RTC only if it is wrong;
+/// Shell script that corrects the guest's RTC (hardware clock) if it is wrong by more than 2 s. The
+/// RTC follows the host's time by itself, unless QEMU runs with `-rtc clock=vm`. The guest's
 /// `hwclock` knows whether the RTC holds local time (`/etc/adjtime`).
 pub const RTC: &str = "rtc=/sys/class/rtc/rtc0/since_epoch
 [ -r $rtc ] || exit 0
@@ -38,20 +38,22 @@ hwclock --systohc";
 /// Correction of a guest's wall clock after the VM was stopped.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ClockStep {
-    /// Whether the guest's agent has not answered yet.
+    /// Whether the guest's agent has not answered yet; the other fields are then unset.
     pub pending: bool,
-    /// Milliseconds that the guest's clock was behind the host's clock; negative if it was ahead.
+    /// Milliseconds by which the guest's clock was behind the host's clock before the correction;
+    /// negative if it was ahead.
     pub behind_ms: Option<f64>,
-    /// Milliseconds that the clock was still behind after it was set, as measured.
+    /// Milliseconds by which the guest's clock was still behind after the correction, as measured;
+    /// negative if it was ahead.
     pub left_ms: Option<f64>,
-    /// Uncertainty of `left_ms`, in milliseconds.
+    /// Largest error of `left_ms` in both directions, in milliseconds.
     pub uncertainty_ms: Option<f64>,
-    /// Reason why the clock or the RTC is not correct, if there is one.
+    /// Reason why the guest's clock or RTC is not correct; unset if both are.
     pub problem: Option<String>,
 }
 
 impl ClockStep {
-    /// Returns the state before the guest has answered.
+    /// Returns the correction's state before the guest has answered.
     #[must_use]
     pub fn pending() -> Self {
         Self {
@@ -61,18 +63,18 @@ impl ClockStep {
     }
 }
 
-/// Error of a guest's clock from one measurement, in nanoseconds.
+/// Error of a guest's clock, measured once, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offset {
-    /// Time by which the guest's clock is behind the host's clock; negative if it is ahead.
+    /// Nanoseconds by which the guest's clock is behind the host's clock; negative if it is ahead.
     pub behind: i128,
-    /// Uncertainty of `behind`, in both directions.
+    /// Largest error of `behind` in both directions, in nanoseconds.
     pub uncertainty: i128,
 }
 
 impl Offset {
-    /// Computes the offset from the time that the guest printed between `before` and `after`.
-    /// Returns `None` if the text is not a time.
+    /// Computes the offset from `said`, the time that the guest's `date` printed between the host's
+    /// times `before` and `after`. Returns `None` if the text is not a time.
     #[must_use]
     pub fn of(said: &[u8], before: SystemTime, after: SystemTime) -> Option<Self> {
         let text = std::str::from_utf8(said).ok()?.trim();
@@ -90,24 +92,25 @@ impl Offset {
         })
     }
 
-    /// Returns whether the clock is correct within [`TOLERANCE`] and uncertainty.
+    /// Returns whether the clock's error is at most [`TOLERANCE`], or at most the uncertainty of
+    /// the measurement.
     #[must_use]
     pub fn is_right(self) -> bool {
         let tolerance = i128::try_from(TOLERANCE.as_nanos()).unwrap_or(0);
         self.behind.abs() <= tolerance.max(self.uncertainty)
     }
 
-    /// Returns whether the method explains the error that is left after a correction: by the
-    /// uncertainty of the measurement `before`, the duration of the correction, and the uncertainty
-    /// of this measurement.
+    /// Returns whether the method of correction explains the error that is left: whether the error
+    /// is at most the sum of the uncertainty of the measurement `before`, the duration `step` of
+    /// the correction, and the uncertainty of this measurement.
     #[must_use]
     pub fn is_explained(self, before: Self, step: Duration) -> bool {
         let step = i128::try_from(step.as_nanos()).unwrap_or(i128::MAX / 4);
         self.is_right() || self.behind.abs() <= before.uncertainty + step + self.uncertainty
     }
 
-    /// Returns the script that corrects the guest's clock. `now` is used if the guest's `date`
-    /// supports only whole seconds.
+    /// Returns the shell script that corrects the guest's clock by this offset. A guest whose
+    /// `date` supports only whole seconds sets its clock to `now`, the host's time.
     #[must_use]
     pub fn step(self, now: SystemTime) -> String {
         let seconds = nanoseconds_of(now).map_or(0, |now| (now + SECOND / 2) / SECOND);
@@ -129,8 +132,9 @@ date -u -s \"@$at\" > /dev/null",
 /// instructions.)
 const MOST_STEPS: usize = 3;
 
-/// Sets a clock. `look` measures the clock's offset. `step` corrects the clock, and returns how
-/// long the correction took, or `None` if it failed.
+/// Sets a guest's clock, in up to three attempts. `look` measures the clock's offset; `None` if the
+/// guest does not report its time. `step` corrects the clock, and returns how long the correction
+/// took, or `None` if it failed.
 pub fn set<E>(
     mut look: impl FnMut() -> Result<Option<Offset>, E>,
     mut step: impl FnMut(Offset) -> Result<Option<Duration>, E>,
@@ -175,14 +179,14 @@ fn nanoseconds_of(time: SystemTime) -> Option<i128> {
     i128::try_from(since.as_nanos()).ok()
 }
 
-/// Returns an offset as text for people, such as "102.3 s behind".
+/// Returns a clock's offset, given in milliseconds, as text for people, such as "102.3 s behind".
 #[must_use]
 pub fn in_words(behind_ms: f64) -> String {
     let side = if behind_ms < 0.0 { "ahead" } else { "behind" };
     format!("{:.1} s {side}", behind_ms.abs() / 1000.0)
 }
 
-/// Converts an offset to milliseconds.
+/// Converts nanoseconds to milliseconds, exact to a microsecond.
 #[must_use]
 #[allow(clippy::cast_precision_loss)] // even centuries are exact in milliseconds
 pub fn milliseconds(nanoseconds: i128) -> f64 {

@@ -3,7 +3,7 @@
 //!
 //! A run of pages that a file contains becomes one reference for each chunk of the image that it
 //! touches. Several workers compare pieces of chunks in any order. A worker does not know the
-//! results for the neighbouring pieces, so it assumes that they are equal, too.
+//! results for the neighbouring pieces, so it assumes that the neighbouring pages are equal, too.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;

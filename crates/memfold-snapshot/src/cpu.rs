@@ -40,12 +40,13 @@ pub struct Cpu {
     /// CPUID registers with features: leaf, sub-leaf and register in QEMU's notation, and the set
     /// bits.
     pub words: Words,
-    /// Names of enabled features in QEMU.
+    /// QEMU's names of the enabled features.
     pub features: BTreeSet<String>,
 }
 
 impl Cpu {
-    /// Reads the CPU of a VM. Returns `None` if QEMU does not report it.
+    /// Reads model and features of a VM's CPU from QEMU. Returns `None` if QEMU does not report
+    /// them.
     pub fn of(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
         let Some((path, model, words)) = first(qmp)? else {
             return Ok(None);
@@ -58,7 +59,8 @@ impl Cpu {
         }))
     }
 
-    /// Refuses a VM whose CPU lacks features of this CPU. The error lists the missing features.
+    /// Compares the saved CPU with the CPU of the VM that `qmp` controls. Returns an error if
+    /// features are missing, and lists them. `name` is the snapshot's name.
     pub fn check(&self, name: &str, qmp: &mut Qmp) -> Result<(), SnapshotError> {
         let Some((path, model, now)) = first(qmp)? else {
             return Ok(());

@@ -1,4 +1,5 @@
-//! Reads the chain of a disk's overlays as QEMU has it open, and as the qcow2 headers name it.
+//! Reads the chain of a disk's overlays: the files that QEMU has open, and the files that the qcow2
+//! headers name.
 
 use std::fs;
 use std::io;

@@ -10,6 +10,10 @@
 //!   VM's own file <--------- disk |
 //!                               access -- backup job --> new (in the draft: the snapshot's disk)
 //! ```
+//! The drawing shows QEMU's block nodes while a disk is copied. The filter `before` saves old data
+//! into `old` before the VM overwrites them in `disk`. The node `access` shows the disk as of the
+//! snapshot's instant, and the backup job copies this content to `new`.
+//!
 //! The VM always writes to its own file. A failure here or in the daemon loses the snapshot, but no
 //! write of the VM. If the filter cannot save old data, the snapshot fails (`on-cbw-error`), and
 //! not the VM.

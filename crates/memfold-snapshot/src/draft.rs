@@ -1,6 +1,6 @@
-//! Draft: a snapshot that is being saved. The draft is a locked directory, which is either renamed
-//! to the snapshot's name or removed. A draft that is pulled from elsewhere stays until it is
-//! complete.
+//! Draft: a snapshot that is being saved or pulled. A draft is a locked directory. When the
+//! snapshot is complete, the directory is renamed to the snapshot's name. After a failed save, the
+//! directory is removed; after an interrupted pull, it stays for the next pull.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -18,7 +18,8 @@ use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex};
 const LOCK_TRIES: u32 = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(50);
 
-/// A snapshot that is being saved. Dropping a draft that was not committed removes it.
+/// Directory of a snapshot that is being saved or pulled. If the value is dropped before
+/// [`Draft::commit`], the directory of a save is removed, and the directory of a pull stays.
 #[derive(Debug)]
 pub struct Draft {
     /// Present path of the draft.
@@ -118,19 +119,20 @@ impl Draft {
         move |source| failed(&path)(source)
     }
 
-    /// Returns the present path of the draft.
+    /// Returns the present path of the draft's directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns the path of the finished snapshot.
+    /// Returns the path that the directory will have as a finished snapshot.
     #[must_use]
     pub fn place(&self) -> &Path {
         &self.place
     }
 
-    /// Creates a new file in the draft.
+    /// Creates the file `part` in the draft's directory, open for reading and writing. Fails if the
+    /// file exists.
     pub fn file(&self, part: &str) -> Result<File, SnapshotError> {
         let path = self.path.join(part);
         File::create_new(&path).map_err(failed(&path))

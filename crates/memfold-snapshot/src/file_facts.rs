@@ -1,4 +1,5 @@
-//! Reads facts about files: length, checksum, modification time, identity of a block device.
+//! Reads facts about files of a snapshot: length, checksum, modification time, identity of a block
+//! device.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,5 +1,5 @@
-//! Finds pages that are free in the guest and that nobody has written since; a RAM image omits
-//! them.
+//! Finds pages of guest RAM that a RAM image can omit, because they are free in the guest and
+//! nobody has written to them since the guest said so.
 //!
 //! ```text
 //!   write tracking begins -- the agent lists free pages -- VM is stopped -- result: the list minus written pages
@@ -8,7 +8,7 @@
 //! written to until the VM was stopped contains nothing of value, because a kernel writes to a
 //! newly allocated page before anything reads it. QEMU's device emulation writes through the
 //! process's page tables, so its writes are tracked, too. VMs with pinned memory are not asked for
-//! a list.
+//! a list of free pages.
 
 use std::io;
 use std::ops::Range;
@@ -21,19 +21,20 @@ use memfold_vm::RamLayout;
 
 use super::ranges::{joined, without};
 
-/// Script that runs the agent's own program in the guest. The script's shell is a child of the
-/// agent, so the agent's program is that of the shell's parent.
+/// Shell script that makes the guest's agent list the guest's free pages. The shell is a child of
+/// the agent, so `/proc/$PPID/exe` is the agent's program.
 pub const LIST: &str = "exec /proc/$PPID/exe --free-pages";
 
-/// Range of page frame numbers of a guest.
+/// Range of a guest's page frame numbers: first frame, and frame after the last.
 pub type Frames = Range<u64>;
 
 /// Number of frames per run at least, on average: the agent reports groups of 16 frames, and runs
 /// do not touch.
 const FRAMES_A_RUN: u64 = 32;
 
-/// Parses the list from the agent of a VM with `pages` pages of RAM. Each line has the first frame
-/// and the number of frames of one run.
+/// Parses the agent's list of free pages, from a VM with `pages` pages of RAM. Each line has the
+/// first frame and the number of frames of one run of free pages. An error tells why the list is
+/// refused.
 pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the list is not text".to_owned())?;
     let run = |line: &str| -> Option<Frames> {
@@ -60,8 +61,8 @@ pub fn parse(text: &[u8], pages: u64) -> Result<Vec<Frames>, String> {
     Ok(runs)
 }
 
-/// Returns the addresses in process `pid` of the frames in `free` that were not written since
-/// tracking began, in ascending order. The VM must be stopped.
+/// Returns the addresses of those free frames (`free`) that were not written since write tracking
+/// began, in ascending order. The addresses are in QEMU's process `pid`. The VM must be stopped.
 pub fn unwritten(pid: Pid, layout: &RamLayout, free: &[Frames]) -> io::Result<Vec<Range<Hva>>> {
     let pagemap = Pagemap::open(pid)?;
     let filter = Filter {

@@ -1,8 +1,10 @@
-//! Asks a guest's agent at which places on the guest's disks files are (`memfold-agent --extents`).
+//! Asks a guest's agent where the guest's disks hold the contents of files
+//! (`memfold-agent --extents`).
 //!
-//! The script that starts the agent contains the paths, one per line, with all bytes other than
-//! plain characters as `\ooo`. The answer has one line for each extent and names paths by number.
-//! The guest may lie, so the length of the answer is limited, and the bytes are compared later.
+//! The request is a shell script with the paths of the files, one per line. Bytes other than plain
+//! characters are written as `\ooo` (octal). The answer has one line for each extent, and gives the
+//! number of the path in the request. The guest may lie, so the length of the answer is limited,
+//! and the bytes on disk are compared with memory later.
 
 use std::fmt::Write;
 
@@ -13,7 +15,7 @@ const MAX_SCRIPT: usize = memfold_wire::agent::MAX_TEXT;
 /// Maximum number of lines in an answer, which is also the agent's limit.
 const MAX_LINES: usize = 1 << 15;
 
-/// Maximum length of an answer in bytes.
+/// Maximum length of the agent's answer in bytes.
 pub const MAX_ANSWER: usize = MAX_LINES * 64;
 
 /// Maximum page number on a disk, so that byte offsets do not overflow.
@@ -22,43 +24,45 @@ const MAX_BLOCKS: u64 = 1 << 50;
 /// Shell commands before and after the list of paths. They run the agent's own program in the
 /// guest; the script's shell is a child of the agent.
 const BEGIN: &str = "exec /proc/$PPID/exe --extents <<'END'\n";
-/// Last line of the script, after the list of paths.
+/// Last line of the request's script, after the list of paths.
 pub const END: &str = "END\n";
 
 /// Device number of a disk in the guest: major, minor.
 pub type GuestDisk = (u32, u32);
 
-/// Pages of a file that are consecutive on a disk of the guest.
+/// Consecutive pages of a guest's file that are consecutive on a disk of the guest, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileExtent {
-    /// Index in the request of the file's path.
+    /// Index of the file's path in the request.
     pub file: usize,
-    /// Index in the file of the extent's first page.
+    /// Index of the extent's first page within the file.
     pub page: u32,
     /// Number of pages in the extent.
     pub pages: u32,
-    /// Device number of the guest's disk.
+    /// Device number of the guest's disk that contains the extent.
     pub disk: GuestDisk,
-    /// Index on the disk of the extent's first page.
+    /// Index of the extent's first page on the disk, in pages of 4096 bytes.
     pub block: u64,
 }
 
 impl FileExtent {
-    /// Returns the index in the file of the page after this extent.
+    /// Returns the index within the file of the page after this extent.
     #[must_use]
     pub const fn end(&self) -> u64 {
         self.page as u64 + self.pages as u64
     }
 }
 
-/// Returns a script that asks about as many of these paths as fit, and the number of these paths.
+/// Returns a script that asks for the extents of the first `paths`, as many as fit, and the number
+/// of paths in the script.
 #[must_use]
 pub fn script<'a>(paths: impl IntoIterator<Item = &'a [u8]>) -> (String, usize) {
     with_paths(BEGIN, paths, END)
 }
 
-/// Returns a script of `begin`, as many of these paths as fit, and `end`; and the number of these
-/// paths. An invalid path becomes a line that matches no file.
+/// Returns a script that consists of `begin`, the first `paths` (as many as fit), and `end`. The
+/// number is that of the paths in the script. A path that is not absolute becomes a line that names
+/// no file.
 #[must_use]
 pub fn with_paths<'a>(
     begin: &str,
@@ -89,7 +93,8 @@ pub fn with_paths<'a>(
     (script, asked)
 }
 
-/// Parses the agent's answer about `files` paths. The result is sorted by file and then by page.
+/// Parses the agent's answer to a request with `files` paths. The extents are sorted by file and
+/// then by page. An error tells why the answer is refused.
 pub fn parse(text: &[u8], files: usize) -> Result<Vec<FileExtent>, String> {
     let text = std::str::from_utf8(text).map_err(|_| "the answer is no text".to_owned())?;
     let mut extents: Vec<FileExtent> = Vec::new();

@@ -13,7 +13,8 @@ use super::error::SnapshotError;
 /// Returns why a VM with this answer to a query cannot be saved.
 type Check<'a> = &'a dyn Fn(&Value) -> Option<String>;
 
-/// Checks that the VM can be saved. The error says why it cannot be.
+/// Checks that the VM runs, and that QEMU and a snapshot can hold all of its hardware. The error
+/// says what prevents a save.
 pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
     let checks: [(&str, Check<'_>); 5] = [
         ("query-status", &not_running),

@@ -7,9 +7,10 @@ use memfold_vm::{DiskFormat, VmSpec};
 
 use super::disk_chain::chain;
 
-/// Returns the part, from 0 to 1, of so many pages of a VM's disks that the host's page cache
-/// holds. It assumes that the host has cached what the guest has cached. Before Linux 6.5, which
-/// does not report it, the disks' cache modes decide: all or nothing.
+/// Estimates which part (0 to 1) of `pages` pages in the guest's page cache the host's page cache
+/// holds, too: the number of the disks' pages in the host's page cache, divided by `pages`. Before
+/// Linux 6.5, the kernel does not report this number. The result is then 0 if all disks use direct
+/// I/O, otherwise 1.
 pub fn cached_part(spec: &VmSpec, pages: u64) -> f64 {
     cached_pages(spec).map_or_else(
         || f64::from(u8::from(spec.disks.iter().any(|disk| !disk.cache.direct()))),

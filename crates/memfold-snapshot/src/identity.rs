@@ -1,13 +1,13 @@
 //! Gives a restored VM new identities (random numbers, MAC addresses, host name, ...), so that it
-//! differs from other VMs that run from the same memory.
+//! differs from other VMs that run from the same snapshot. QEMU and the guest's agent renew them:
 //!
 //! ```text
 //!   QEMU    a new VM generation ID: a kernel with a driver for it reseeds its random numbers before user code runs
 //!   agent   reseeds random numbers, too, for kernels without the driver; on request, new MAC addresses, host name,
 //!           machine ID, SSH host keys
 //! ```
-//! The agent renews identities with a script, which the daemon sends as soon as the agent answers.
-//! If the daemon dies meanwhile, the script may run a second time, with the same result.
+//! The agent renews identities with a shell script, which the daemon sends as soon as the agent
+//! answers. If the daemon dies meanwhile, the script may run a second time, with the same result.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -23,11 +23,11 @@ const FILE: &str = "renewal.json";
 /// Maximum length of a host name (`HOST_NAME_MAX`, `gethostname(2)`).
 const HOST_NAME_MAX: usize = 63;
 
-/// Script that tests whether the guest's kernel has found its VM generation ID. The kernel's driver
-/// is an ACPI driver until Linux 6.9, and a platform driver since then.
+/// Shell script that succeeds if the guest's kernel has found the VM generation ID that QEMU
+/// offers. The kernel's driver is an ACPI driver until Linux 6.9, and a platform driver since then.
 pub const HAS_GENERATION_ID: &str = "for device in /sys/bus/acpi/drivers/vmgenid/*:* /sys/bus/platform/drivers/vmgenid/*:*; do [ -e \"$device\" ] && exit 0; done; exit 1";
 
-/// Identities that a restored VM renews.
+/// Which identities a restored VM renews.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
 )]
@@ -45,15 +45,15 @@ pub enum Renew {
 /// Result of renewing the identities of a restored VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Renewal {
-    /// Whether the guest has not answered yet.
+    /// Whether the guest has not answered yet; the lists are then empty.
     pub pending: bool,
     /// Identities that the guest has renewed, as text.
     pub done: Vec<String>,
-    /// Identities that are unchanged from the snapshot, with reasons.
+    /// Identities that are still those of the snapshot, each with the reason.
     pub left: Vec<String>,
 }
 
-/// New identities for one restored VM.
+/// New identities for one restored VM, before the guest has received them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     renew: Renew,
@@ -73,7 +73,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns a plan with random new identities for a VM.
+    /// Creates random new identities for the VM with description `spec`. `renew` selects the
+    /// identities that the guest will renew.
     pub fn new(renew: Renew, keep_clock: bool, spec: &VmSpec) -> io::Result<Self> {
         let mut random = File::open("/dev/urandom")?;
         let mut word = || {
@@ -98,19 +99,21 @@ impl Plan {
         })
     }
 
-    /// Returns whether the guest's clock continues from the moment of the save.
+    /// Returns whether the guest's clock continues from the moment of the save, instead of being
+    /// set to the host's time.
     #[must_use]
     pub const fn keeps_clock(&self) -> bool {
         self.keep_clock
     }
 
-    /// Writes the plan to the VM's directory. The daemon that runs when the agent answers reads it
-    /// there.
+    /// Writes the plan to the VM's directory, where the daemon that runs when the guest's agent
+    /// answers will read the plan.
     pub fn write(&self, directory: &VmDirectory) -> io::Result<()> {
         directory.write_json(&directory.path().join(FILE), self)
     }
 
-    /// Reads the plan that was not executed yet, if there is one.
+    /// Reads the plan from the VM's directory; `None` if there is none, or if the plan was
+    /// executed.
     pub fn read(directory: &VmDirectory) -> io::Result<Option<Self>> {
         match VmDirectory::read_json(&directory.path().join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -118,13 +121,13 @@ impl Plan {
         }
     }
 
-    /// Removes the plan after it was executed.
+    /// Removes the plan from the VM's directory after the plan was executed.
     pub fn remove(directory: &VmDirectory) -> io::Result<()> {
         missing_is_fine(std::fs::remove_file(directory.path().join(FILE)))
     }
 
-    /// Returns the shell script for the guest. The shell must be a child of the agent.
-    /// [`Renewal::read`] parses the script's output.
+    /// Returns the shell script that renews the guest's identities. The shell must be a child of
+    /// the guest's agent. [`Renewal::read`] parses the script's output.
     pub fn script(&self) -> String {
         let Self {
             seed, mac, cards, ..
@@ -223,7 +226,7 @@ for key in /etc/ssh/ssh_host_*_key; do [ ! -e "$key" ] || { report "SSH host key
 "#;
 
 impl Renewal {
-    /// Returns the state before the guest has answered.
+    /// Returns the result before the guest has answered: nothing is renewed yet.
     #[must_use]
     pub fn pending() -> Self {
         Self {
@@ -232,7 +235,8 @@ impl Renewal {
         }
     }
 
-    /// Parses the script's output. Returns an error if the script did not reach its end.
+    /// Parses the output of the script that renews identities. Returns an error if the script did
+    /// not reach its end.
     pub fn read(said: &str) -> Result<Self, String> {
         let told = |prefix: &str| {
             let lines = said.lines().filter_map(|line| line.strip_prefix(prefix));
@@ -248,7 +252,8 @@ impl Renewal {
         })
     }
 
-    /// Returns the result for a script that could not be run.
+    /// Returns the result for a guest in which the script could not be run, for the reason `why`:
+    /// nothing was renewed.
     #[must_use]
     pub fn failed(why: &str) -> Self {
         Self {

@@ -19,14 +19,14 @@ use xxhash_rust::xxh3::xxh3_128_with_seed;
 use super::pipeline;
 use super::ranges::joined;
 
-/// Number of pages that one checksum covers: one huge page.
+/// Length in pages of a chunk of a RAM image: one huge page. Each chunk has one checksum.
 pub const CHUNK_PAGES: u64 = HUGE_PAGE_PAGES;
 
-/// Length of a chunk in bytes.
+/// Length in bytes of a chunk of a RAM image: 2 MiB.
 pub const CHUNK_BYTES: usize = 2 << 20;
 const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
 
-/// Length in bytes of a checksum in `ram.sums`, little endian.
+/// Length in bytes of a chunk's checksum in `ram.sums`, which is stored in little endian.
 pub const SUM_BYTES: usize = 16;
 
 /// Checksum of a page at place `page` (0 to 511) of its chunk: XXH3-128 with the place as seed. The
@@ -73,43 +73,45 @@ pub(super) fn pages_sum(first: u64, bytes: &[u8]) -> u128 {
     })
 }
 
-/// One RAM block in an image.
+/// Place of one of QEMU's RAM blocks in a RAM image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageBlock {
-    /// Name of the block in QEMU.
+    /// Name of the RAM block in QEMU.
     pub name: String,
-    /// Page in `ram` at which the block begins; a multiple of [`CHUNK_PAGES`].
+    /// Index of the block's first page in the image; a multiple of [`CHUNK_PAGES`].
     pub first_page: u64,
-    /// Length of the block in pages.
+    /// Length of the RAM block in pages.
     pub pages: u64,
 }
 
-/// A RAM block of a running VM that will be saved.
+/// A RAM block of a running VM's QEMU that will be saved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// Name of the block in QEMU.
+    /// Name of the RAM block in QEMU.
     pub name: String,
-    /// Address of the block in QEMU's process.
+    /// Address of the block's first byte in QEMU's process.
     pub hva: Hva,
-    /// Length of the block in pages.
+    /// Length of the RAM block in pages.
     pub pages: u64,
 }
 
-/// Numbers of pages of an image, by kind.
+/// Numbers of the pages of a VM's RAM, by how the RAM image holds them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageCounts {
-    /// Number of pages in all blocks.
+    /// Number of pages in all RAM blocks of the image.
     pub pages: u64,
-    /// Number of pages that are in the image or kept by reference.
+    /// Number of pages whose bytes are in the image, or which the image refers to on a disk.
     pub saved_pages: u64,
-    /// Number of pages that were in memory and held only zeroes.
+    /// Number of pages that were in memory and held only zeroes; they are holes of the image.
     pub zero_pages: u64,
-    /// Number of pages that were in memory and free in the guest; they read as zeroes.
+    /// Number of pages that were in memory and free in the guest; they are holes of the image,
+    /// whatever they held.
     #[serde(default)]
     pub free_pages: u64,
 }
 
-/// Returns the places in an image of blocks with these lengths.
+/// Returns the places of these RAM blocks in an image, one after the other. Each block begins at a
+/// multiple of [`CHUNK_PAGES`].
 #[must_use]
 pub fn place(blocks: &[Source]) -> Vec<ImageBlock> {
     let mut next = 0;

@@ -1,5 +1,6 @@
-//! Snapshots: a VM's memory, devices and disks at one instant, which can be restored once or cloned
-//! often.
+//! Snapshots: a VM's memory, devices and disks at one instant. A snapshot can be restored as the
+//! saved VM, or run as any number of clones. The drawing names the modules of each operation in
+//! parentheses.
 //!
 //! ```text
 //!   save     guest drops caches, lists free pages -> stop -> device state, RAM image, disks frozen -> resume -> manifest (save)

@@ -22,32 +22,34 @@ const OLDEST_FORMAT: u32 = 1;
 /// its pages' checksums, so that layers can be built on them. Newer versions are refused.
 pub const FORMAT_OF_LAYERS: u32 = 3;
 
-/// File name of the manifest, which is written as the last file.
+/// File name of the manifest in a snapshot's directory.
 pub const MANIFEST: &str = "manifest.json";
 /// File name of the manifest's checksum.
 pub(super) const MANIFEST_SUM: &str = "manifest.sum";
-/// File name of the RAM image.
+/// File name of the RAM image in a snapshot's directory.
 pub const RAM: &str = "ram";
-/// File name of the image's checksums.
+/// File name of the RAM image's checksums in a snapshot's directory.
 pub const SUMS: &str = "ram.sums";
-/// File name of a compressed image.
+/// File name of a compressed RAM image, which replaces [`RAM`].
 pub const PACKED: &str = "ram.zst";
-/// File name of the index of a compressed image's chunks.
+/// File name of the index that locates the chunks of a compressed RAM image.
 pub const INDEX: &str = "ram.index";
-/// File name of the table of pages that disks hold.
+/// File name of the table of references: pages of the RAM image that only disks hold.
 pub const REFERENCES: &str = "ram.refs";
-/// File name of QEMU's device state.
+/// File name of QEMU's device state in a snapshot's directory.
 pub const DEVICES: &str = "devices";
 
 /// Which of the guest's caches a snapshot keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Keep {
-    /// No cache: the guest drops its page cache and its caches of names and inodes before the save.
+    /// No cache: before the save, the guest drops its page cache and its caches of names and
+    /// inodes.
     None,
-    /// The page cache, by reference: pages that the disks contain are not saved a second time.
+    /// The page cache, by reference: pages that the snapshot's disks contain are not saved a second
+    /// time.
     Hot,
-    /// All caches, which are saved as a part of RAM.
+    /// All caches, which are saved as part of RAM.
     All,
 }
 
@@ -60,7 +62,8 @@ pub struct FileFacts {
     pub xxh3_128: String,
 }
 
-/// Compressed image: the files `ram.zst` and `ram.index` instead of `ram`.
+/// Facts about a compressed RAM image, which consists of the files `ram.zst` and `ram.index`
+/// instead of `ram`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packed {
     /// Length of `ram.zst`, in bytes. `ram.sums` has the checksums of the uncompressed image.
@@ -69,15 +72,16 @@ pub struct Packed {
     pub index: FileFacts,
 }
 
-/// Pages that are kept by reference.
+/// Facts about the pages that a RAM image holds by reference: the snapshot's disks contain these
+/// pages, and the image only says where.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct References {
     /// Length and checksum of `ram.refs`.
     pub table: FileFacts,
-    /// Files that the references name, in the order of their numbers. A path without a slash is in
-    /// the snapshot's directory.
+    /// Files that the references name by index. A path without a slash is in the snapshot's
+    /// directory.
     pub sources: Vec<PathBuf>,
-    /// Number of pages kept by reference.
+    /// Number of pages of the RAM image that are held by reference.
     pub pages: u64,
     /// Number of pages, among `pages`, that files of the parent hold.
     #[serde(default)]
@@ -93,45 +97,47 @@ pub struct References {
 /// process may have 65,530 mappings (`vm.max_map_count`); folding needs the rest.
 pub(super) const MOST_MAPPINGS: usize = 40_960;
 
-/// A disk at the instant of the snapshot.
+/// A disk of the saved VM, as it was at the instant of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedDisk {
-    /// File with the saved contents, which is frozen or was always read-only, when the disk was
-    /// frozen. A path without a slash is in the snapshot's directory. Length and modification time
-    /// reveal a later change; a changed disk no longer matches the saved RAM.
+    /// File with the disk's saved contents, which nobody writes any more. A path without a slash is
+    /// in the snapshot's directory. Length and modification time reveal a later change; a changed
+    /// disk no longer matches the saved RAM.
     #[serde(flatten)]
     pub file: BackingFile,
-    /// Name of the disk's format in QEMU.
+    /// QEMU's name of the disk's format: `qcow2` or `raw`.
     pub format: String,
-    /// Whether the VM cannot write to the disk, so that clones need no overlay.
+    /// Whether VMs that run from the snapshot cannot write to the disk, so that they need no
+    /// overlay over it.
     pub read_only: bool,
-    /// XXH3-128 (hexadecimal) of a disk file in the snapshot's directory, for `snapshot verify`.
-    /// Unset for other disks, and in older snapshots.
+    /// XXH3-128 of the disk's file in the snapshot's directory, as 32 hexadecimal digits. Unset for
+    /// disks outside this directory, and in older snapshots.
     #[serde(default)]
     pub xxh3_128: Option<String>,
-    /// Backing files of the disk, the nearest first.
+    /// Backing files of the disk, beginning with the nearest.
     #[serde(default)]
     pub backing: Vec<BackingFile>,
 }
 
 impl SavedDisk {
-    /// Returns the disk's own file, and its backing files, the nearest first.
+    /// Returns the disk's own file, and then its backing files, beginning with the nearest.
     pub fn files(&self) -> impl Iterator<Item = &BackingFile> {
         std::iter::once(&self.file).chain(&self.backing)
     }
 }
 
-/// State of a disk's file or backing file when the disk was frozen.
+/// State of a file that a snapshot needs, when it was saved: of a disk, a backing file or a medium.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BackingFile {
-    /// Path of the file.
+    /// Path of the file; without a slash, the file is in the snapshot's directory.
     pub path: PathBuf,
     /// Length of the file in bytes.
     pub bytes: u64,
-    /// Modification time, in nanoseconds since 1970.
+    /// Modification time of the file, in nanoseconds since 1970.
     pub modified_ns: i64,
-    /// Identity of the file if it is a block device, because a device node has no length, and its
-    /// modification time changes at each boot.
+    /// Identity of the block device, if the file is one; otherwise unset. Length and modification
+    /// time do not identify a device: a device node has no length, and its time changes at each
+    /// boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device: Option<BlockDevice>,
 }
@@ -155,38 +161,39 @@ pub struct Manifest {
     pub format: u32,
     /// Name of the snapshot.
     pub name: String,
-    /// Trust domain of the VM, and so of the snapshot.
+    /// Trust domain of the saved VM, and so of the snapshot; unset: the VM shared with no other VM.
     pub domain: Option<String>,
     /// Name of the VM that was saved.
     pub vm: String,
-    /// Time of the save, in seconds since 1970.
+    /// Time at which the save ended, in seconds since 1970.
     pub created_s: u64,
     /// Snapshot whose pages this one lacks and refers to; unset if it has all pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<ParentName>,
     /// Version of the memfold that saved the snapshot.
     pub memfold: String,
-    /// Which of the guest's caches were kept.
+    /// Which of the guest's caches the snapshot keeps.
     pub keep: Keep,
     /// Reason why memfold chose `keep`; unset if the user chose it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_reason: Option<String>,
-    /// Description of the VM.
+    /// Description of the saved VM, from which VMs are started that run from the snapshot.
     pub spec: VmSpec,
-    /// Version of the VM's QEMU: major, minor, micro.
+    /// Version of the saved VM's QEMU: major, minor, micro.
     pub qemu: (u64, u64, u64),
-    /// Machine type of the VM in QEMU, with its version.
+    /// Machine type of the saved VM in QEMU, with its version.
     pub machine: String,
-    /// Accelerator of the VM: `kvm` or `tcg`.
+    /// Accelerator of the saved VM: `kvm` or `tcg`.
     pub accel: String,
-    /// CPU that the guest saw; unset in older snapshots.
+    /// CPU that the guest saw before the save; unset in older snapshots.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<Cpu>,
-    /// RAM blocks in the image.
+    /// Places of QEMU's RAM blocks in the RAM image.
     pub blocks: Vec<ImageBlock>,
-    /// Numbers of pages in the image, by kind.
+    /// Numbers of pages in the RAM image, by kind.
     pub counts: ImageCounts,
-    /// For a boot snapshot (`vm reboot`), the process of the VM (`daemon::reboot`).
+    /// Mark of the QEMU process that was saved, in a boot snapshot (which `vm reboot` restores);
+    /// unset in other snapshots.
     #[serde(default)]
     pub of_boot: Option<String>,
     /// Whether the snapshot was made by `memfold fork`, and is removed when no VM needs it.
@@ -195,47 +202,52 @@ pub struct Manifest {
     /// Whether the VM ran while its RAM was copied.
     #[serde(default)]
     pub live: bool,
-    /// Number of pages whose old contents were copied because the VM wrote to them before they were
-    /// saved.
+    /// Number of pages whose old contents were copied during a live save, because the VM wrote to
+    /// them before they were saved.
     #[serde(default)]
     pub kept_pages: u64,
-    /// Reason why free pages of the guest were saved; unset if they were left out.
+    /// Reason why the guest's free pages were saved, too; unset if they were left out of the image.
     #[serde(default)]
     pub free_kept: Option<String>,
-    /// Reason why caches that should have been dropped were saved; unset if they were dropped.
+    /// Reason why the guest's caches were saved although they should have been dropped; unset if
+    /// they were dropped or should be kept.
     #[serde(default)]
     pub cache_kept: Option<String>,
-    /// Whether memfold's agent ran in the guest.
+    /// Whether memfold's agent ran in the guest at the save.
     #[serde(default)]
     pub agent: bool,
-    /// Whether the guest's kernel knew its VM generation ID (`snapshot::identity`).
+    /// Whether the guest's kernel had a driver for the VM generation ID, and so reseeds its random
+    /// numbers in each restored VM.
     #[serde(default)]
     pub generation_id: bool,
-    /// Length of the uncompressed image, in bytes.
+    /// Length of the uncompressed RAM image, in bytes.
     pub ram_bytes: u64,
-    /// The compressed image; unset if the image is not compressed.
+    /// Facts about the compressed RAM image; unset if the image is not compressed.
     #[serde(default)]
     pub packed: Option<Packed>,
-    /// The references; unset if no page of the image is kept by reference.
+    /// Facts about the pages that the RAM image holds by reference; unset if there are none.
     #[serde(default)]
     pub references: Option<References>,
-    /// Length and checksum of `ram.sums`.
+    /// Length and checksum of `ram.sums`, which contains the checksums of the RAM image.
     pub sums: FileFacts,
     /// Length and checksum of `devices`, QEMU's device state.
     pub devices: FileFacts,
-    /// Disks of the VM, in the order of the description.
+    /// Disks of the saved VM, in the order of the description.
     pub disks: Vec<SavedDisk>,
-    /// Read-only media other than disks, such as CDs, of a VM that memfold started.
+    /// Read-only media other than disks, such as CDs, of a saved VM that memfold started. Media of
+    /// other VMs are copied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub media: Vec<BackingFile>,
-    /// Copied files `file0`, `file1`, ...: for a VM that memfold did not start, the files that its
-    /// command line names; for other VMs, the files that QEMU writes.
+    /// Facts about copies of other files, which are `file0`, `file1`, ... in the snapshot. For a VM
+    /// that memfold started, these are the files that QEMU writes; for other VMs, the files that
+    /// QEMU's command line names.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<FileFacts>,
-    /// Host resources of the VM that only one VM can have: forwarded ports, sockets, displays.
+    /// Host resources of the saved VM that only one VM can have: forwarded ports, sockets,
+    /// displays.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub of_one_vm: Vec<String>,
-    /// Time from the VM's stop until it resumed, in milliseconds.
+    /// Time for which the save stopped the VM, in milliseconds.
     pub pause_ms: f64,
     /// Duration of the whole save, in milliseconds.
     pub save_ms: f64,
@@ -247,27 +259,27 @@ pub struct Manifest {
 /// Durations of the steps of a save, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Steps {
-    /// Time in which the guest dropped its caches.
+    /// Milliseconds in which the guest dropped its caches.
     pub drop_ms: f64,
-    /// Wait for the list of free pages, which the guest makes while the save is prepared.
+    /// Milliseconds for which the save waited for the guest's list of free pages.
     pub list_ms: f64,
-    /// Time in which QEMU wrote its device state.
+    /// Milliseconds in which QEMU wrote its device state.
     pub devices_ms: f64,
-    /// Time to write the RAM image. In a live save, only the time in which RAM was examined and
-    /// protected while the VM was stopped.
+    /// Milliseconds to write the RAM image while the VM was stopped. In a live save, RAM is only
+    /// examined and protected in this time.
     pub ram_ms: f64,
-    /// Time to write the RAM image of a live save, while the VM ran.
+    /// Milliseconds to write the RAM image of a live save while the VM ran.
     #[serde(default)]
     pub copy_ms: f64,
-    /// Time to find the places on disks of the guest's cached pages.
+    /// Milliseconds to find out where disks hold the guest's cached pages.
     #[serde(default)]
     pub refer_ms: f64,
-    /// Time to compress the image, while the VM ran.
+    /// Milliseconds to compress the RAM image while the VM ran.
     #[serde(default)]
     pub pack_ms: f64,
-    /// Time to freeze the disks.
+    /// Milliseconds to freeze the disks.
     pub disks_ms: f64,
-    /// Time to copy disks that the VM writes in place, while the VM ran.
+    /// Milliseconds to copy disks that the VM writes in place while the VM ran.
     #[serde(default)]
     pub disks_copy_ms: f64,
 }
@@ -277,15 +289,15 @@ pub struct Steps {
 pub struct SnapshotInfo {
     /// Name of the snapshot.
     pub name: String,
-    /// Trust domain of the snapshot.
+    /// Trust domain of the snapshot; null: its VMs share memory only with each other.
     pub domain: Option<String>,
     /// Name of the VM that was saved.
     pub vm: String,
-    /// Time of the save, in seconds since 1970.
+    /// Time at which the save ended, in seconds since 1970.
     pub created_s: u64,
-    /// Size of the VM's RAM, in bytes.
+    /// Size of the saved VM's RAM, in bytes.
     pub memory_bytes: u64,
-    /// Bytes that the snapshot takes on disk now.
+    /// Bytes that the snapshot's files use on disk now.
     pub disk_bytes: u64,
     /// Snapshot that this one is a layer on; unset if it has all pages.
     pub parent: Option<String>,
@@ -298,14 +310,14 @@ pub struct SnapshotInfo {
 }
 
 impl Manifest {
-    /// Returns the RAM size of the VM.
+    /// Returns the RAM size of the saved VM.
     #[must_use]
     pub const fn memory(&self) -> ByteSize {
         self.spec.memory
     }
 
-    /// Returns whether a VM can map the RAM image directly, with mappings of the disks' files over
-    /// it.
+    /// Returns whether a VM can map the file `ram` directly, with mappings of disks' files over it
+    /// for the references. Otherwise the image must be assembled in memory first.
     #[must_use]
     pub fn is_mappable(&self) -> bool {
         let most = MOST_MAPPINGS as u64;
@@ -313,8 +325,8 @@ impl Manifest {
         self.packed.is_none() && self.references.as_ref().is_none_or(can_map)
     }
 
-    /// Returns the snapshot's files other than manifest and disks: names, lengths in bytes, and
-    /// checksums if there are any.
+    /// Returns the snapshot's files other than manifest, disks and copied files. Each has a name,
+    /// its length in bytes, and its facts if the manifest has a checksum of the whole file.
     #[must_use]
     pub fn parts(&self) -> Vec<(&'static str, u64, Option<&FileFacts>)> {
         let mut whole = vec![(SUMS, &self.sums), (DEVICES, &self.devices)];
@@ -364,7 +376,8 @@ impl Manifest {
         SnapshotError::broken(&self.name, why)
     }
 
-    /// Returns whether VMs that run from the snapshot can get different identities.
+    /// Returns whether VMs that run from the snapshot generate different random numbers, because
+    /// the guest has memfold's agent or a driver for VM generation IDs.
     #[must_use]
     pub const fn tells_twins_apart(&self) -> bool {
         self.agent || self.generation_id

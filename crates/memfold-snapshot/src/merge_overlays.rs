@@ -1,6 +1,6 @@
 //! Merges surplus overlays of a VM. If a save fails after it has switched the disks to new
-//! overlays, or the daemon is killed then, the VM writes to an overlay that it no longer needs. The
-//! VM is switched back to the older overlay:
+//! overlays, or the daemon is killed then, the VM writes to an overlay that is not needed. This
+//! module switches the VM back to the older overlay:
 //!
 //! ```text
 //!   base <-- older (frozen) <-- newer (the VM writes)

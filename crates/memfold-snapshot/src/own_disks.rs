@@ -1,4 +1,5 @@
-//! Copies disks and other files of a snapshot for one VM. The copies remain when the VM ends.
+//! Copies disks and other files of a snapshot for one VM that will run from it. The copies remain
+//! when the VM ends.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};
@@ -15,14 +16,15 @@ use super::error::{SnapshotError, failed};
 /// Number of bytes of a disk that one call copies.
 const COPY_BYTES: u64 = 64 << 20;
 
-/// Disks that were copied for one VM. Dropping this value removes them, unless [`OwnDisks::keep`]
-/// was called.
+/// Disks and other files that were copied for one VM. Dropping this value removes the copies,
+/// unless [`OwnDisks::keep`] was called.
 #[derive(Debug, Default)]
 pub struct OwnDisks(Vec<PathBuf>);
 
 impl OwnDisks {
-    /// Gives a VM that will run from a snapshot its own disks in `place`, instead of temporary
-    /// overlays. Existing files are not replaced.
+    /// Copies the disks of a VM that will run from a snapshot to the directory `place`, and puts
+    /// the copies into the VM's description `spec`. The VM then needs no temporary overlays. An
+    /// existing file is an error, and is not replaced.
     pub fn make(
         spec: &mut VmSpec,
         place: &Path,
@@ -58,7 +60,7 @@ impl OwnDisks {
         Ok(made)
     }
 
-    /// Keeps the disks, after the VM was started with them.
+    /// Keeps the copies when this value is dropped. Called after the VM was started with them.
     pub fn keep(mut self) {
         self.0.clear();
     }

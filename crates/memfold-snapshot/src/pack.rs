@@ -1,4 +1,5 @@
-//! Reads and writes compressed RAM images.
+//! Reads and writes compressed RAM images. A compressed image consists of the file `ram.zst`, which
+//! holds compressed chunks, and the file `ram.index`, which locates them:
 //!
 //! ```text
 //!   ram.zst     frame | frame | ...               each a chunk of 2 MiB, holes as zeroes; in any order
@@ -20,13 +21,15 @@ use super::pipeline::{self, Writeback};
 /// tenth of the bytes.
 const LEVEL: i32 = 1;
 
-/// Place in `ram.zst` of a chunk's frame: first byte and length.
+/// Place of a chunk's compressed frame in `ram.zst`: offset and length, in bytes. Length 0: the
+/// chunk holds only zeroes.
 pub type Frame = (u64, u64);
 
-/// Length in bytes of an entry of `ram.index`.
+/// Length in bytes of a chunk's entry in `ram.index`: offset and length of its frame, 8 bytes each.
 pub const FRAME_BYTES: usize = 16;
 
-/// Compresses an image into `packed`. Returns the index.
+/// Compresses the RAM image `ram` into the empty file `packed` (`ram.zst`). Returns the contents of
+/// `ram.index`.
 pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8>> {
     let chunks = ram.metadata()?.len().div_ceil(CHUNK_BYTES as u64);
     let holds = chunks_with_data(ram)?;
@@ -54,7 +57,8 @@ pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8
     Ok(numbers.flat_map(u64::to_le_bytes).collect())
 }
 
-/// Parses the index of an image with `chunks` chunks.
+/// Parses `index`, the contents of `ram.index` of an image with `chunks` chunks. An error tells why
+/// the index is refused.
 pub fn frames(index: &[u8], chunks: u64) -> Result<Vec<Frame>, String> {
     if index.len() as u64 != chunks * FRAME_BYTES as u64 {
         return Err(format!("the table does not have {chunks} chunks"));
@@ -72,7 +76,8 @@ pub fn frames(index: &[u8], chunks: u64) -> Result<Vec<Frame>, String> {
 /// (`ZSTD_COMPRESSBOUND`).
 const LARGEST_FRAME: u64 = CHUNK_BYTES as u64 + (64 << 10);
 
-/// Decompresses the frame of a chunk into `buffer`.
+/// Decompresses the frame of one chunk from `packed` (`ram.zst`) into `buffer`, which must have the
+/// length of a chunk.
 pub fn unpack(packed: &File, (at, length): Frame, buffer: &mut [u8]) -> io::Result<()> {
     let mut frame = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     packed.read_exact_at(&mut frame, at)?;

@@ -1,4 +1,6 @@
-//! Reads a VM's memory as it was at the instant of the snapshot, while the VM runs.
+//! Reads a VM's memory as it was at the instant of the snapshot, while the VM runs. The library in
+//! QEMU write-protects the memory, and copies a page before the VM changes it. Memfold and the
+//! library share a table with one entry for each page:
 //!
 //! ```text
 //!   VM is stopped     the wanted pages are listed, and the library write-protects them (KeepPast)
@@ -7,9 +9,10 @@
 //!                       the entry names a slot: the library kept the old bytes there
 //!                       neither: the age of the bytes read is unknown, and the snapshot fails
 //! ```
-//! The third case happens: KSM replaces a protected page by a merged page that is not protected
-//! (`replace_page` in `mm/ksm.c` creates the new page table entry without the userfaultfd mark). So
-//! KSM is stopped during the save, and pages that have lost their protection are not accepted.
+//! The age of the bytes is unknown (the last case) if KSM replaces a protected page by a merged
+//! page that is not protected (`replace_page` in `mm/ksm.c` creates the new page table entry
+//! without the userfaultfd mark). So KSM is stopped during the save, and pages that have lost their
+//! protection are not accepted.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -33,7 +36,8 @@ const UNPROTECTED: &str = "a page of the VM lost its write protection without a 
 
 type Span = std::ops::Range<Hva>;
 
-/// Pages of a running VM that will be read as of one instant.
+/// Pages of a running VM that will be read as they were at one instant, and the file in which the
+/// library keeps their old contents.
 #[derive(Debug)]
 pub struct Past {
     pagemap: Pagemap,
@@ -87,18 +91,19 @@ impl Past {
         Ok(Some(past))
     }
 
-    /// Returns the ranges that the library must protect.
+    /// Returns the address ranges that the library must write-protect.
     #[must_use]
     pub fn ranges(&self) -> Vec<Range> {
         self.ranges.iter().map(|&(range, _)| range).collect()
     }
 
-    /// Returns a descriptor of the file, for the library.
+    /// Returns a descriptor of the file with the old contents, for the library.
     pub fn descriptor(&self) -> io::Result<OwnedFd> {
         self.file.as_fd().try_clone_to_owned()
     }
 
-    /// Returns how many pages the VM has written before they were read.
+    /// Returns the number of pages that the VM wrote before they were read, and whose old contents
+    /// the library therefore copied.
     #[must_use]
     pub fn kept_pages(&self) -> u64 {
         self.word(USED_WORD)
@@ -122,8 +127,9 @@ impl Past {
         Ok(first + page.pages_since(Hva(range.hva)))
     }
 
-    /// Replaces the contents of changed pages in `bytes` by their contents at the instant. `bytes`
-    /// were just read from wanted pages at `start`.
+    /// Makes `bytes`, which were just read from the VM's pages at address `start`, the contents at
+    /// the snapshot's instant: replaces pages that the VM has changed by their old contents. Fails
+    /// if old contents could not be kept.
     pub fn settle(&self, start: Hva, bytes: &mut [u8]) -> io::Result<()> {
         let pages = (bytes.len() / PAGE_BYTES) as u64;
         let end = start.add_pages(pages);

@@ -1,5 +1,5 @@
 //! Processes the bytes of snapshots on all cores in parallel: to save, verify, compress and search
-//! images, and to compute checksums of disks.
+//! RAM images, and to compute checksums of disks.
 //!
 //! ```text
 //!            +- worker 1: read a piece, hash it, find its zeroes, write it -+
@@ -29,9 +29,9 @@ use memfold_sys::writeback;
 
 use super::ranges::joined;
 
-/// Number of bytes that one call writes to a file. Linux 6.18 gives a write of 2 MiB to ext4 one
-/// folio of 2 MiB; on a host that is itself a VM, the copy into such a folio takes ten times the
-/// CPU time of pieces of this size (decision 37).
+/// Number of bytes of a RAM image that one call writes to a file. Linux 6.18 gives a write of 2 MiB
+/// to ext4 one folio of 2 MiB; on a host that is itself a VM, the copy into such a folio takes ten
+/// times the CPU time of pieces of this size (decision 37).
 pub const PIECE_BYTES: usize = 256 << 10;
 
 /// Maximum number of workers. More workers would only compete for the host's memory.
@@ -42,8 +42,8 @@ const MAX_WORKERS: usize = 8;
 const AHEAD_BYTES: usize = 1 << 20;
 const AHEAD_PIECES: usize = 3;
 
-/// Returns the number of workers for unlimited work: one for each core that this process may use
-/// (`sched_setaffinity(2)`, cgroup quota).
+/// Returns the number of worker threads for work of any size: one for each core that this process
+/// may use (`sched_setaffinity(2)`, cgroup quota), at most 8.
 #[must_use]
 pub fn workers() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -64,7 +64,9 @@ impl Drop for EndOnPanic<'_> {
     }
 }
 
-/// Runs tasks `0..tasks` on all workers. Each worker has a buffer of `buffer_bytes` bytes.
+/// Runs `work` for each task number in `0..tasks`, on all workers in parallel. `work` also gets its
+/// worker's buffer of `buffer_bytes` bytes. Returns the first error, after which no further task
+/// begins.
 pub fn run(
     tasks: u64,
     buffer_bytes: usize,
@@ -97,7 +99,7 @@ pub fn run(
     })
 }
 
-/// Writes `bytes` to a file, in pieces of [`PIECE_BYTES`].
+/// Writes `bytes` to a file at offset `at`, in pieces of [`PIECE_BYTES`].
 pub fn write_all_at(file: &File, bytes: &[u8], mut at: u64) -> io::Result<()> {
     for piece in bytes.chunks(PIECE_BYTES) {
         file.write_all_at(piece, at)?;
@@ -117,7 +119,7 @@ pub struct Writeback {
 }
 
 impl Writeback {
-    /// Starts the thread for a file that is still empty.
+    /// Starts the writeback thread for a file that is still empty.
     pub fn start(file: &File) -> io::Result<Self> {
         let file = file.try_clone()?;
         let (written, ranges) = channel();
@@ -133,7 +135,8 @@ impl Writeback {
         })
     }
 
-    /// Tells the thread that these bytes of the file are in the page cache.
+    /// Tells the writeback thread that this range of bytes of the file was written and is in the
+    /// page cache.
     pub fn add(&self, bytes: Range<u64>) {
         if let Some(written) = &self.written {
             // The thread has ended if the file system does not support writeback of ranges.
@@ -165,8 +168,8 @@ fn write_back(file: &File, written: &Receiver<Range<u64>>, is_over: &AtomicBool)
     }
 }
 
-/// Reads a whole file, and passes it to `each` piece by piece, in order. Another thread reads the
-/// next pieces meanwhile. Returns the length of the file.
+/// Reads a whole file, and passes its bytes to `each` piece by piece, in order. Another thread
+/// reads the next pieces meanwhile. Returns the length of the file in bytes.
 pub fn read_ahead(file: &File, mut each: impl FnMut(&[u8])) -> io::Result<u64> {
     let mut first = vec![0; AHEAD_BYTES];
     let length = fill(file, &mut first, 0)?;

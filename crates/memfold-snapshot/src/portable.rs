@@ -1,12 +1,13 @@
-//! Takes a snapshot apart into files that can travel to another host, and puts it together there.
+//! Takes a snapshot apart into files that can be copied to another host, and puts the snapshot
+//! together there. The drawing shows names and paths of these files on both hosts, and in between.
 //!
 //! ```text
 //!   here          ram, ram.sums, ..., disk0.qcow2 --backing--> /images/debian.img      files in the snapshot, and outside it
 //!   on the way    ram, ram.sums, ..., disk0.qcow2,              base0                  all have plain names (members)
 //!   there         SHELF/NAME/disk0.qcow2          --backing--> SHELF/NAME/base0        paths in manifest and headers are set anew
 //! ```
-//! A manifest that comes from elsewhere is not trusted to name files of this host: each file that
-//! it names must be a member, and so must each file that the header of a disk names.
+//! A manifest from another host must not make this host use other files of its own. Therefore each
+//! file that the manifest or the header of a disk names must be a member.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,14 +29,15 @@ use super::working_set;
 /// Time limit for `qemu-img` to change a header.
 const REBASE_LIMIT: Duration = Duration::from_secs(60);
 
-/// A file that a snapshot needs.
+/// A file that a snapshot needs, and that is copied to another host with the snapshot.
 #[derive(Debug)]
 pub struct Member {
-    /// Name of the file on the way: its name in the snapshot, or `baseN`.
+    /// Name of the file while it is copied: its name in the snapshot, or `baseN` for a file from
+    /// outside the snapshot.
     pub name: String,
-    /// Path of a file outside the snapshot.
+    /// Path of the file on this host, if the file is outside the snapshot's directory.
     pub origin: Option<PathBuf>,
-    /// The file, opened for reading. It stays readable after the snapshot was removed.
+    /// The file, opened for reading, which stays readable after the snapshot was removed.
     pub file: File,
     /// Length of the file in bytes.
     pub bytes: u64,
@@ -82,11 +84,12 @@ fn obstacle(manifest: &Manifest) -> Option<String> {
     None
 }
 
-/// Opens all files that a snapshot needs, after it has checked that they are unchanged.
+/// Checks that all files that a snapshot needs are unchanged, and opens them.
 ///
 /// # Errors
 ///
-/// [`SnapshotError::Impossible`] if the snapshot cannot leave its host, and errors as of a restore.
+/// [`SnapshotError::Impossible`] if the snapshot cannot be copied to another host, and the errors
+/// of a restore if a file was changed.
 pub fn members(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<Member>, SnapshotError> {
     if let Some(why) = obstacle(manifest) {
         return Err(SnapshotError::Impossible(format!(
@@ -127,13 +130,15 @@ pub fn members(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<Member>, Snapsh
     inside.chain(outside).collect()
 }
 
-/// Returns the name of file `number` from outside the snapshot.
+/// Returns the name under which file `number` from outside a snapshot is copied to another host:
+/// `baseN`.
 #[must_use]
 pub fn base_name(number: usize) -> String {
     format!("base{number}")
 }
 
-/// Returns whether a member may have this name: a plain name that a snapshot uses.
+/// Returns whether a file that comes with a snapshot from another host may have this name: one of
+/// the plain names that snapshots use.
 #[must_use]
 pub fn is_member_name(manifest: &Manifest, name: &str) -> bool {
     let numbered = |prefix: &str, suffix: &str| {
@@ -162,10 +167,10 @@ struct Arrival<'a> {
     name: &'a str,
 }
 
-/// Adapts a manifest from another host to the files in `draft`, which will be moved to `place`: the
-/// paths in the manifest, and the backing files in the headers of disks. `bases` has the names of
-/// the members that came from outside the snapshot, by their paths there. `name` and `domain` are
-/// those of the snapshot on this host.
+/// Adapts a manifest from another host to the files in the directory `draft`, which will become the
+/// directory `place`. Sets the paths in the manifest, and the backing files in the headers of
+/// disks. `bases` has the names of the files from outside the snapshot, by their paths on the other
+/// host. `name` and `domain` are the snapshot's name and trust domain on this host.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! References: pages of an image that a disk contains, too. A reference saves the place of the
-//! pages, a file and an offset, instead of their bytes.
+//! References: pages of a RAM image that a disk contains, too. A reference stores a file and an
+//! offset at which the pages are, instead of the pages' bytes.
 //!
 //! ```text
 //!   ram        ####....##..     pages that no disk contains
@@ -17,21 +17,22 @@ use memfold_units::{PAGE_BYTES, PAGE_SIZE};
 
 use super::image::{CHUNK_PAGES, bytes};
 
-/// Consecutive pages of an image, within one chunk, that a disk's file contains.
+/// Consecutive pages of a RAM image, within one chunk, whose bytes are in a disk's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
-    /// Index in the image of the first page.
+    /// Index in the image of the reference's first page.
     pub page: u64,
     /// Number of pages in the reference.
     pub pages: u32,
-    /// Index of the file in the image's sources.
+    /// Index of the disk's file in the list `sources` of the snapshot's manifest.
     pub file: u32,
-    /// Offset in the file of the first page, in pages.
+    /// Offset in the file of the reference's first page, in pages.
     pub block: u64,
 }
 
 impl Reference {
-    /// Length in bytes of a reference in `ram.refs`: page, pages, file, block; little endian.
+    /// Length in bytes of a reference in `ram.refs`, which stores `page` (8 bytes), `pages` (4),
+    /// `file` (4) and `block` (8), little endian.
     pub const BYTES: usize = 24;
 
     fn encode(&self) -> impl Iterator<Item = u8> {
@@ -52,14 +53,14 @@ impl Reference {
         }
     }
 
-    /// Returns whether `next` continues this reference, both in the image and in the file.
+    /// Returns whether `next` begins where this reference ends, both in the image and in the file.
     #[must_use]
     pub fn goes_on_with(&self, next: &Self) -> bool {
         let pages = u64::from(self.pages);
         self.page + pages == next.page && self.file == next.file && self.block + pages == next.block
     }
 
-    /// Returns the length of the reference's pages in bytes.
+    /// Returns the total length of the reference's pages in bytes.
     #[must_use]
     pub fn length(&self) -> usize {
         usize::try_from(self.pages).unwrap_or(0) * PAGE_BYTES
@@ -115,13 +116,14 @@ pub fn mappings(references: &[Reference]) -> u64 {
     runs.map(of_run).sum()
 }
 
-/// Returns the bytes of `ram.refs` for these references.
+/// Encodes references as the contents of `ram.refs`.
 #[must_use]
 pub fn encode(references: &[Reference]) -> Vec<u8> {
     references.iter().flat_map(Reference::encode).collect()
 }
 
-/// Decodes and checks the references of an image with `pages` pages and `sources` sources.
+/// Decodes and checks the contents of `ram.refs`. The image has `pages` pages, and its manifest
+/// lists `sources` files. An error tells why the references are refused.
 pub fn decode(bytes: &[u8], pages: u64, sources: usize) -> Result<Vec<Reference>, String> {
     let records = bytes.chunks_exact(Reference::BYTES);
     if !records.remainder().is_empty() {

@@ -1,4 +1,4 @@
-//! Input of a save: the snapshot's name, options, and results of the steps before the save.
+//! Input of a save: the snapshot's name, the save's options, and results of the steps before it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,19 +8,20 @@ use super::cpu::Cpu;
 use super::manifest::{Keep, Steps};
 use super::parent::Parent;
 
-/// Input of a save: the snapshot's name, options, and results of the steps before the save.
+/// Input of a save: the snapshot's name, the save's options, and results of the steps before it.
 #[allow(clippy::struct_excessive_bools)] // independent options and facts
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Name of the snapshot.
+    /// Name that the snapshot will have.
     pub name: String,
-    /// Caches that the guest was told to keep, for the manifest.
+    /// Which caches the guest was told to keep; recorded in the manifest.
     pub keep: Keep,
-    /// Reason why memfold chose `keep`, for the manifest.
+    /// Reason why memfold chose `keep`, recorded in the manifest; `None` if the user chose it.
     pub keep_reason: Option<String>,
-    /// Trust domain of the snapshot.
+    /// Trust domain of the VM, and so of the snapshot; `None`: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// For a boot snapshot, the process of the VM, for the manifest.
+    /// For a boot snapshot, the mark of the VM's QEMU process, recorded in the manifest; otherwise
+    /// `None`.
     pub of_boot: Option<String>,
     /// Whether the snapshot is removed when no VM needs it.
     pub fork: bool,
@@ -35,21 +36,22 @@ pub struct Request {
     /// Pages that the VM's disks may contain, too, by ascending `hva` and without overlaps. Pages
     /// that a disk contains are kept by reference.
     pub candidates: Vec<Candidate>,
-    /// Whether the image will be compressed.
+    /// Whether the RAM image is compressed after it was written.
     pub compress: bool,
     /// Time at which the save began.
     pub began: Instant,
-    /// Reason why the guest still has caches that it should have dropped.
+    /// Reason why the guest still has caches that it should have dropped; `None` if it dropped them
+    /// or should keep them.
     pub cache_kept: Option<String>,
-    /// Durations of the steps before the save.
+    /// Durations of the steps that are done before the save.
     pub steps: Steps,
     /// Whether memfold's agent runs in the guest.
     pub agent: bool,
-    /// Whether the guest's kernel knows its VM generation ID.
+    /// Whether the guest's kernel has a driver for the VM generation ID.
     pub generation_id: bool,
 }
 
-/// Returns a duration in milliseconds.
+/// Converts a duration to milliseconds.
 pub fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1000.0
 }

@@ -4,11 +4,11 @@
 //! privately over this RAM. QEMU still treats the RAM as anonymous, so balloon and free page
 //! reporting work, and all clones share untouched pages in the page cache.
 //!
-//! The image lacks pages that a disk of the snapshot holds too; for these it has a reference. The
-//! library maps them from the disk's file, over the mapped image. Nobody writes to that file any
-//! more.
+//! For pages that a disk of the snapshot holds, too, the image has only references. The library
+//! maps these pages from the disk's file, over the mapped image. Nobody writes to the disk's file
+//! any more.
 //!
-//! Other RAM blocks (firmware, tables) are small and are copied. Then QEMU reads the device
+//! Other RAM blocks (firmware, tables) are small, so they are copied. Then QEMU reads the device
 //! state.
 
 use std::cmp::Reverse;
@@ -47,7 +47,8 @@ const MOST_OWN_RUNS: usize = 4096;
 /// Time limit for QEMU to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Returns the description of a VM that will run from a snapshot.
+/// Returns the description of a VM that will run from a snapshot under the name `name`. Checks that
+/// the snapshot's disks and copied files are unchanged since the save.
 pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut spec = manifest.spec.clone();
@@ -91,9 +92,9 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
     Ok(spec)
 }
 
-/// Chooses the host ports of a VM that will run from a snapshot: the ports in `asked`, or those of
-/// the saved VM's ports that are free. Records in the description which host resources the VM does
-/// not get.
+/// Chooses the forwarded host ports of a VM that will run from a snapshot: the ports in `asked`,
+/// or, if `asked` is empty, those of the saved VM's ports that are free. Records in `spec` which
+/// host resources of the saved VM the new VM does not get.
 pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), SnapshotError> {
     spec.left_out = match &spec.foreign {
         Some(foreign) => foreign.left_out.clone(),
@@ -155,7 +156,8 @@ fn check_file(
     })
 }
 
-/// Checks that a VM that was started for a snapshot has the saved CPU and memory.
+/// Checks that a VM that was started to run from a snapshot has the features of the saved CPU, and
+/// all saved RAM blocks.
 pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     if let Some(cpu) = &manifest.cpu {
         cpu.check(&manifest.name, qmp)?;
@@ -172,8 +174,8 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Fills the RAM of a VM that was started with `-incoming defer` from an image
-/// ([`Shelf::checked_image`]), loads its device state, and starts the VM.
+/// Fills the RAM of a VM, whose QEMU was started with `-incoming defer`, from a verified image
+/// ([`Shelf::checked_image`]). Then loads the device state and starts the VM.
 pub fn fill(
     vm: &Vm,
     qmp: &mut Qmp,
@@ -366,7 +368,8 @@ fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), Snapsho
     Ok(())
 }
 
-/// Reads the disks in a snapshot's directory, and returns the names of the disks that have changed.
+/// Reads the disks in a snapshot's directory, and returns a message for each disk that was changed
+/// since the save.
 pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut changed = Vec::new();

@@ -49,8 +49,8 @@ pub use super::request::{Request, milliseconds};
 pub use super::still::{Hold, changed_pages};
 pub use super::subject::Subject;
 
-/// Refuses a VM that cannot be saved now, and cleans up after an interrupted save, while the VM
-/// runs.
+/// Checks that a VM can be saved now, and removes what an interrupted save has left in the running
+/// VM: filters, copy jobs and surplus overlays. Returns an error if the VM cannot be saved.
 #[allow(clippy::needless_pass_by_value)] // callers pass a closure
 pub fn mend(subject: &Subject, monitor: impl Monitor) -> Result<(), SnapshotError> {
     let spec = &subject.spec;
@@ -59,7 +59,9 @@ pub fn mend(subject: &Subject, monitor: impl Monitor) -> Result<(), SnapshotErro
     merge_overlays(&monitor, spec, &subject.record_now().overlays)
 }
 
-/// Saves a VM. `monitor` returns the VM's monitor, which other tasks may use while RAM is copied.
+/// Saves a VM as a snapshot in `shelf`, and returns its manifest. `monitor` gives access to the
+/// VM's QMP monitor, which other tasks may use while RAM is copied. After an error, no snapshot
+/// exists, and the VM continues.
 #[allow(clippy::needless_pass_by_value)] // callers pass a closure
 pub fn save(
     (vm, subject): (&Vm, &Subject),
@@ -319,7 +321,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
 }
 
 /// Removes the filters of a failed or interrupted save from the disks that a VM writes in place.
-/// Returns whether all filters are removed.
+/// Returns whether all of these filters are removed.
 pub fn let_go_of_disks(spec: &VmSpec, monitor: &impl Monitor) -> bool {
     let gone = disk_copy::remove(monitor, spec);
     if let Err(error) = &gone {
@@ -328,8 +330,9 @@ pub fn let_go_of_disks(spec: &VmSpec, monitor: &impl Monitor) -> bool {
     gone.is_ok()
 }
 
-/// Returns frozen overlays to a VM whose snapshot is about to be removed. The VM's next save merges
-/// them with newer overlays. Does nothing if the VM's disks are not in the snapshot.
+/// Gives overlays that were frozen in the snapshot's directory `snapshot` back to the running VM,
+/// before the snapshot is removed. The VM's next save merges these overlays with newer ones. Does
+/// nothing if the VM uses no file of the snapshot.
 #[allow(clippy::needless_pass_by_value)] // callers pass a closure
 pub fn take_back(
     (vm, subject): (&Vm, &Subject),

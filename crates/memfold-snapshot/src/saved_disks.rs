@@ -1,4 +1,5 @@
-//! Records the files of a saved VM's disks, and gives frozen overlays a name in the snapshot.
+//! Records the files of a saved VM's disks, and puts frozen overlays into the snapshot, as hard
+//! links or as copies.
 
 use std::fs::{self, File};
 use std::io;

@@ -48,8 +48,8 @@ pub use super::manifest::{DEVICES, RAM};
 /// Default path of the snapshot directory.
 pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 
-/// The snapshot directory of a host, and the images that this process has verified or assembled in
-/// memory (*laid out*).
+/// The snapshot directory of a host, and the RAM images that this process has verified or assembled
+/// in memory (*laid out*).
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
@@ -63,14 +63,14 @@ pub struct Shelf {
     letting_go: Arc<Mutex<()>>,
 }
 
-/// A verified image, ready to be mapped.
+/// A verified RAM image of a snapshot, ready to be mapped by a VM.
 #[derive(Clone, Debug)]
 pub struct CheckedImage {
-    /// The file `ram`, or the image assembled in memory.
+    /// The file `ram`, or the memory in which the image was assembled.
     pub ram: Arc<File>,
-    /// References to pages that are mapped over `ram` from other files, ascending.
+    /// References to pages that are mapped over `ram` from disks' files, by ascending page.
     pub references: Vec<Reference>,
-    /// Files that the references name by index.
+    /// Disks' files that the references name by index.
     pub sources: Vec<Arc<File>>,
 }
 
@@ -95,8 +95,8 @@ type LaidOut = Arc<Mutex<Option<(String, Arc<File>)>>>;
 const LAID_OUT_PERCENT: u64 = 90;
 
 impl Shelf {
-    /// Opens the snapshot directory `root`, which need not exist yet. Removes drafts of daemons
-    /// that have died.
+    /// Opens the snapshot directory `root`, which need not exist yet. Removes unfinished saves of
+    /// daemons that have died.
     pub fn open(root: &Path) -> Self {
         let shelf = Self {
             // The path is used in headers of disks and in QEMU's options, so it must be absolute.
@@ -125,7 +125,8 @@ impl Shelf {
         &self.root
     }
 
-    /// Returns the directory of a snapshot. The snapshot need not exist.
+    /// Returns the directory of the snapshot `name`, which need not exist. Returns an error if a
+    /// snapshot cannot have this name.
     pub fn path(&self, name: &str) -> Result<PathBuf, SnapshotError> {
         memfold_vm::check_name("snapshot", name)
             .map_err(|error| SnapshotError::Name(error.to_string()))?;
@@ -145,7 +146,8 @@ impl Shelf {
         Ok(names)
     }
 
-    /// Creates a draft of snapshot `name`.
+    /// Creates the draft of a snapshot `name` that is about to be saved. Fails if the snapshot or
+    /// its draft exists.
     pub fn draft(&self, name: &str) -> Result<Draft, SnapshotError> {
         Draft::begin(&self.root, self.path(name)?, name)
     }
@@ -165,7 +167,7 @@ impl Shelf {
         Draft::resume(&self.root, self.path(name)?, name)
     }
 
-    /// Returns the directory for disks that several pulled snapshots have in common.
+    /// Returns the directory for disks that several pulled snapshots have in common, `.bases`.
     #[must_use]
     pub fn bases(&self) -> PathBuf {
         self.root.join(".bases")
@@ -177,9 +179,9 @@ impl Shelf {
         read_manifest(&self.path(name)?, name)
     }
 
-    /// Returns the RAM image of a snapshot, ready to be mapped, after it has verified the bytes of
-    /// the image and of all other files. The whole image is read, unless this process has saved or
-    /// verified it and no stamp of its files has changed since.
+    /// Verifies the RAM image, its tables and the device state of a snapshot, and returns the
+    /// image, ready to be mapped. The whole image is read, unless this process has saved or
+    /// verified it, and the identities, lengths and times of its files are unchanged since.
     pub fn checked_image(
         &self,
         manifest: &Manifest,
@@ -292,7 +294,7 @@ impl Shelf {
         Ok(changed)
     }
 
-    /// Opens the image of a snapshot for reading.
+    /// Opens the RAM image of a snapshot for reading, without verifying it.
     pub fn stored(&self, manifest: &Manifest) -> Result<Stored, SnapshotError> {
         let name = &manifest.name;
         let pages = if manifest.packed.is_some() {
@@ -381,15 +383,16 @@ impl Shelf {
         Ok(ram)
     }
 
-    /// Returns the name of an assembled image's memory in `/proc/PID/maps`. The name remains valid
-    /// after the daemon has ended.
+    /// Returns the name that the assembled RAM image of snapshot `name` has in `/proc/PID/maps`.
+    /// The name is the same for every daemon, so VMs of an earlier daemon are found, too.
     pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
         let file = self.file(name, SUMS)?;
         let facts = file.metadata().map_err(self.failed(name, SUMS))?;
         Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
     }
 
-    /// Returns the memory of assembled images, without images that are being assembled now.
+    /// Returns the memory that assembled RAM images take, without images that are being assembled
+    /// now.
     #[must_use]
     pub fn laid_out_bytes(&self) -> ByteSize {
         let bytes = |place: &LaidOut| {
@@ -400,7 +403,7 @@ impl Shelf {
         ByteSize(self.laid_out.lock().values().filter_map(bytes).sum())
     }
 
-    /// Frees assembled images from which no VM runs or is being started.
+    /// Frees the assembled RAM images from which no VM runs or is being started.
     pub fn let_go(&self) {
         // Only one thread at a time does this; a later one sees more VMs that have ended.
         let _turn = self.letting_go.lock();
@@ -422,7 +425,8 @@ impl Shelf {
         });
     }
 
-    /// Returns the name of the file that contains the image's bytes, for error messages.
+    /// Returns the name of the file that contains the bytes of a snapshot's RAM image, for error
+    /// messages.
     #[must_use]
     pub const fn image_of(manifest: &Manifest) -> &'static str {
         match (&manifest.references, &manifest.packed) {
@@ -444,7 +448,7 @@ impl Shelf {
         move |source| SnapshotError::Files { path, source }
     }
 
-    /// Opens a file of a snapshot for reading.
+    /// Opens the file `part` of the snapshot `name` for reading.
     pub fn file(&self, name: &str, part: &str) -> Result<File, SnapshotError> {
         let path = self.path(name)?.join(part);
         File::open(&path).map_err(failed(&path))
@@ -459,7 +463,8 @@ impl Shelf {
         Ok(bytes)
     }
 
-    /// Removes a snapshot: first its name from the list, then its files.
+    /// Removes the snapshot `name`, or an interrupted pull of this name. A crash meanwhile leaves
+    /// no incomplete snapshot under this name.
     pub fn remove(&self, name: &str) -> Result<(), SnapshotError> {
         let path = self.path(name)?;
         let pulled = Draft::of_pull(&self.root, name);
@@ -483,7 +488,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Removes disks of pulled snapshots that no snapshot has any more.
+    /// Removes disks in `.bases` that no pulled snapshot has any more.
     pub fn remove_unused_bases(&self) {
         for entry in fs::read_dir(self.bases()).into_iter().flatten().flatten() {
             let is_unused = entry.metadata().is_ok_and(|facts| facts.nlink() == 1);

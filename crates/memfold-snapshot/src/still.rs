@@ -41,21 +41,20 @@ const MORE_PAGES: u64 = 2048;
 /// Stops and resumes a VM for its snapshot. Dropping the value resumes the VM and the folding of
 /// its memory.
 pub trait Hold {
-    /// Returns the page frames that the guest had free while its writes were tracked; or why they
-    /// are not known. Called once, before the VM is stopped.
+    /// Returns the page frames that the guest listed as free after tracking of its writes began, or
+    /// the reason why there is no list. Called once, before the VM is stopped.
     fn free_pages(&self) -> Result<Vec<Frames>, String>;
 
     /// Stops the VM. `qmp` is the VM's monitor.
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String>;
 
-    /// Makes the library copy old contents of these ranges into the file before the VM overwrites
-    /// them.
+    /// Makes the library in QEMU copy pages of `ranges` into `file` before the VM overwrites them.
     fn keep_past(&self, ranges: Vec<Range>, file: OwnedFd) -> Result<(), String>;
 
     /// Ends tracking of the VM's writes.
     fn untrack(&self) -> Result<(), String>;
 
-    /// Resumes the VM, if this value has stopped it.
+    /// Resumes the VM, if `stop` has stopped it.
     fn go_on(&self, qmp: &mut Qmp) -> Result<(), String>;
 
     /// Releases the VM, because the snapshot needs nothing more from it.

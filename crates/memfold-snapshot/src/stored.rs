@@ -1,4 +1,4 @@
-//! Reads a stored RAM image back, chunk by chunk.
+//! Reads the RAM image of a snapshot, chunk by chunk, and compares each chunk with its checksum.
 //!
 //! ```text
 //!   ram, or ram.zst + ram.index  --+
@@ -6,7 +6,7 @@
 //! ```
 //! An image in `ram` whose references cover long runs is mapped directly. An image that is
 //! compressed, or that refers to single pages, is first assembled in sealed memory (*laid out*),
-//! once for all VMs that run from it. After that, its files are no longer needed.
+//! once for all VMs that run from it. After the assembly, the image's files are no longer needed.
 
 use std::fs::File;
 use std::io;
@@ -26,35 +26,35 @@ use super::pack::{self, Frame};
 use super::pipeline;
 use super::refer::{self, Reference};
 
-/// A stored RAM image, opened for reading.
+/// RAM image of a snapshot, opened for reading.
 #[derive(Debug)]
 pub struct Stored {
-    /// Length in bytes of the complete image.
+    /// Length of the uncompressed image, in bytes.
     pub bytes: u64,
-    /// Contents of `ram.sums`.
+    /// Contents of `ram.sums`: 16 bytes of checksum for each chunk of the image.
     pub sums: Vec<u8>,
     /// Whether the checksum of a chunk is the sum of its pages' checksums (format 3), and not the
     /// XXH3-128 of its bytes.
     pub sums_of_pages: bool,
     /// Pages that are in the image's own files.
     pub pages: Pages,
-    /// References to pages that disks contain, ascending.
+    /// References to pages whose bytes are in disks' files, by ascending page.
     pub references: Vec<Reference>,
-    /// Files that the references name by index.
+    /// Disks' files that the references name by index.
     pub sources: Vec<File>,
 }
 
-/// Pages that are in an image's own files.
+/// The own files of a RAM image, which hold all pages except those held by reference.
 #[derive(Debug)]
 pub enum Pages {
-    /// Sparse file `ram`, and its byte ranges that are not holes.
+    /// Sparse file `ram`, and the byte ranges of the file that are not holes.
     Plain(File, Vec<Range<u64>>),
-    /// File `ram.zst`, and the place of each chunk's frame in the file.
+    /// File `ram.zst`, and the place of each chunk's compressed frame in the file.
     Packed(File, Vec<Frame>),
 }
 
 impl Pages {
-    /// Returns the pages of a sparse file `ram`.
+    /// Makes a value for the sparse file `ram`, after reading which of its ranges are not holes.
     pub fn plain(ram: File) -> io::Result<Self> {
         let data = data_ranges(&ram)?;
         Ok(Self::Plain(ram, data))
@@ -87,7 +87,7 @@ impl Pages {
 }
 
 impl Stored {
-    /// Returns the most bytes that the image takes when it is assembled in memory.
+    /// Returns the largest number of bytes of memory that the assembled image can take.
     #[must_use]
     pub fn most_bytes(&self) -> u64 {
         let own: u64 = match &self.pages {
@@ -168,13 +168,14 @@ impl Stored {
         Ok(wrong)
     }
 
-    /// Reads the whole image. Returns the numbers of chunks with wrong checksums.
+    /// Reads the whole image, and returns the numbers of the chunks whose bytes do not match their
+    /// checksums.
     pub fn verify(&self, progress: &Progress) -> io::Result<Vec<u64>> {
         self.check(progress, |_, _| Ok(()))
     }
 
-    /// Assembles the image in sealed memory that is named `name`. If chunks have wrong checksums,
-    /// returns their numbers as the inner error.
+    /// Assembles the image in a sealed memory file (`memfd_create(2)`) that is named `name`. If
+    /// chunks do not match their checksums, the inner error contains the numbers of these chunks.
     pub fn lay_out(&self, name: &str, progress: &Progress) -> io::Result<Result<File, Vec<u64>>> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let laid = File::from(memfd_create(name, flags)?);

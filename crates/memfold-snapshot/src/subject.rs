@@ -1,4 +1,4 @@
-//! The VM that is saved: its description, its record, and its temporary files.
+//! The VM that is saved: its description, the record of its QEMU process, and its temporary files.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use memfold_vm::{Qmp, Record, Vm, VmDirectory, VmSpec, foreign};
 
 use super::error::{SnapshotError, failed};
 
-/// The VM that is saved: its description and its record.
+/// The VM that is saved: its description, and the record of its QEMU process (`process.json`).
 #[derive(Clone, Debug)]
 pub struct Subject {
     pub(super) spec: VmSpec,
@@ -16,8 +16,8 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Returns the VM to save. `name` and `domain` are its name and trust domain. Returns an error
-    /// if a VM of this kind cannot be saved.
+    /// Describes the running VM that will be saved. `name` and `domain` are its name and trust
+    /// domain. Returns an error if a VM with such hardware cannot be saved.
     pub fn of(
         vm: &Vm,
         (name, domain): (&str, Option<&str>),
@@ -43,13 +43,13 @@ impl Subject {
         })
     }
 
-    /// Returns the VM's description.
+    /// Returns the description of the VM that is saved.
     #[must_use]
     pub const fn spec(&self) -> &VmSpec {
         &self.spec
     }
 
-    /// Returns whether QEMU emulates the VM's CPUs.
+    /// Returns whether QEMU emulates the VM's CPUs (TCG) instead of running them with KVM.
     #[must_use]
     pub fn is_emulated(&self) -> bool {
         self.record.accel != "kvm"

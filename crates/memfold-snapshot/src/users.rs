@@ -1,5 +1,5 @@
-//! Finds the users of a snapshot: VMs that run from its memory, and disks that have its disks as
-//! backing files.
+//! Finds the users of a snapshot: processes that map its RAM image or its disks, and other
+//! snapshots whose disks have its disks as backing files.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -15,7 +15,7 @@ use super::manifest::{Manifest, RAM, SavedDisk};
 use super::portable;
 use super::shelf::Shelf;
 
-/// Returns the names of the snapshots on which a VM's disks are built.
+/// Returns the names of the snapshots whose files are backing files of a VM's disks.
 #[must_use]
 pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     let chains = spec.disks.iter().filter_map(|disk| chain(&disk.path).ok());
@@ -26,7 +26,8 @@ pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     names
 }
 
-/// Returns the names of other snapshots whose disks are built on this snapshot's disks.
+/// Returns the names of the other snapshots that need files of snapshot `name`: as backing files of
+/// their disks, as read-only disks, or as kernels.
 pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let place = shelf.path(name)?;
     let mut found = Vec::new();
@@ -54,15 +55,15 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
     Ok(found)
 }
 
-/// Returns the processes that map the RAM image of a snapshot, from its file or assembled in
-/// memory.
+/// Returns the processes that map the RAM image of snapshot `name`: the file `ram`, or the image
+/// assembled in memory.
 pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     Ok(users_of_each(&[in_maps(shelf, name)?])?.concat())
 }
 
-/// Returns the processes that map files of a snapshot: its [`users`], and processes whose memory
-/// maps one of its disks (VMs that run from snapshots that are built on it). A write to such a file
-/// would change this memory.
+/// Returns the processes whose memory maps a file of snapshot `name`: its [`users`], and processes
+/// that map one of its disks (VMs that run from other snapshots that are built on this one). A
+/// write to such a file would change the memory of these processes.
 pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let mut texts = in_maps(shelf, name)?;
     // A broken snapshot may lack any of its files.
@@ -91,7 +92,8 @@ fn text_of(path: &Path) -> io::Result<Option<String>> {
     }
 }
 
-/// Returns the [`users`] of each of several snapshots. Each is given by the texts from [`in_maps`].
+/// Returns the [`users`] of each of several snapshots, in the same order. Each snapshot is given by
+/// the texts from [`in_maps`].
 pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
     mapped::processes_with(snapshots).map_err(failed("/proc"))
 }

@@ -1,5 +1,6 @@
-//! The working set of a snapshot: the pages that a VM touches first after a restore. The first
-//! restore records the working set; later restores prefetch it on request.
+//! The working set of a snapshot: the pages that a VM touches in the first seconds after its
+//! restore. The first restore records the working set; later restores prefetch these pages on
+//! request.
 //!
 //! ```text
 //!   first restore       VM runs for 10 s -- its page tables show the touched pages -- file working-set
@@ -22,11 +23,11 @@ use super::image::ImageBlock;
 use super::manifest::Manifest;
 use super::plan::HELD;
 
-/// File of the working set in a snapshot. The file is only a hint: without it, or with a wrong one,
-/// nothing is lost.
+/// Name of the file in a snapshot's directory that stores the working set. The file is only a hint:
+/// without it, or with a wrong one, a restore is only slower.
 pub const FILE: &str = "working-set";
 
-/// Run time of a restored VM after which its page tables are read.
+/// Time for which a restored VM runs before its page tables are read for the working set.
 pub const TIME: Duration = Duration::from_secs(10);
 
 /// Maximum distance in pages of two runs that are recorded as one.
@@ -35,7 +36,7 @@ const GAP: u64 = 16;
 /// Number of pages that are read with one call (`IOV_MAX`).
 const BATCH: usize = 1024;
 
-/// The pages of an image that a restored VM touched first.
+/// The pages of a RAM image that a restored VM touched in the first seconds ([`TIME`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSet {
     /// Identity of the image: the checksum of its checksums.
@@ -44,7 +45,7 @@ pub struct WorkingSet {
     runs: Vec<(u64, u64)>,
 }
 
-/// Place in a VM's memory of a block of an image.
+/// Address in a restored VM's QEMU of one block of a RAM image.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     first_page: u64,
@@ -52,7 +53,7 @@ pub struct Place {
     pages: u64,
 }
 
-/// Returns the places in a VM's memory of an image's blocks.
+/// Returns the addresses at which a restored VM's QEMU has the blocks of a snapshot's RAM image.
 #[must_use]
 pub fn places(manifest: &Manifest, layout: &RamLayout) -> Vec<Place> {
     let place = |saved: &ImageBlock| {
@@ -67,8 +68,8 @@ pub fn places(manifest: &Manifest, layout: &RamLayout) -> Vec<Place> {
 }
 
 impl WorkingSet {
-    /// Reads which pages a restored VM has touched since its restore. `image` is the checksum of
-    /// the image's checksums.
+    /// Reads which pages a VM has touched since its restore. `image` identifies the RAM image: it
+    /// is the checksum of `ram.sums`.
     pub fn of(pid: Pid, image: &str, places: &[Place]) -> io::Result<Self> {
         let pagemap = Pagemap::open(pid)?;
         let mut runs: Vec<(u64, u64)> = Vec::new();
@@ -93,7 +94,8 @@ impl WorkingSet {
         self.runs.iter().map(|run| run.1).sum::<u64>() * PAGE_SIZE
     }
 
-    /// Returns the working set in the snapshot directory `place`, if there is one for this image.
+    /// Reads the working set from the snapshot's directory `place`. Returns `None` if there is
+    /// none, or if it belongs to another RAM image than `image`, the checksum of `ram.sums`.
     #[must_use]
     pub fn read(place: &Path, image: &str) -> Option<Self> {
         let text = fs::read(place.join(FILE)).ok()?;
@@ -101,7 +103,7 @@ impl WorkingSet {
         (set.image == image).then_some(set)
     }
 
-    /// Writes the working set to the snapshot directory `place`.
+    /// Writes the working set to the snapshot's directory `place`.
     pub fn write(&self, place: &Path) -> io::Result<()> {
         let new = place.join(format!("{FILE}.new"));
         let written = File::create(&new).and_then(|mut file| {

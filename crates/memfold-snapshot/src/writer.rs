@@ -1,5 +1,5 @@
-//! Writes a RAM image. All cores work in parallel ([`pipeline`]): they read memory, hash it,
-//! compare it with the disks, and write the rest.
+//! Writes a RAM image. All cores work in parallel ([`pipeline`]): they read the VM's memory,
+//! compute checksums, compare pages with the disks, and write the pages that no disk contains.
 
 use std::fs::File;
 use std::io;
@@ -29,13 +29,13 @@ use super::refer::Reference;
 /// Time of each stage of writing an image, summed over all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stages {
-    /// Time for reading memory.
+    /// Time for reading the VM's memory.
     pub read: Duration,
-    /// Time for computing checksums.
+    /// Time for computing checksums of the image.
     pub hash: Duration,
-    /// Time for reading candidate pages from disks, and comparing them.
+    /// Time for reading pages from disks and comparing them with the VM's memory.
     pub compare: Duration,
-    /// Time for finding zero pages, and writing the other pages to the page cache.
+    /// Time for finding pages that hold only zeroes, and writing the others to the page cache.
     pub write: Duration,
 }
 
@@ -46,7 +46,7 @@ fn measure<T>(time: &mut Duration, work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Writer of an image, which writes block by block.
+/// Writer of a RAM image, which writes one or more RAM blocks at a time.
 #[derive(Debug)]
 pub struct Writer<'a> {
     ram: &'a File,
@@ -106,8 +106,8 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Starts writeback to the disk while the image is written. Not useful for images that are
-    /// compressed afterwards.
+    /// Makes a thread write the image from the page cache to the disk while the image is written.
+    /// Not useful for images that are compressed afterwards.
     pub fn write_back(&mut self) -> io::Result<()> {
         self.writeback = Some(Writeback::start(self.ram)?);
         Ok(())
@@ -261,13 +261,14 @@ impl<'a> Writer<'a> {
         Ok((change, written))
     }
 
-    /// Returns the time of each stage so far.
+    /// Returns the time that each stage has taken so far.
     #[must_use]
     pub const fn stages(&self) -> Stages {
         self.written.stages
     }
 
-    /// Completes the image and writes its checksums to `sums`.
+    /// Completes the image and writes its checksums to the file `sums`. Returns the places of the
+    /// RAM blocks in the image, and the numbers of pages by kind.
     pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
         let times = self.stages();
         tracing::debug!(

@@ -1,4 +1,5 @@
-//! Chunks: pieces of files, named by the BLAKE3 hash of their bytes.
+//! Chunks: pieces of a snapshot's files in an object store. A chunk is named by the BLAKE3 hash of
+//! its bytes.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -6,8 +7,8 @@ use std::os::unix::fs::FileExt;
 
 use rustix::fs::{SeekFrom, seek};
 
-/// Length in bytes of a chunk; the last one of a file may be shorter. RAM images are aligned to
-/// twice of it.
+/// Length in bytes of a chunk; the last chunk of a file may be shorter. RAM images are aligned to
+/// two chunks.
 pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
 
 /// Level of compression: the fastest of Zstandard's usual ones.
@@ -52,17 +53,17 @@ fn is_zero(bytes: &[u8]) -> bool {
         .all(|part| part == &ZEROES[..part.len()])
 }
 
-/// Compresses bytes for the store.
+/// Compresses a chunk or an index for the object store (Zstandard).
 pub fn pack(bytes: &[u8]) -> io::Result<Vec<u8>> {
     zstd::bulk::compress(bytes, LEVEL)
 }
 
-/// Decompresses an object, and compares it with its name. `length` is the number of bytes that it
-/// must have; an object that would have more is not decompressed further.
+/// Decompresses an object of the store, and checks that the bytes have the BLAKE3 hash `name`.
+/// `length` is the expected number of bytes; decompression stops if there are more.
 ///
 /// # Errors
 ///
-/// The reason why the object is refused, as text.
+/// The reason why the object is not used, as text.
 pub fn unpack(packed: &[u8], length: usize, name: &blake3::Hash) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::with_capacity(length);
     let decoder = zstd::Decoder::new(packed).map_err(|error| error.to_string())?;

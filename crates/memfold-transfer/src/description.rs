@@ -1,4 +1,5 @@
-//! Description of a snapshot in an object store: `snapshots/NAME.json`.
+//! Description of a snapshot in an object store, `snapshots/NAME.json`: the snapshot's manifest,
+//! its files, and the hash of the index that lists the files' chunks.
 
 use memfold_snapshot::{Manifest, portable};
 use serde::{Deserialize, Serialize};
@@ -10,7 +11,7 @@ use super::chunk;
 /// Version of the layout.
 pub(crate) const FORMAT: u32 = 1;
 
-/// Most bytes of a description.
+/// Maximum length in bytes of a description.
 pub(crate) const MOST_BYTES: u64 = 16 << 20;
 
 /// Most chunks of a snapshot: 4 TiB.
@@ -26,43 +27,45 @@ const MOST_BESIDE_RAM: u64 = 1 << 30;
 /// Most bytes of the list of pages that a restore prefetches.
 const MOST_WORKING_SET: u64 = 16 << 20;
 
-/// A file of a snapshot in an object store.
+/// A file of a snapshot that is in an object store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Name of the file; `baseN` for a file from outside the snapshot.
+    /// Name of the file in the snapshot; `baseN` for a file from outside the snapshot's directory.
     pub name: String,
     /// Length of the file in bytes.
     pub bytes: u64,
-    /// Path, on the host of the push, of a file from outside the snapshot.
+    /// Path on the pushing host of a file from outside the snapshot's directory; unset for other
+    /// files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<PathBuf>,
 }
 
-/// Description of a snapshot in an object store.
+/// Description of a snapshot in an object store, `snapshots/NAME.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Description {
-    /// Version of the layout.
+    /// Version of the format of snapshots in object stores.
     pub format: u32,
-    /// Name of the snapshot in the store.
+    /// Name of the snapshot in the object store.
     pub name: String,
-    /// Length of a chunk in bytes.
+    /// Length of a chunk in bytes; the last chunk of a file may be shorter.
     pub chunk_bytes: u64,
-    /// Bytes of all files that are not zero chunks.
+    /// Bytes of the snapshot's files before compression, without chunks that hold only zeroes.
     pub stored_bytes: u64,
-    /// BLAKE3 hash of the index: the names of the chunks of all files, in order.
+    /// BLAKE3 hash of the index, which lists the names of the chunks of all files.
     pub index: String,
-    /// The files, in the order of the index.
+    /// The snapshot's files, in the order in which the index lists their chunks.
     pub files: Vec<FileEntry>,
-    /// The manifest of the snapshot, as on the host of the push.
+    /// Manifest of the snapshot, with the paths of the pushing host.
     pub manifest: Manifest,
 }
 
 impl Description {
-    /// Parses the description of snapshot `name`, and checks all that does not need the index.
+    /// Parses the description of snapshot `name`, and checks everything that can be checked without
+    /// the index: names, numbers and lengths of files.
     ///
     /// # Errors
     ///
-    /// The reason why it is refused, as text.
+    /// The reason why the description is refused, as text.
     pub fn parse(bytes: &[u8], name: &str) -> Result<Self, String> {
         #[derive(Deserialize)]
         struct Version {
@@ -136,7 +139,7 @@ impl Description {
         Ok(())
     }
 
-    /// Returns the number of chunks of all files, at most 4 Mi.
+    /// Returns the number of chunks of all files together, at most 4 Mi.
     #[must_use]
     pub fn chunks(&self) -> u64 {
         self.files.iter().map(|file| chunk::count(file.bytes)).sum()

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use memfold_snapshot::SnapshotError;
 
-/// Error of a transfer. Nothing partial is visible after an error, neither here nor in the store.
+/// Error of a transfer from or to an object store. After an error, no incomplete snapshot is
+/// visible, neither on this host nor in the store.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages explain the variants
 pub enum TransferError {

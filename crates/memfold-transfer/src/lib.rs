@@ -1,4 +1,5 @@
-//! Snapshots in object stores: push, pull, list and remove.
+//! Snapshots in object stores: push, pull, list and remove. The drawing shows the objects that a
+//! push writes.
 //!
 //! ```text
 //!   snapshot's files --1 MiB--> chunk --BLAKE3--> name    --zstd--> chunks/HH/HASH           what is there is not sent again
@@ -6,10 +7,11 @@
 //!                                                 manifest, files   snapshots/NAME.json      written last
 //!                                                 Ed25519 (if asked) signatures/HASH
 //! ```
-//! The layout is in `docs/object-store-format.md`. The store is not trusted: each chunk and each
-//! index is compared with its name before its bytes are used, and a signature covers the rest.
-//! A push that is interrupted leaves chunks that the next push finds; a pull that is interrupted
-//! continues with the chunks that have arrived.
+//! The page `docs/object-store-format.md` describes the objects. The store is not trusted: before
+//! the bytes of a chunk or an index are used, their hash is compared with the object's name. A
+//! signature, if required, covers the rest. After an interrupted push, the next push finds the
+//! chunks that were sent. After an interrupted pull, the next pull keeps the chunks that have
+//! arrived.
 
 pub mod chunk;
 mod description;

@@ -22,37 +22,39 @@ use super::error::TransferError;
 use super::push::blocking;
 use super::remote::{AT_ONCE, MISSING, Remote, damaged, is_base, most_packed};
 
-/// Input of a pull.
+/// Input of a pull, which copies a snapshot from an object store to this host.
 #[derive(Clone, Debug, Default)]
 pub struct PullRequest {
-    /// Name of the snapshot in the store.
+    /// Name of the snapshot in the object store.
     pub from: String,
-    /// Name of the snapshot here.
+    /// Name that the snapshot gets on this host.
     pub name: String,
-    /// Trust domain of the snapshot here: VMs of other domains do not share memory with its VMs.
+    /// Trust domain that the snapshot gets on this host. VMs of other domains do not share memory
+    /// with VMs that run from the snapshot.
     pub domain: Option<String>,
-    /// Public key in PEM form whose signature the snapshot must have.
+    /// Public key in PEM form with which the snapshot's signature is checked; `None`: no signature
+    /// is needed.
     pub trust: Option<String>,
-    /// Whether a snapshot without a trusted signature may bring arguments for QEMU.
+    /// Whether a snapshot without a checked signature may start QEMU with arguments of its own.
     pub allow_arguments: bool,
 }
 
-/// Result of a pull.
+/// Result of a pull, which copied a snapshot from an object store to this host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PullReport {
-    /// Name of the snapshot here.
+    /// Name of the snapshot on this host.
     pub name: String,
-    /// URL of the store.
+    /// URL of the object store.
     pub url: String,
-    /// Bytes of the snapshot's files without zeroes.
+    /// Bytes of the snapshot's files before compression, without chunks that hold only zeroes.
     pub stored_bytes: u64,
-    /// Bytes of these that were fetched; the others were here already.
+    /// Part of `stored_bytes` that was fetched; the rest was on this host already.
     pub fetched_bytes: u64,
-    /// Bytes that came from the store for them, compressed.
+    /// Compressed bytes that the store sent for `fetched_bytes`.
     pub received_bytes: u64,
-    /// Whether a trusted signature was checked.
+    /// Whether the snapshot's signature was checked with a trusted key.
     pub trusted: bool,
-    /// Duration in seconds.
+    /// Duration of the pull in seconds.
     pub took_s: f64,
 }
 
@@ -74,8 +76,9 @@ struct Fetched {
     received_bytes: u64,
 }
 
-/// Copies a snapshot from an object store. The snapshot is visible here only when it is whole and
-/// every chunk has been compared with its name. If a pull is interrupted, the next one continues.
+/// Copies a snapshot from an object store to `shelf`, this host's snapshot directory. The snapshot
+/// is visible there only after all of its chunks have arrived and match their hashes. If a pull is
+/// interrupted, the next pull of this name continues.
 pub fn pull(
     shelf: &Shelf,
     remote: &Remote,

@@ -20,33 +20,34 @@ use super::error::TransferError;
 use super::remote::{AT_ONCE, Remote, UNUSED};
 use super::signature;
 
-/// Input of a push.
+/// Input of a push, which copies a snapshot from this host into an object store.
 #[derive(Clone, Debug, Default)]
 pub struct PushRequest {
-    /// Name of the snapshot here.
+    /// Name of the snapshot on this host.
     pub name: String,
-    /// Name of the snapshot in the store.
+    /// Name that the snapshot gets in the object store.
     pub to: String,
-    /// Private key in PEM form with which the description is signed.
+    /// Private key in PEM form with which the snapshot's description is signed; `None`: no
+    /// signature.
     pub key: Option<String>,
 }
 
-/// Result of a push.
+/// Result of a push, which copied a snapshot from this host into an object store.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PushReport {
-    /// Name of the snapshot in the store.
+    /// Name of the snapshot in the object store.
     pub name: String,
-    /// URL of the store.
+    /// URL of the object store.
     pub url: String,
-    /// Bytes of the snapshot's files without zeroes.
+    /// Bytes of the snapshot's files before compression, without chunks that hold only zeroes.
     pub stored_bytes: u64,
-    /// Bytes of these that were not in the store before.
+    /// Part of `stored_bytes` that the store did not have before.
     pub new_bytes: u64,
-    /// Bytes that were sent for them, compressed.
+    /// Compressed bytes that were sent for `new_bytes`.
     pub sent_bytes: u64,
-    /// Whether the description was signed.
+    /// Whether the snapshot's description was signed.
     pub signed: bool,
-    /// Duration in seconds.
+    /// Duration of the push in seconds.
     pub took_s: f64,
 }
 
@@ -66,8 +67,9 @@ struct Sent {
     sent_bytes: u64,
 }
 
-/// Copies a snapshot into an object store. Chunks that are there already are not sent. The
-/// description is written last, so the store never shows a part of a snapshot.
+/// Copies a snapshot from `shelf`, this host's snapshot directory, into an object store. Chunks
+/// that the store already has are not sent. The description is written last, so the store never
+/// shows an incomplete snapshot.
 pub fn push(
     shelf: &Shelf,
     remote: &Remote,

@@ -1,4 +1,4 @@
-//! An object store at a URL, and the snapshots in it.
+//! Access to an object store at a URL, and to the snapshots in the store.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(crate) const UNUSED: Duration = Duration::from_secs(24 * 3600);
 /// First letters of the variables with settings of object stores, in lower case.
 const PREFIXES: [&str; 3] = ["aws_", "azure_", "google_"];
 
-/// An object store.
+/// An object store that contains snapshots.
 #[derive(Debug)]
 pub struct Remote {
     pub(crate) store: Arc<dyn ObjectStore>,
@@ -42,18 +42,19 @@ pub struct Remote {
 /// A snapshot in an object store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RemoteSnapshot {
-    /// Name of the snapshot in the store.
+    /// Name of the snapshot in the object store.
     pub name: String,
-    /// Name of the VM that was saved; empty if the description is damaged.
+    /// Name of the VM that was saved; empty if the snapshot's description is damaged.
     pub vm: String,
-    /// Time of the save, in seconds since 1970.
+    /// Time at which the save ended, in seconds since 1970.
     pub created_s: u64,
-    /// Size of the VM's RAM, in bytes.
+    /// Size of the saved VM's RAM, in bytes.
     pub memory_bytes: u64,
-    /// Bytes of the snapshot's files without zeroes, before compression; other snapshots may have
-    /// chunks in common with it.
+    /// Bytes of the snapshot's files before compression, without chunks that hold only zeroes.
+    /// Other snapshots may share chunks with this one.
     pub stored_bytes: u64,
-    /// Whether the description has a signature. The list does not check it.
+    /// Whether the store has a signature of the snapshot's description. The signature itself is not
+    /// checked.
     pub signed: bool,
     /// Reason why the snapshot cannot be pulled; unset if it can be.
     pub problem: Option<String>,
@@ -67,7 +68,8 @@ impl Remote {
     ///
     /// # Errors
     ///
-    /// [`TransferError::Address`] if the URL is not one of these, or credentials are missing.
+    /// [`TransferError::Address`] if the URL is of another kind, the directory of a `file://` URL
+    /// does not exist, or the settings are not valid, for example because credentials are missing.
     pub fn open(url: &str) -> Result<Self, TransferError> {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -77,12 +79,12 @@ impl Remote {
         Self::open_with(url, settings.filter(|(name, _)| is_ours(name)))
     }
 
-    /// Opens the object store at a URL with settings other than those of the environment. Their
-    /// names are those of the variables, in lower case.
+    /// Opens the object store at a URL with `settings` instead of environment variables. A setting
+    /// has the name of such a variable in lower case, such as `aws_endpoint`.
     ///
     /// # Errors
     ///
-    /// As [`Remote::open`].
+    /// The same as of [`Remote::open`].
     pub fn open_with(
         url: &str,
         settings: impl Iterator<Item = (String, String)>,
@@ -118,7 +120,7 @@ impl Remote {
         })
     }
 
-    /// Returns the URL of the store.
+    /// Returns the URL of the store, without a slash at its end.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
@@ -275,7 +277,8 @@ impl Remote {
         Ok(names)
     }
 
-    /// Returns all snapshots in the store, sorted by name.
+    /// Lists all snapshots in the store, sorted by name. A snapshot whose description is damaged is
+    /// listed with its problem.
     pub fn list(&self) -> Result<Vec<RemoteSnapshot>, TransferError> {
         self.wait(async {
             let mut found = Vec::new();

@@ -1,4 +1,5 @@
-//! Removes a snapshot from an object store, and chunks that no snapshot needs.
+//! Removes a snapshot from an object store, and the chunks and indexes that no other snapshot
+//! needs.
 
 use std::collections::HashSet;
 use std::time::SystemTime;
@@ -11,25 +12,26 @@ use utoipa::ToSchema;
 use super::error::TransferError;
 use super::remote::{Remote, UNUSED, failed};
 
-/// Result of a removal.
+/// Result of removing a snapshot from an object store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RemoveReport {
     /// Name of the removed snapshot.
     pub name: String,
     /// Number of chunks and indexes that were removed because no snapshot names them.
     pub objects_removed: u64,
-    /// Bytes that they took in the store.
+    /// Bytes that the removed chunks and indexes took in the store.
     pub bytes_removed: u64,
-    /// Number of chunks and indexes that no snapshot names but that are younger than a day: a push
-    /// may be under way that needs them. A later removal takes them.
+    /// Number of chunks and indexes that no snapshot names, but that were kept because they are
+    /// younger than a day: a running push may need them. A later removal removes them.
     pub objects_left: u64,
-    /// Reason why no chunk was removed: another snapshot's description or index cannot be read, so
-    /// its chunks are not known. Unset: chunks were removed.
+    /// Reason why no chunk and no index was removed: the description or index of another snapshot
+    /// cannot be read, so the chunks that it needs are not known. Unset: unneeded chunks were
+    /// removed.
     pub kept_because: Option<String>,
 }
 
-/// Removes a snapshot from a store: first its description, so that nobody begins to pull it, then
-/// the chunks that no other snapshot has.
+/// Removes snapshot `name` from an object store: first its description, so that no new pull begins,
+/// then the chunks and indexes that no other snapshot needs and that are older than a day.
 pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError> {
     remote.wait(async {
         let place = remote.description(name);

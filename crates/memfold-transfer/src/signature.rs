@@ -1,7 +1,8 @@
-//! Signatures of descriptions: Ed25519 over all bytes of `snapshots/NAME.json`.
+//! Signs the descriptions of snapshots in object stores, and checks these signatures. A signature
+//! is Ed25519 over all bytes of `snapshots/NAME.json`.
 //!
-//! Keys are PEM files as OpenSSL writes them: `openssl genpkey -algorithm ed25519`, and
-//! `openssl pkey -pubout` for the public one.
+//! Keys are PEM files as OpenSSL writes them: `openssl genpkey -algorithm ed25519` makes a private
+//! key, and `openssl pkey -pubout` extracts its public key.
 
 use openssl::pkey::{Id, PKey};
 use openssl::sign::{Signer, Verifier};

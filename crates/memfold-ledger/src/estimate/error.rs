@@ -7,7 +7,7 @@ use rustix::io::Errno;
 /// Reason why nothing could be estimated.
 #[derive(Debug, thiserror::Error)]
 pub enum EstimateError {
-    /// No QEMU runs on this host.
+    /// No QEMU process with memory to examine runs on this host.
     #[error(
         "no QEMU process with memory to examine runs on this host; start VMs ('memfold vm run')"
     )]
@@ -15,19 +15,19 @@ pub enum EstimateError {
     /// The caller is not root and cannot see any QEMU.
     #[error("cannot see the memory of other users' processes; run this as root")]
     NotRoot,
-    /// A requested VM does not run.
+    /// No running QEMU has the requested name or process number.
     #[error(
         "no running QEMU has the name or process number '{0}'; 'memfold ksm status' and 'memfold vm list' list running VMs"
     )]
     NoSuchVm(String),
-    /// Several VMs have the requested name.
+    /// Several QEMU processes have the requested VM name.
     #[error(
         "several QEMU processes are named '{name}'; give one of their process numbers: {pids:?}"
     )]
     Ambiguous {
-        /// Name of the VMs.
+        /// Requested name, which the VMs have in common.
         name: String,
-        /// Process numbers of these VMs.
+        /// Numbers of the QEMU processes whose VM has this name.
         pids: Vec<i32>,
     },
     /// The kernel has no `PAGEMAP_SCAN`.
@@ -35,20 +35,20 @@ pub enum EstimateError {
         "this kernel cannot list resident pages (PAGEMAP_SCAN is missing); use Linux 6.7 or newer"
     )]
     NoScan,
-    /// The kernel does not allow reading the process's memory.
+    /// The kernel does not allow this process to read the memory of process `pid`.
     #[error(
         "not permitted to read the memory of process {pid} (CAP_SYS_PTRACE and CAP_SYS_ADMIN are needed); run this as root"
     )]
     NotAllowed {
-        /// Number of the process.
+        /// Number of the process whose memory may not be read.
         pid: i32,
         /// The kernel's error.
         source: io::Error,
     },
-    /// The QEMU processes could not be determined.
+    /// The list of QEMU processes could not be read.
     #[error(transparent)]
     Processes(#[from] memfold_ksm::KsmError),
-    /// A file of the process in `/proc` could not be read.
+    /// The page map or the mappings of process `pid` could not be read.
     #[error("cannot read the page map or mappings of process {pid}")]
     Read {
         /// Number of the process.

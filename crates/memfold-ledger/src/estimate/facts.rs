@@ -1,5 +1,5 @@
-//! Facts about the VMs that only a daemon knows, for an estimate, such as the files that guests
-//! cache: `GET /v1/estimate`.
+//! Facts about VMs that an estimate uses and only the daemon knows, such as the files that guests
+//! cache (`GET /v1/estimate`).
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -7,26 +7,27 @@ use utoipa::ToSchema;
 /// A run of pages in a VM's memory that cache consecutive pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FileRun {
-    /// Address of the run's first page in QEMU.
+    /// Address of the run's first page in QEMU's address space.
     pub hva: u64,
     /// Number of pages of the run.
     pub pages: u32,
     /// The cached file, as an index into [`VmFacts::files`].
     pub file: u32,
-    /// Number of the run's first page in the file.
+    /// Number of the run's first page within the file, from 0.
     pub page: u32,
 }
 
 /// A file that VMs cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct KnownFile {
-    /// Absolute path in the guest. If several paths have the same bytes, one of them.
+    /// Absolute path of the file in the guest. If several paths lead to files with the same
+    /// content, one of these paths.
     pub path: String,
     /// Length of the file, in bytes.
     pub file_bytes: u64,
 }
 
-/// Facts about a VM that only a daemon knows.
+/// Facts about a VM that an estimate uses and only the daemon knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct KnownVm {
     /// Name of the VM.
@@ -35,19 +36,20 @@ pub struct KnownVm {
     pub domain: Option<String>,
     /// Process number of QEMU.
     pub pid: i32,
-    /// Address ranges of the VM's RAM in QEMU: first byte, and byte after the last.
+    /// Address ranges of the VM's RAM in QEMU: the address of the first byte, and the address after
+    /// the last.
     pub ram: Vec<(u64, u64)>,
-    /// `MemFree` of the guest, in bytes; null: its agent does not report the value.
+    /// `MemFree` of the guest, in bytes; null: the guest's agent does not report the value.
     pub free_bytes: Option<u64>,
-    /// File pages that the VM caches; null: no agent reports them.
+    /// Pages of files that the guest caches, as runs; null: no agent reports them.
     pub runs: Option<Vec<FileRun>>,
 }
 
-/// Facts about all VMs that only a daemon knows.
+/// Facts about all VMs that an estimate uses and only the daemon knows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VmFacts {
-    /// The daemon's VMs.
+    /// Facts about each of the daemon's VMs.
     pub vms: Vec<KnownVm>,
-    /// Files that the VMs' runs refer to.
+    /// Files that the VMs cache. [`FileRun::file`] is an index into this list.
     pub files: Vec<KnownFile>,
 }

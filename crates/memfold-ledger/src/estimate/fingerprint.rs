@@ -1,12 +1,11 @@
-//! Fingerprints of VMs' memory: `memfold estimate --fingerprint`. From the fingerprints of two
-//! hosts, one can tell how many page contents their VMs have in common. Fingerprints do not reveal
-//! the contents.
+//! Fingerprints of VMs' memory: `memfold estimate --fingerprint`. The fingerprints of two hosts
+//! tell how many page contents their VMs have in common, without revealing the contents.
 //!
 //! The method follows Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of
-//! a Bloom filter of all pages. A content is in the fingerprints of all VMs that hold it, or of
-//! none. So common contents are counted, and the count is multiplied by 2^level. Contents are
-//! hashed with a secret that the hosts share: a fingerprint alone cannot be searched for a known
-//! page.
+//! a Bloom filter of all pages. A sampled content is in the fingerprint of every VM that holds it.
+//! The contents that two fingerprints have in common are counted, and the count is multiplied by
+//! 2^level. Contents are hashed with a secret key that the hosts share, so that a fingerprint alone
+//! cannot be searched for a known page. A fingerprint stores each content as a number of 64 bits:
 //!
 //! ```text
 //!   a content, 64 bits:   6: number of leading zero bits of its sampling hash (limited to 63)
@@ -75,8 +74,8 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// Reads the key from a file, or creates the file with a new key. The boolean is true for a new
-    /// key.
+    /// Reads the key from the file `path`, or creates this file with a new key. The boolean is true
+    /// if the key is new.
     pub fn open(path: &Path) -> Result<(Self, bool), KeyError> {
         match File::open(path) {
             Ok(file) => Self::read(path, file).map(|key| (key, false)),
@@ -120,15 +119,16 @@ impl Key {
         blake3::keyed_hash(&self.0, what)
     }
 
-    /// Returns an identifier of the key. It shows whether two fingerprints were made with the same
-    /// key, and does not reveal the key.
+    /// Returns an identifier of the key: 16 hexadecimal digits of a hash, which do not reveal the
+    /// key. Equal identifiers show that two fingerprints were made with the same key.
     #[must_use]
     pub fn id(&self) -> String {
         let hash = self.hash(b"memfold fingerprint: name of the key");
         hash.to_hex()[..16].to_owned()
     }
 
-    /// Returns the seed of the sampling hash.
+    /// Returns the seed of the hash that decides which contents are sampled. Hosts with the same
+    /// key sample the same contents.
     #[must_use]
     pub fn seed(&self) -> u64 {
         first(self.hash(b"memfold fingerprint: seed of the sample"))
@@ -144,13 +144,14 @@ fn first(hash: blake3::Hash) -> u64 {
     u64::from_be_bytes(std::array::from_fn(|at| hash.as_bytes()[at]))
 }
 
-/// Returns the sample level up to which a content is drawn.
+/// Returns the highest sample level at which `content`, a number from [`VmPrint::contents`], is
+/// sampled.
 #[must_use]
 pub const fn level_of(content: u64) -> u32 {
     (content >> 58) as u32
 }
 
-/// Fingerprint of one VM.
+/// Fingerprint of one VM's memory: hashes of sampled page contents.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmPrint {
@@ -158,15 +159,15 @@ pub struct VmPrint {
     pub name: String,
     /// Trust domain of the VM; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Bytes of the VM's RAM in memory, shared or not.
+    /// Bytes of the VM's RAM that are in the host's memory, shared or not.
     pub ram_bytes: u64,
-    /// Bytes that QEMU takes beside the VM's RAM.
+    /// Bytes that the VM's QEMU takes beside the VM's RAM (PSS).
     pub beside_bytes: u64,
-    /// Sampled contents of the VM, each once, sorted.
+    /// Sampled page contents of the VM as keyed hashes of 64 bits, each once, sorted.
     pub contents: Vec<u64>,
 }
 
-/// Fingerprint of one host.
+/// Fingerprint of the memory of all VMs on one host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fingerprint {
@@ -176,27 +177,27 @@ pub struct Fingerprint {
     pub host: String,
     /// Identifier of the key with which the fingerprint was made, [`Key::id`].
     pub key: String,
-    /// Level of the sample: one content in 2^level is drawn.
+    /// Level of the sample: one page content in 2^level was sampled.
     pub level: u32,
-    /// `MemTotal`, in bytes.
+    /// `MemTotal` of the host, in bytes.
     pub memory_bytes: u64,
-    /// Bytes used on the host by everything except its VMs.
+    /// Bytes that everything on the host except its VMs uses.
     pub others_bytes: u64,
     /// Fingerprints of the host's VMs.
     pub vms: Vec<VmPrint>,
 }
 
-/// Memory of the host, total and available.
+/// Total and available memory of a host.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HostMemory {
-    /// `MemTotal`, in bytes.
+    /// `MemTotal` of the host, in bytes.
     pub total_bytes: u64,
-    /// `MemAvailable`, in bytes.
+    /// `MemAvailable` of the host, in bytes.
     pub available_bytes: u64,
 }
 
-/// Makes the fingerprint from pages that were read. They must have been read with
-/// [`super::Options::reads_files`] and with the key's seed.
+/// Makes the fingerprint of the host named `host` from the pages in `looked`. The pages must have
+/// been read with [`super::Options::reads_files`] set, and with the key's seed.
 pub fn of(looked: &Looked, key: &Key, host: &str, memory: HostMemory) -> io::Result<Fingerprint> {
     let mut contents: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
     // A page that changed between the two reads is not shareable.

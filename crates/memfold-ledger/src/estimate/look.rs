@@ -4,9 +4,9 @@
 //!    counted but not read: pages of files or shared memory, the kernel's zero page, swapped pages
 //!    and holes.
 //! 2. First read: every other page is read and hashed, in random order.
-//! 3. Second read, at least one second later: the sampled pages that have a twin, and one in eight
-//!    of those that have none. KSM does not merge pages that change between two of its passes, so a
-//!    page that changed is not counted as a possible saving.
+//! 3. Second read, at least one second later: the sampled pages whose content occurs more than
+//!    once, and one in eight of the others. KSM does not merge pages that change between two of its
+//!    passes, so a page that changed is not counted as a possible saving.
 //!
 //! Reading 64 bytes of each page costs three quarters of reading the whole page (0.55 against 0.74
 //! us a page), because finding the page is the expensive part. Therefore whole pages are read, and
@@ -40,50 +40,51 @@ const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 /// Part of a limited time that the first read of all pages may take.
 const FIRST_LOOK: f64 = 0.75;
 
-/// One in this many pages without a twin (another page with the same content) is read again.
+/// One in this many sampled pages whose content occurs only once is read a second time.
 pub const LONERS: u32 = 8;
 
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_SIZE);
 
-/// A VM's pages, counted by class.
+/// Numbers of a VM's pages, by class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pages {
-    /// All pages of the VM's memory, in memory or not.
+    /// Number of pages of the VM's memory, whether or not the host holds them in RAM.
     pub memory: u64,
-    /// Pages of files or shared memory: of a page store, a snapshot's image, a segment.
+    /// Number of pages of files or shared memory: of a page store, a snapshot's image, a segment.
     pub file: u64,
-    /// Pages mapped to the kernel's zero page.
+    /// Number of pages mapped to the kernel's zero page.
     pub kernel_zero: u64,
-    /// Pages in swap.
+    /// Number of pages in swap.
     pub swapped: u64,
-    /// Pages of hugetlbfs.
+    /// Number of pages of hugetlbfs, in pages of 4 KiB.
     pub hugetlb: u64,
-    /// Pages in memory that belong to this VM only, or were merged by KSM. The estimate reads
-    /// these.
+    /// Number of pages in memory that belong to this VM only or were merged by KSM. The estimate
+    /// reads these pages.
     pub private: u64,
-    /// Part of the private pages that huge pages map.
+    /// Number of private pages that huge pages map.
     pub huge: u64,
-    /// Part of the private pages that KSM may merge.
+    /// Number of private pages that are offered to KSM.
     pub mergeable: u64,
     /// Number of private pages that were read.
     pub read: u64,
-    /// Number of private pages that had disappeared before they were read.
+    /// Number of private pages that disappeared before they could be read.
     pub gone: u64,
 }
 
 /// Result of reading the VMs' memory twice.
 #[derive(Debug)]
 pub struct Looked {
-    /// The VMs that were read and did not end meanwhile.
+    /// The VMs that were read, without those that ended meanwhile.
     pub targets: Vec<Target>,
-    /// Page counts of the VMs in `targets`, in the same order.
+    /// Numbers of pages of each VM in `targets`, by class, in the same order.
     pub vms: Vec<Pages>,
-    /// The sample of pages, sorted by content.
+    /// The sampled pages of all VMs, sorted by content.
     pub sample: Sample,
-    /// Whether every private page was read.
+    /// Whether the first read covered every private page; false: the time limit ended the first
+    /// read.
     pub complete: bool,
-    /// Number of pages that were read again.
+    /// Number of pages that were read a second time.
     pub again_pages: u64,
 }
 
@@ -98,7 +99,8 @@ struct Piece {
 /// Pages of one VM that are read together: number of the VM, and its pages.
 type Batch = (u32, Vec<Piece>);
 
-/// Reads the memory of the VMs twice.
+/// Reads the memory of the VMs `targets` twice, within the CPU budget `pace`. `told` is called with
+/// the progress.
 ///
 /// # Errors
 ///

@@ -1,8 +1,8 @@
-//! Expected saving and CPU cost of each mechanism.
+//! Estimates the saving and the CPU cost of each mechanism that saves memory.
 //!
-//! The savings overlap. KSM would find most pages that folding finds, and files in a segment are in
-//! no page cache that could be folded. CPU figures come from the studies (`docs/results`, decision
-//! 21) and hold for the machine used there: an order of magnitude.
+//! The savings overlap and cannot be added. KSM would find most pages that folding finds. Files in
+//! a segment are in no page cache that could be folded. CPU costs were measured in the studies
+//! (`docs/results`, decision 21). On other machines, they show only the order of magnitude.
 
 use memfold_fold::FileUse;
 use memfold_segment::rank;
@@ -38,34 +38,34 @@ const GIVE_BACK_US: f64 = 0.25;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Way {
-    /// Segment: files in a shared segment instead of in page caches.
+    /// Segments: files in a shared segment instead of in each guest's page cache.
     Segment,
     /// Clones: VMs that run from one snapshot.
     Clone,
-    /// Folding: equal pages of equal files are shared.
+    /// Folding: equal pages of equal files are stored once.
     Fold,
-    /// Zero pages: pages of zeroes are given back.
+    /// Zero pages: guests' pages of zeroes are given back to the host.
     Zero,
-    /// KSM, with the memory that is offered to it.
+    /// KSM, in the memory that is offered to it now (`MADV_MERGEABLE`).
     Ksm,
-    /// KSM, if all VMs offered their memory.
+    /// KSM, if all VMs offered all of their memory.
     KsmIfOffered,
-    /// Free page reporting: guests' free memory is given back.
+    /// Free page reporting: guests' free memory is given back to the host.
     FreePageReporting,
 }
 
-/// Expected result of one mechanism.
+/// Expected saving and cost of one mechanism that saves memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Mechanism {
-    /// Mechanism whose savings are estimated.
+    /// Mechanism whose saving is estimated.
     pub way: Way,
-    /// Expected saving; null if it cannot be known from outside (`words` says why).
+    /// Expected saving; null if it cannot be known from outside the guests (`words` tells why).
     pub saved: Option<Estimate>,
-    /// Upper limit of the saving, if it depends on unknown facts.
+    /// Upper limit of the saving in bytes, if the saving depends on unknown facts; otherwise null.
     pub at_most_bytes: Option<u64>,
     /// CPU time that the saving costs, in seconds of one core; null: not measured.
     pub cpu_seconds: Option<f64>,
-    /// Description of the mechanism and its conditions, as text.
+    /// Text that describes where the saving comes from, and its conditions.
     pub words: String,
 }
 
@@ -81,7 +81,8 @@ impl Mechanism {
     }
 }
 
-/// Returns the expected results of all mechanisms.
+/// Estimates the saving and the cost of each mechanism from the pages read (`looked`) and their
+/// classes (`split`).
 #[must_use]
 pub fn all(looked: &Looked, split: &Split, files: &[KnownFile]) -> Vec<Mechanism> {
     let mut all = vec![

@@ -13,9 +13,10 @@
 //!   mechanisms  what segments, clones, folding, KSM and free page reporting would save, and their CPU cost
 //!   report, table
 //! ```
-//! Nothing is written, no page is shared, and no library or agent is needed. Reading has two costs:
-//! the host's reclaim takes the VMs' pages for recently used (`process_vm_readv(2)` accesses them),
-//! and other processes lose CPU cache contents.
+//! The drawing shows the steps of an estimate, by module. An estimate writes nothing and shares no
+//! page, and needs no library or agent. Reading has two costs: the host's reclaim regards the VMs'
+//! pages as recently used (`process_vm_readv(2)` accesses them), and other processes lose CPU cache
+//! contents.
 //!
 //! | | |
 //! |---|---|
@@ -50,8 +51,8 @@ pub use pace::{Pace, Told};
 pub use report::EstimateReport;
 pub use targets::{Domains, Range, Target};
 
-/// Reads the memory of `targets` and estimates possible savings. The file runs of `targets` refer
-/// to `files`.
+/// Reads the memory of the VMs `targets` and estimates how much of it could be saved.
+/// [`FileRun::file`] in `targets` is an index into `files`. `told` is called with the progress.
 pub fn estimate(
     targets: Vec<Target>,
     files: &[KnownFile],

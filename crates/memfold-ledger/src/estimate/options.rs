@@ -1,27 +1,29 @@
-//! Options of an estimate.
+//! Options of an estimate (`memfold estimate`): size and seed of its sample, and KSM's settings.
 
-/// Default limit of the sample, in pages. Each page of the sample takes 40 bytes.
+/// Default of the largest number of pages in an estimate's sample. Each page of the sample takes 40
+/// bytes of memory.
 pub const SAMPLE_PAGES: usize = 1 << 20;
 
-/// Options of an estimate.
+/// Options of an estimate of savings.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Most pages in the sample.
+    /// Largest number of pages in the sample.
     pub sample_pages: usize,
-    /// Seed of the sampling hash. It is random, so that no guest can keep contents out of the
-    /// sample.
+    /// Seed of the hash that decides which contents are sampled. It is random, so that no guest can
+    /// keep contents out of the sample.
     pub seed: u64,
-    /// KSM's `max_page_sharing`: number of pages that one merged page can stand for.
+    /// KSM's `max_page_sharing`: largest number of mappings of one merged page.
     pub max_page_sharing: u64,
     /// KSM's `use_zero_pages`: whether pages of zeroes are mapped to the kernel's zero page.
     pub use_zero_pages: bool,
-    /// Whether file pages are read too, that is pages that are folded or mapped from a snapshot's
-    /// image.
+    /// Whether file pages of guest RAM are read too: pages that are folded or mapped from a
+    /// snapshot's image.
     pub reads_files: bool,
 }
 
 impl Options {
-    /// Returns options with KSM's present settings, or with KSM's defaults on a kernel without KSM.
+    /// Returns options with a random seed and with this host's KSM settings, or KSM's defaults on a
+    /// kernel without KSM.
     #[must_use]
     pub fn here() -> Self {
         use std::hash::{BuildHasher, Hasher};

@@ -1,4 +1,5 @@
-//! A CPU budget: the thread sleeps whenever it has used more than its share of a core.
+//! Limits the CPU time of an estimate: the thread sleeps whenever it has used more than its share
+//! of a core.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -17,12 +18,12 @@ const LEAST_SLEEP: Duration = Duration::from_millis(3);
 /// Longest sleep before the stop flag is checked.
 const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 
-/// The CPU budget of the calling thread, counted from [`Pace::new`].
+/// CPU budget of the thread that calls [`Pace::new`]. Time is counted from that call.
 #[derive(Debug)]
 pub struct Pace<'a> {
-    /// Allowed share of one core.
+    /// CPU time that the thread may use, as a share of one core (1.0: a whole core).
     pub share: f64,
-    /// Longest duration of the work.
+    /// Longest duration of the work, counted from [`Pace::new`]; `None`: no limit.
     pub limit: Option<Duration>,
     began: Instant,
     cpu_before: Duration,
@@ -30,7 +31,8 @@ pub struct Pace<'a> {
 }
 
 impl<'a> Pace<'a> {
-    /// Creates a budget of `share` of one core, for at most `limit`. Setting `stop` ends the work.
+    /// Creates a budget of `share` of one core (1.0: a whole core) for work that takes at most
+    /// `limit`. Setting `stop` to true interrupts the work.
     #[must_use]
     pub fn new(share: f64, limit: Option<Duration>, stop: &'a AtomicBool) -> Self {
         Self {
@@ -42,7 +44,7 @@ impl<'a> Pace<'a> {
         }
     }
 
-    /// Returns the CPU time used since [`Pace::new`].
+    /// Returns the CPU time that the calling thread has used since [`Pace::new`].
     #[must_use]
     pub fn cpu(&self) -> Duration {
         thread_cpu().saturating_sub(self.cpu_before)
@@ -54,15 +56,16 @@ impl<'a> Pace<'a> {
         self.began.elapsed()
     }
 
-    /// Returns the CPU time that may still be used until `at` (since [`Pace::new`]).
+    /// Returns the CPU time that the thread may still use before the duration `at`, counted from
+    /// [`Pace::new`], is over.
     #[must_use]
     pub fn left(&self, at: Duration) -> Duration {
         at.mul_f64(self.share * FOR_READING)
             .saturating_sub(self.cpu())
     }
 
-    /// Sleeps until the used CPU time is within the budget, at most until `end` has passed since
-    /// [`Pace::new`]. Returns whether there is time left.
+    /// Sleeps until the used CPU time is within the budget again. The sleep ends earlier when the
+    /// duration `end`, counted from [`Pace::new`], is over. Returns false if this duration is over.
     pub fn keep(&self, end: Option<Duration>) -> Result<bool, EstimateError> {
         let due = self.cpu().div_f64(self.share * FOR_READING);
         if due.saturating_sub(self.elapsed()) < LEAST_SLEEP {
@@ -73,7 +76,8 @@ impl<'a> Pace<'a> {
         Ok(end.is_none_or(|end| self.elapsed() < end))
     }
 
-    /// Sleeps until `at` (since [`Pace::new`]).
+    /// Sleeps until the duration `at`, counted from [`Pace::new`], is over. Fails if the work is
+    /// interrupted.
     pub fn wait_until(&self, at: Duration) -> Result<(), EstimateError> {
         loop {
             if self.stop.load(Ordering::Relaxed) {
@@ -92,7 +96,8 @@ fn thread_cpu() -> Duration {
     Duration::from_nanos(thread_cpu_ns())
 }
 
-/// Callback for progress: name of the step, number of pages done, number of pages in all.
+/// Callback that reports the progress of an estimate: name of the step, number of pages done, total
+/// number of pages.
 pub type Told<'a> = &'a mut dyn FnMut(&'static str, u64, u64);
 
 #[cfg(test)]

@@ -7,8 +7,9 @@
 //!   repeat the best move of one VM, or exchange of two, as long as it saves enough; a host that lacks memory is
 //!   relieved first
 //! ```
-//! The result is a model: the saving assumes that folding, KSM or clones share all common contents.
-//! Contents that repeat within a single VM are left out, because they move with the VM.
+//! The drawing shows how the memory use of a host is computed, and how moves are chosen. The result
+//! is a model: it assumes that folding, KSM or clones share all common contents. Contents that
+//! repeat within a single VM are left out, because they move with the VM.
 
 use std::collections::BTreeSet;
 
@@ -35,66 +36,69 @@ pub enum PlaceError {
         "give the fingerprints of at least two hosts (run 'memfold estimate --fingerprint FILE --key KEY' on each host)"
     )]
     OneHost,
-    /// A fingerprint has the format of another memfold version.
+    /// A fingerprint has a format that this version of memfold cannot read.
     #[error(
         "the fingerprint of '{host}' has format {format}; this memfold reads format {FORMAT} only"
     )]
     Format {
-        /// Name of the host.
+        /// Name of the host that the fingerprint describes.
         host: String,
-        /// Format of its fingerprint.
+        /// Number of the fingerprint's format.
         format: u32,
     },
-    /// Two fingerprints were made with different keys and cannot be compared.
+    /// The fingerprints of two hosts, which are named, were made with different keys and cannot be
+    /// compared.
     #[error(
         "the fingerprints of '{0}' and '{1}' were made with different keys; copy the key file of one host to the other, and make both fingerprints again"
     )]
     Keys(String, String),
-    /// Two fingerprints are of the same host.
+    /// Two fingerprints are of the named host.
     #[error("two fingerprints are of host '{0}'; leave out the older one")]
     Twice(String),
 }
 
-/// A proposal of moves.
+/// Proposed moves of VMs between hosts, and the memory that the moves save.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Proposal {
-    /// The hosts, in the order given.
+    /// Memory use of each host before and after the moves, in the order of the fingerprints given.
     pub hosts: Vec<PlacedHost>,
-    /// The moves, in order. An exchange is two moves.
+    /// Moves to make, in this order. An exchange of two VMs is two moves.
     pub moves: Vec<Move>,
     /// Bytes that all hosts together would use now, if all shareable contents were shared.
     pub now_bytes: u64,
-    /// Bytes that all hosts together would use after the moves.
+    /// Bytes that all hosts together would use after the moves, if all shareable contents were
+    /// shared.
     pub then_bytes: u64,
-    /// Error bar (95 %) of the difference, due to sampling.
+    /// Error bar (95 %) of the saving (`now_bytes` - `then_bytes`), due to sampling.
     pub plus_minus_bytes: u64,
 }
 
-/// A host before and after the moves.
+/// Memory use of a host before and after the proposed moves.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PlacedHost {
     /// Name of the host.
     pub host: String,
-    /// Bytes that may be used on the host: its memory less the reserve.
+    /// Largest number of bytes that may be used on the host: its memory less the reserve.
     pub limit_bytes: u64,
     /// Bytes that the host would use now, if all shareable contents were shared.
     pub now_bytes: u64,
-    /// Bytes that the host would use after the moves.
+    /// Bytes that the host would use after the moves, if all shareable contents were shared.
     pub then_bytes: u64,
-    /// VMs on the host after the moves.
+    /// Names of the VMs on the host after the moves.
     pub vms: Vec<String>,
 }
 
-/// A VM to move.
+/// A proposed move of one VM from a host to another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Move {
-    /// Name of the VM.
+    /// Name of the VM that is moved.
     pub vm: String,
-    /// Host that the VM runs on.
+    /// Name of the host that the VM runs on.
     pub from: String,
-    /// Host to move the VM to.
+    /// Name of the host to move the VM to.
     pub to: String,
-    /// Bytes saved by the move. The first move of an exchange carries the saving of both.
+    /// Bytes that the move saves on all hosts together. The first move of an exchange has the
+    /// saving of both moves, the second has 0.
     pub saves_bytes: i64,
 }
 
@@ -267,8 +271,8 @@ struct Step {
     back: Option<usize>,
 }
 
-/// Proposes moves that save at least `least_bytes` each, and leave `reserve_percent` of each host's
-/// memory free.
+/// Proposes moves of VMs that save at least `least_bytes` each. A move may save less if it relieves
+/// a host that uses more than its memory less `reserve_percent` of it.
 ///
 /// # Errors
 ///

@@ -1,4 +1,5 @@
-//! How much of a running program several VMs could share, by mapping mode: study A's Table 4.
+//! Computes how much of a running program's memory several VMs could share, by the permissions of
+//! its mappings (study A's Table 4).
 //!
 //! The study counts every mapping without `w` as shareable. That is too much where a page was
 //! written before it was protected (relocations: `r--p`, but a private copy). It is too little
@@ -32,29 +33,29 @@ pub enum Kind {
     Anonymous,
 }
 
-/// Resident memory of a program in mappings of one kind and mode.
+/// Resident memory of a program in mappings of one kind with the same permissions.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Mode {
-    /// Kind of the mappings.
+    /// Kind of the program's mappings that are summed up.
     pub kind: Kind,
-    /// Permissions as in `/proc/PID/maps`.
+    /// Permissions of the mappings as in `/proc/PID/maps`, such as `r-xp`.
     pub permissions: String,
-    /// Resident bytes of these mappings.
+    /// Resident bytes of all mappings of this kind and with these permissions.
     pub resident_bytes: u64,
-    /// Part of the resident bytes: the file's own pages, not written by the program.
+    /// Part of `resident_bytes` that is the file's own pages, which the program has not written.
     pub file_bytes: u64,
 }
 
-/// Shareable memory of a program.
+/// Resident memory of a program, and how much of it VMs could share.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ProgramReport {
-    /// The requested name or process number.
+    /// Requested name or process number of the program.
     pub program: String,
-    /// Numbers of the program's processes. A page that several of them map counts for each.
+    /// Numbers of the program's processes. A page that several processes map is counted for each.
     pub pids: Vec<i32>,
-    /// Resident memory by kind and mode.
+    /// Resident memory by kind and permissions of the mappings.
     pub modes: Vec<Mode>,
-    /// Resident bytes of all mappings together.
+    /// Resident bytes of all mappings of all processes of the program.
     pub resident_bytes: u64,
     /// Part of `resident_bytes` that is mapped without `w`: the study's measure.
     pub not_writable_bytes: u64,
@@ -99,7 +100,8 @@ pub fn find(proc_root: &Path, program: &str) -> io::Result<Vec<i32>> {
     Ok(found)
 }
 
-/// Reads the mappings of these processes. A process that ends meanwhile is left out.
+/// Reads the mappings of the processes `pids` and makes the report of the program named `program`.
+/// A process that ends meanwhile is left out.
 pub fn read(proc_root: &Path, program: &str, pids: &[i32]) -> io::Result<ProgramReport> {
     let mut report = ProgramReport {
         program: program.to_owned(),

@@ -1,4 +1,4 @@
-//! The report of an estimate, as the API and `--json` show it.
+//! The report of an estimate, as returned by the API and printed by `memfold estimate --json`.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -12,89 +12,93 @@ use super::split::{DomainSplit, FileSplit, Split, VmSplit};
 use super::statistics::{Estimate, Sum, whole};
 use super::targets::Target;
 
-/// Estimate for one VM. The classes of its pages add up to `private_bytes`.
+/// Estimate for one VM: its pages by class.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmEstimate {
     /// Name of the VM.
     pub name: String,
-    /// Process number of QEMU.
+    /// Process number of the VM's QEMU.
     pub pid: i32,
-    /// Trust domain; null: the VM shares with no other VM.
+    /// Trust domain of the VM; null: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// All bytes of the VM's memory, in memory or not.
+    /// Size of the VM's memory in bytes, whether or not the host holds it in RAM.
     pub memory_bytes: u64,
-    /// Bytes in memory that belong to this VM only and were examined: the sum of the following
-    /// classes.
+    /// Bytes of the VM in the host's RAM that the estimate examines. `zero`, `within`, `between`,
+    /// `merged`, `volatile` and `rest_bytes` add up to them.
     pub private_bytes: u64,
-    /// Bytes of the VM's memory that are files or shared memory; not examined.
+    /// Bytes of the VM's memory that are pages of files or shared memory; not part of
+    /// `private_bytes`.
     pub file_bytes: u64,
-    /// Bytes mapped to the kernel's zero page; not examined.
+    /// Bytes mapped to the kernel's zero page; not part of `private_bytes`.
     pub kernel_zero_bytes: u64,
-    /// Bytes in swap; not examined.
+    /// Bytes of the VM in swap; not part of `private_bytes`.
     pub swapped_bytes: u64,
-    /// Bytes of hugetlbfs; not examined.
+    /// Bytes of the VM in hugetlbfs; not part of `private_bytes`.
     pub hugetlb_bytes: u64,
-    /// Part of the private bytes that KSM may merge.
+    /// Part of `private_bytes` that is offered to KSM (`MADV_MERGEABLE`).
     pub mergeable_bytes: u64,
-    /// Pages of the VM that hold only zeroes.
+    /// Pages of the VM that hold only zeroes, and could be given back.
     pub zero: Estimate,
-    /// Copies of contents within the VM beyond the first copy.
+    /// Pages whose content occurs several times in the VM: all copies but the first.
     pub within: Estimate,
-    /// The VM's part of contents that VMs of its trust domain have in common, all but one copy.
+    /// Saving by sharing with other VMs of the trust domain: all copies but one could be saved, and
+    /// this is the VM's part of them.
     pub between: Estimate,
-    /// Pages that KSM has merged already.
+    /// Pages of the VM that KSM has merged already.
     pub merged: Estimate,
-    /// Pages that changed between the two reads.
+    /// Pages of the VM that changed between the two reads, and are therefore not worth sharing.
     pub volatile: Estimate,
-    /// The rest: unique contents, and the VM's part of the one remaining copy of shared contents.
+    /// Rest of `private_bytes`: unique contents, and the VM's part of the copies that remain of
+    /// shared contents.
     pub rest_bytes: u64,
-    /// Bytes mapped by huge pages.
+    /// Part of `private_bytes` that huge pages map.
     pub huge_bytes: u64,
-    /// Number of huge pages that sharing would split.
+    /// Number of the VM's huge pages that sharing would split.
     pub broken_huge_pages: u64,
     /// Error bar (95 %) of `broken_huge_pages`.
     pub plus_minus_huge_pages: u64,
-    /// Bytes of page cache in the guest according to its agent; null: no agent reports them.
+    /// Bytes of page cache in the guest, according to its agent; null: no agent reports them.
     pub cached_bytes: Option<u64>,
-    /// Bytes that had disappeared from memory before they were read.
+    /// Bytes that disappeared from the host's RAM before the estimate could read them.
     pub gone_bytes: u64,
 }
 
 /// Estimated savings by sharing memory within one trust domain, or within one VM that has none.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DomainEstimate {
-    /// Name of the trust domain; null for a VM without one.
+    /// Name of the trust domain; null: the estimate is for one VM without a domain.
     pub domain: Option<String>,
     /// Names of the VMs in the trust domain.
     pub vms: Vec<String>,
-    /// Sum of `zero`, `within` and `between`.
+    /// Bytes that sharing within the domain could save: the sum of `zero`, `within` and `between`.
     pub saved: Estimate,
-    /// Pages that hold only zeroes.
+    /// Pages of the domain's VMs that hold only zeroes.
     pub zero: Estimate,
-    /// Copies within single VMs, beyond the first.
+    /// Pages whose content occurs several times in one VM of the domain: all copies but the first
+    /// in each VM.
     pub within: Estimate,
-    /// Copies in several VMs of the domain, all but one.
+    /// Contents that several VMs of the domain hold: one page for each of these VMs but one.
     pub between: Estimate,
     /// Part of `within` and `between` that is page cache of files; null: no agent reports files.
     pub of_files: Option<Estimate>,
-    /// Saving by KSM in memory that is offered to KSM (`MADV_MERGEABLE`).
+    /// Pages that KSM would save in memory that is offered to KSM (`MADV_MERGEABLE`).
     pub ksm: Estimate,
 }
 
-/// Estimate for one file.
+/// Estimated saving by sharing the cached pages of one file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct FileEstimate {
     /// Path of the file in the guests.
     pub path: String,
-    /// Trust domain of the VMs that cache the file.
+    /// Trust domain of the VMs that cache the file; null: a VM without a trust domain.
     pub domain: Option<String>,
     /// Bytes of the file that VMs of the domain cache.
     pub cached_bytes: u64,
-    /// Part of the cached bytes that sharing would save.
+    /// Part of `cached_bytes` that sharing would save.
     pub saved: Estimate,
 }
 
-/// How the memory was read, and the cost of reading.
+/// How an estimate read the VMs' memory, and what reading cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct How {
     /// Duration of the estimate, in seconds.
@@ -103,32 +107,32 @@ pub struct How {
     pub cpu_seconds: f64,
     /// CPU time of the estimate, in percent of one core.
     pub cpu_percent: f64,
-    /// Allowed CPU time in percent of one core.
+    /// CPU time that the estimate was allowed to use, in percent of one core.
     pub cpu_limit_percent: f64,
-    /// Bytes that the first read has read.
+    /// Bytes of VMs' memory that the first of the two reads covered.
     pub read_bytes: u64,
     /// Percent of the private memory that was read. Below 100, copies in the unread memory were not
     /// found: `within` and `between` are then lower bounds.
     pub read_percent: f64,
-    /// Bytes that were read a second time.
+    /// Bytes of VMs' memory that were read a second time, to find pages that change.
     pub read_again_bytes: u64,
-    /// One content in this many was sampled; 1: all contents.
+    /// Size of the sample: one page content in this many was sampled. 1: all contents.
     pub one_in: f64,
 }
 
 /// Result of an estimate.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct EstimateReport {
-    /// Estimates by VM.
+    /// Estimate for each VM.
     pub vms: Vec<VmEstimate>,
-    /// Estimates by trust domain.
+    /// Estimate for each trust domain, and for each VM without one.
     pub domains: Vec<DomainEstimate>,
-    /// Possible saving in all domains together.
+    /// Saving that is possible in all trust domains together.
     pub saved: Estimate,
-    /// Copies of contents in several trust domains, beyond one. They must not be shared, and are
-    /// part of no sum.
+    /// Contents that several trust domains hold: one page for each of these domains but one. These
+    /// pages must not be shared, and are part of no sum.
     pub across_domains: Estimate,
-    /// Number of huge pages that sharing would split.
+    /// Number of huge pages of all VMs that sharing would split.
     pub broken_huge_pages: u64,
     /// Error bar (95 %) of `broken_huge_pages`.
     pub plus_minus_huge_pages: u64,
@@ -136,9 +140,9 @@ pub struct EstimateReport {
     pub files: Vec<FileEstimate>,
     /// Expected result of each mechanism. The savings overlap and cannot be added.
     pub mechanisms: Vec<Mechanism>,
-    /// How the memory was read.
+    /// How the memory was read, and what reading cost.
     pub how: How,
-    /// Whether a daemon reported names, trust domains and files.
+    /// Whether a daemon reported the names, trust domains and cached files of VMs.
     pub daemon: bool,
 }
 
@@ -199,7 +203,7 @@ fn domain(split: &DomainSplit, looked: &Looked) -> DomainEstimate {
     }
 }
 
-/// Makes the report of an estimate.
+/// Makes the report of an estimate from the pages read (`looked`) and their classes (`split`).
 #[must_use]
 pub fn report(
     looked: &Looked,

@@ -1,31 +1,32 @@
-//! A sample of pages by content: all copies of a content are in the sample, or none.
+//! Samples pages by content: of each content, either all copies are in the sample or none.
 //!
-//! A random sample of pages would miss most twins: a tenth of all pages contains both copies of a
-//! content with a chance of 1 in 100. Contents are therefore drawn by their hash (Gibbons,
-//! "Distinct Sampling for Highly-Accurate Answers to Distinct Values Queries and Event Reports",
-//! VLDB 2001). All copies of a content are then drawn together, and a sum over contents, multiplied
-//! by 2^level, is right on average. Every page is read and hashed. The size of the sample only
-//! limits how much is remembered and read a second time.
+//! A random sample of pages would miss most pairs of equal pages: a sample of one page in ten
+//! contains both pages of a pair with a chance of 1 in 100. Contents are therefore drawn by their
+//! hash (Gibbons, "Distinct Sampling for Highly-Accurate Answers to Distinct Values Queries and
+//! Event Reports", VLDB 2001). All copies of a content are then drawn together, and a sum over
+//! contents, multiplied by 2^level, is right on average. Every page is read and hashed. The size of
+//! the sample only limits how many pages are remembered and read a second time. The level of the
+//! sample rises whenever the sample is full:
 //!
 //! ```text
 //!   level 0:  all contents        level 1: hash begins with 0        level 2: with 00        ...
 //!             sample is full ---->           half of it is dropped -->
 //! ```
-//! A content with very many copies would make the sum depend on whether it is drawn. Such contents
-//! leave the sample before it is halved for the first time, and are counted separately from then on
-//! ([`Frequent`]). Pages of zeroes are always counted separately.
+//! If a content with very many copies were drawn or not by chance, the sum would depend on this
+//! chance. Such contents leave the sample before it is halved for the first time, and are counted
+//! separately from then on ([`Frequent`]). Pages of zeroes are always counted separately.
 
 use foldhash::HashMap;
 
 /// Result of the second read of a page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Again {
-    /// The page was not read again.
+    /// The page was not read a second time.
     #[default]
     NotLooked,
-    /// The bytes were the same.
+    /// The page's bytes were the same at both reads.
     Same,
-    /// The bytes differed, or the page was gone.
+    /// The page's bytes differed, or the page no longer existed.
     Changed,
 }
 
@@ -36,20 +37,22 @@ pub struct Seen {
     pub hash: u64,
     /// The page's address in QEMU divided by 4096.
     pub page: u64,
-    /// Number of the page's host frame; 0: it may not be read.
+    /// Number of the host's page frame that holds the page; 0: unknown, because it may not be read.
     pub frame: u64,
-    /// Number of the VM that the page belongs to.
+    /// Index of the VM that the page belongs to, in the list of targets.
     pub vm: u32,
     /// Whether a huge page maps the page.
     pub huge: bool,
-    /// Whether KSM has merged the page.
+    /// Whether KSM has merged the page with other pages that were read. It is only set in
+    /// [`Frequent::kept`].
     pub merged: bool,
     /// Result of reading the page a second time.
     pub again: Again,
 }
 
 impl Seen {
-    /// Returns the 2 MiB block that contains the page: VM, and address divided by 2 MiB.
+    /// Returns the block of 2 MiB that contains the page: the index of the VM, and the address in
+    /// QEMU divided by 2 MiB.
     #[must_use]
     pub const fn huge_page(&self) -> (u32, u64) {
         (self.vm, self.page >> 9)
@@ -65,24 +68,25 @@ impl Seen {
     }
 }
 
-/// A content with many copies. All copies are counted, but the places of only some are kept.
+/// A page content with many copies. All copies are counted, but only some of them are recorded
+/// (`kept`).
 #[derive(Clone, Debug, Default)]
 pub struct Frequent {
-    /// Number of contents that this content stands for: 1, unless it was sampled before it was
-    /// found to be frequent.
+    /// Number of contents for which this content stands in sums: 2^level at the sample level at
+    /// which the content was found to be frequent.
     pub weight: f64,
-    /// Number of copies in each VM.
+    /// Number of copies in each VM, by the index of the VM.
     pub pages: Vec<u64>,
-    /// Huge pages that hold copies, and the number of copies in each.
+    /// Number of copies in each huge page that holds copies, by [`Seen::huge_page`].
     pub huge: HashMap<(u32, u64), u32>,
-    /// Copies whose places are kept, sampled by place.
+    /// Recorded copies: a sample of all copies, drawn by VM and address.
     pub kept: Vec<Seen>,
     level: u32,
     room: usize,
 }
 
 impl Frequent {
-    /// Creates an empty record that keeps at most `room` places of copies.
+    /// Creates a content without copies, of which at most `room` copies will be recorded.
     #[must_use]
     pub fn new(weight: f64, room: usize) -> Self {
         Self {
@@ -110,36 +114,36 @@ impl Frequent {
         }
     }
 
-    /// Drops half of the kept places of copies.
+    /// Drops about half of the recorded copies.
     pub fn halve(&mut self) {
         self.level += 1;
         let level = self.level;
         self.kept.retain(|s| s.place().leading_zeros() >= level);
     }
 
-    /// Returns whether the places of all copies are kept.
+    /// Returns whether all copies are recorded in `kept`.
     #[must_use]
     pub const fn is_whole(&self) -> bool {
         self.level == 0
     }
 
-    /// Returns the number of copies in a VM.
+    /// Returns the number of copies in the VM with index `vm`.
     #[must_use]
     pub fn of(&self, vm: usize) -> u64 {
         self.pages.get(vm).copied().unwrap_or(0)
     }
 }
 
-/// The sample, and the contents that are counted separately.
+/// The sample of pages, and the frequent contents that are counted beside the sample.
 #[derive(Debug)]
 pub struct Sample {
     room: usize,
     level: u32,
-    /// Pages of the sampled contents.
+    /// All pages that hold one of the sampled contents.
     pub pages: Vec<Seen>,
     /// Pages of zeroes.
     pub zero: Frequent,
-    /// Other contents with many copies, by hash.
+    /// Other contents with many copies, by the hash of the content.
     pub frequent: HashMap<u64, Frequent>,
 }
 
@@ -147,8 +151,8 @@ pub struct Sample {
 const MOST_FREQUENT: usize = 1024;
 
 impl Sample {
-    /// Creates an empty sample of about `room` pages. It also keeps the places of `room / 16` pages
-    /// of zeroes.
+    /// Creates an empty sample of at most `room` pages (at least 1024). Beside them, up to
+    /// `room / 16` pages of zeroes are recorded.
     #[must_use]
     pub fn new(room: usize) -> Self {
         Self {
@@ -160,7 +164,8 @@ impl Sample {
         }
     }
 
-    /// Adds a page that does not hold only zeroes.
+    /// Adds a page, which must not hold only zeroes. The page is ignored if its content is not
+    /// sampled.
     pub fn add(&mut self, seen: Seen) {
         if let Some(frequent) = self.frequent.get_mut(&seen.hash) {
             frequent.add(seen);
@@ -172,7 +177,8 @@ impl Sample {
         }
     }
 
-    /// Drops half of the contents. From then on, contents with many copies are counted separately.
+    /// Drops about half of the sampled contents and raises the level by one. Contents with many
+    /// copies leave the sample, and are counted separately from then on.
     pub fn halve(&mut self) {
         self.pages.sort_unstable_by_key(|seen| seen.hash);
         let many = (self.room / MOST_FREQUENT).max(8);
@@ -197,14 +203,14 @@ impl Sample {
         self.pages = left;
     }
 
-    /// Returns the level: the number of zero bits that the hash of each sampled content begins
-    /// with.
+    /// Returns the level: a content is sampled if its hash begins with at least this number of zero
+    /// bits.
     #[must_use]
     pub const fn level(&self) -> u32 {
         self.level
     }
 
-    /// Returns the number of contents that each sampled content stands for.
+    /// Returns the number of contents for which each sampled content stands in sums: 2^level.
     #[must_use]
     pub fn weight(&self) -> f64 {
         f64::from(self.level).exp2()

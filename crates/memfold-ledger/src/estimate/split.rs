@@ -1,4 +1,5 @@
-//! Splits the pages read into classes: possible savings, and pages that cannot be shared.
+//! Splits the pages that an estimate read into classes: possible savings, and pages that cannot be
+//! shared.
 //!
 //! Let a VM hold a content in `f` page frames, and all VMs of a trust domain in `F` frames (frames,
 //! not pages: pages that are already shared count once). Keeping one copy for the domain would save
@@ -25,80 +26,84 @@ use super::targets::Target;
 /// Number of 4 KiB pages in a huge page.
 const WHOLE: u32 = 512;
 
-/// Pages of one VM by class.
+/// Estimated numbers of one VM's pages, by class.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmSplit {
-    /// Pages of the VM that hold only zeroes.
+    /// Number of the VM's pages that hold only zeroes.
     pub zero: Sum,
     /// Part of `zero` that memfold's library in QEMU gives back. A huge page stays whole unless all
     /// of it is zero, or folding splits it.
     pub zero_given_back: Sum,
-    /// Copies of contents within the VM beyond the first copy.
+    /// Number of pages whose content occurs several times in the VM: all copies but the first.
     pub within: Sum,
-    /// The VM's part of contents that VMs of its trust domain have in common.
+    /// Number of pages that the VM could save by sharing with other VMs of its trust domain: all
+    /// copies but one could be saved, and this is the VM's part of them.
     pub between: Sum,
-    /// Pages that changed between the two reads.
+    /// Number of the VM's pages that changed between the two reads.
     pub volatile: Sum,
     /// Pages that KSM has already merged with other pages that were read. Of `k` pages in one
     /// frame, each counts as (k - 1) / k.
     pub merged: Sum,
-    /// Huge pages that sharing would split.
+    /// Number of huge pages of the VM that sharing would split.
     pub broken_huge_pages: Sum,
 }
 
-/// Pages of one trust domain by class. A VM without a domain counts as a domain of its own.
+/// Estimated numbers of one trust domain's pages, by class. A VM without a domain counts as a
+/// domain of its own.
 #[derive(Clone, Debug, Default)]
 pub struct DomainSplit {
-    /// Name of the trust domain.
+    /// Name of the trust domain; `None` for a VM without one.
     pub name: Option<String>,
-    /// Numbers of the VMs in the domain.
+    /// Indexes of the domain's VMs in the list of targets.
     pub vms: Vec<usize>,
-    /// Pages that hold only zeroes.
+    /// Number of pages of the domain's VMs that hold only zeroes.
     pub zero: Sum,
-    /// Copies within single VMs, beyond the first.
+    /// Number of pages whose content occurs several times in one VM of the domain: all copies but
+    /// the first in each VM.
     pub within: Sum,
-    /// Copies in several VMs of the domain, all but one.
+    /// Contents that several VMs of the domain hold: one page for each of these VMs but one.
     pub between: Sum,
     /// Sum of `zero`, `within` and `between`, kept separately because their errors are not
     /// independent.
     pub saved: Sum,
     /// Part of `within` and `between` that is page cache of files.
     pub of_files: Sum,
-    /// Equal pages of equal files in several VMs, which folding finds.
+    /// Number of pages that folding would save: equal pages of equal files in several VMs.
     pub folded: Sum,
-    /// Pages saved by KSM in memory that is offered to it.
+    /// Number of pages that KSM would save in memory that is offered to KSM.
     pub ksm: Sum,
-    /// Pages that KSM would save if all memory were offered to KSM.
+    /// Number of pages that KSM would save if all memory were offered to KSM.
     pub ksm_if_offered: Sum,
 }
 
-/// Pages of one file, and the possible saving.
+/// Cached pages of one file in one trust domain, and the possible saving.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FileSplit {
-    /// Number of the file.
+    /// Index of the file in the list of files that the daemon reported.
     pub file: u32,
-    /// Number of the trust domain.
+    /// Index of the trust domain in [`Split::domains`].
     pub domain: usize,
-    /// Pages of the file that VMs cache.
+    /// Number of the file's pages that VMs of the domain cache. A page that two VMs cache counts
+    /// twice.
     pub cached_pages: u64,
-    /// Cached pages that sharing would save.
+    /// Number of cached pages of the file that sharing would save.
     pub saved: Sum,
 }
 
-/// Result of the split, in pages.
+/// Estimated numbers of pages by class, for VMs, trust domains and files.
 #[derive(Debug, Default)]
 pub struct Split {
-    /// Pages of each VM, in the order of the targets.
+    /// Pages of each VM by class, in the order of the targets.
     pub vms: Vec<VmSplit>,
-    /// Pages of each trust domain.
+    /// Pages of each trust domain by class.
     pub domains: Vec<DomainSplit>,
-    /// Copies of contents in several trust domains, beyond one.
+    /// Contents that several trust domains hold: one page for each of these domains but one.
     pub across: Sum,
-    /// Pages of each file, largest saving first.
+    /// Cached pages of each file in each trust domain, largest saving first.
     pub files: Vec<FileSplit>,
 }
 
-/// Splits the pages read into classes.
+/// Splits the pages that were read into classes. `files` are the files that VMs cache.
 #[must_use]
 pub fn split(looked: &Looked, files: &[KnownFile], options: &Options) -> Split {
     let mut splitter = Splitter::new(looked, options);

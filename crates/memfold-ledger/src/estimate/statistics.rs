@@ -1,4 +1,4 @@
-//! Sums over a random sample, with error bars.
+//! Computes totals from a random sample, with error bars.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};
@@ -7,8 +7,8 @@ use utoipa::ToSchema;
 /// Number of standard deviations on each side that enclose 95 % of a normal distribution.
 const CONFIDENCE: f64 = 1.96;
 
-/// A sum over a population of which only some members were drawn, each with a known probability
-/// (Horvitz and Thompson 1952).
+/// An estimated sum over a population, of which only some members were drawn, each with a known
+/// probability (Horvitz and Thompson 1952).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sum {
     total: f64,
@@ -16,21 +16,21 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// Adds a member with value `x` that was drawn with probability `p = 1 / weight`. The member's
-    /// part of the variance is estimated as `x^2 (1 - p) / p^2`.
+    /// Adds a drawn member with value `x`. The probability of drawing it was `p = 1 / weight`. The
+    /// member's part of the variance is estimated as `x^2 (1 - p) / p^2`.
     pub fn add(&mut self, x: f64, weight: f64) {
         self.total += x * weight;
         self.variance += x * x * weight * (weight - 1.0);
     }
 
-    /// Adds an independent sum.
+    /// Adds another sum whose error is independent of this one's.
     pub fn join(&mut self, other: Self) {
         self.total += other.total;
         self.variance += other.variance;
     }
 
-    /// Estimates how many members of a population are of a kind, if `found` of `looked` drawn
-    /// members are of this kind.
+    /// Estimates how many of the `population` members have a property, if `found` of `looked`
+    /// members drawn at random have it. Without drawn members, the estimate is 0.
     #[must_use]
     pub fn of_share(found: u64, looked: u64, population: u64) -> Self {
         if looked == 0 {
@@ -47,7 +47,7 @@ impl Sum {
         }
     }
 
-    /// Multiplies the sum by a known number.
+    /// Multiplies the sum and its error bar by a number that is known exactly.
     #[must_use]
     pub fn times(self, factor: f64) -> Self {
         Self {
@@ -62,13 +62,13 @@ impl Sum {
         self.total
     }
 
-    /// Returns half the width of the 95 % confidence interval.
+    /// Returns the error bar: half the width of the 95 % confidence interval.
     #[must_use]
     pub fn plus_minus(&self) -> f64 {
         CONFIDENCE * self.variance.sqrt()
     }
 
-    /// Converts a sum of pages to bytes.
+    /// Converts a sum in pages of 4,096 bytes to bytes.
     #[must_use]
     pub fn bytes(&self) -> Estimate {
         Estimate {
@@ -78,7 +78,7 @@ impl Sum {
     }
 }
 
-/// Rounds to the nearest whole number, at least 0.
+/// Rounds to the nearest whole number; negative numbers become 0.
 // The cast saturates, and the number of a host's pages is far below 2^52.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 #[must_use]
@@ -89,9 +89,10 @@ pub fn whole(x: f64) -> u64 {
 /// An amount of memory with its error bar.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Estimate {
-    /// Estimated amount, in bytes.
+    /// Estimated amount of memory, in bytes.
     pub bytes: u64,
-    /// Half of the 95 % confidence interval, in bytes; 0 if every page was read.
+    /// Error bar of `bytes`: half of the 95 % confidence interval, in bytes; 0 if the amount is
+    /// exact.
     pub plus_minus_bytes: u64,
 }
 

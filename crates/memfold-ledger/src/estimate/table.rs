@@ -17,7 +17,7 @@ PRIVATE: in memory and the VM's own. FILE: already shared by file (folded, a sna
 ZERO, WITHIN, BETWEEN could be saved: zero pages; copies within the VM; its part of what the domain's VMs have in common.
 MERGED: already by KSM. VOLATILE: changed between two reads. HUGE: private memory in huge pages.";
 
-/// Returns the whole report as text.
+/// Returns the whole report of an estimate as text.
 #[must_use]
 pub fn render(report: &EstimateReport) -> String {
     let mut text = format!("{}\n{LEGEND}\n", vms(report).trim_fmt());

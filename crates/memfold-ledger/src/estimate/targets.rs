@@ -1,5 +1,5 @@
-//! Finds the QEMU processes whose memory is read: their RAM ranges, and which VMs may share with
-//! each other.
+//! Finds the QEMU processes whose memory an estimate reads, their RAM ranges and their trust
+//! domains.
 
 use std::path::Path;
 
@@ -10,20 +10,20 @@ use rustix::process::Pid;
 use super::error::EstimateError;
 use super::facts::{FileRun, KnownVm, VmFacts};
 
-/// A range of a process's memory.
+/// A range of a QEMU process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// Address of the first byte.
+    /// Address of the range's first byte.
     pub start: u64,
-    /// Address after the last byte.
+    /// Address after the range's last byte.
     pub end: u64,
-    /// Whether KSM may merge pages of the range.
+    /// Whether the range is offered to KSM (`MADV_MERGEABLE`).
     pub mergeable: bool,
     /// Whether the range consists of hugetlbfs pages, which cannot be shared.
     pub hugetlb: bool,
 }
 
-/// A VM whose memory is read.
+/// A VM whose memory an estimate reads.
 #[derive(Clone, Debug, Default)]
 pub struct Target {
     /// Name of the VM.
@@ -32,17 +32,17 @@ pub struct Target {
     pub pid: i32,
     /// Trust domain of the VM; `None`: the VM shares with no other VM.
     pub domain: Option<String>,
-    /// Ranges of the VM's memory, sorted by address.
+    /// Ranges of the VM's memory in QEMU, sorted by address and without overlap.
     pub ranges: Vec<Range>,
-    /// File pages that the VM caches, by address; `None`: unknown.
+    /// Runs of file pages that the guest caches, sorted by address; `None`: unknown.
     pub runs: Option<Vec<FileRun>>,
-    /// `MemFree` of the guest, in bytes.
+    /// `MemFree` of the guest, in bytes; `None`: unknown.
     pub free_bytes: Option<u64>,
 }
 
 impl Target {
-    /// Returns the key that groups VMs which may share with each other: the trust domain, or the VM
-    /// alone.
+    /// Returns a text that is equal for VMs that may share with each other. It names the trust
+    /// domain, or the process of a VM without a domain.
     #[must_use]
     pub fn group(&self) -> String {
         match &self.domain {
@@ -51,8 +51,8 @@ impl Target {
         }
     }
 
-    /// Returns the file that page `page` of memory (address / 4096) caches, and the number of the
-    /// page in the file.
+    /// Returns which file page is cached at the address `page * 4096` in QEMU: the file's index
+    /// ([`FileRun::file`]), and the page's number in the file. `None`: not known to be page cache.
     #[must_use]
     pub fn file_at(&self, page: u64) -> Option<(u32, u32)> {
         let runs = self.runs.as_deref()?;
@@ -63,7 +63,7 @@ impl Target {
             .then(|| Some((run.file, run.page.checked_add(u32::try_from(inside).ok()?)?)))?
     }
 
-    /// Returns whether KSM may merge page `page` of memory (address / 4096).
+    /// Returns whether the page at the address `page * 4096` in QEMU is offered to KSM.
     #[must_use]
     pub fn is_mergeable(&self, page: u64) -> bool {
         let address = page << 12;
@@ -73,12 +73,13 @@ impl Target {
     }
 }
 
-/// Trust domains as chosen by the caller.
+/// Trust domains that the user assigned to VMs on the command line.
 #[derive(Clone, Debug, Default)]
 pub struct Domains {
-    /// Whether all VMs may share with each other.
+    /// Whether all VMs count as one trust domain.
     pub one: bool,
-    /// Trust domains of single processes.
+    /// Trust domains of single VMs, by the process number of QEMU. They replace those that the
+    /// daemon reports.
     pub of: Vec<(i32, String)>,
 }
 
@@ -93,12 +94,13 @@ impl Domains {
     }
 }
 
-/// Finds the QEMUs of this host. If `selected` is not empty, only the QEMUs that it names, by name
-/// or process number.
+/// Finds the QEMU processes of this host. If `selected` is not empty, only QEMUs whose VM name or
+/// process number is in `selected` are returned.
 ///
 /// # Errors
 ///
-/// An [`EstimateError`] if no such VM runs, or if its memory map may not be read.
+/// An [`EstimateError`] if a selected VM or no VM runs, or if the mappings of a QEMU may not be
+/// read.
 pub fn find(
     proc_root: &Path,
     selected: &[String],

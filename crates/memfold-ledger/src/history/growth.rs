@@ -1,4 +1,4 @@
-//! A VM's growth: the trend of its unshared memory, from its samples.
+//! Computes how fast a VM grows: the trend of its unshared memory over the samples of the history.
 
 use super::Series;
 
@@ -14,16 +14,16 @@ const GAP: i64 = 4;
 /// Growth of a VM's unshared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
-    /// Bytes per hour; negative if the memory shrinks.
+    /// Bytes by which the memory grows per hour; negative if it shrinks.
     pub bytes_per_hour: i64,
-    /// Time over which the growth was measured, in seconds.
+    /// Time from the first to the last sample that were used, in seconds.
     pub over_s: i64,
 }
 
-/// Returns the trend of private and unfolded memory in a VM's series. It is the median slope of all
-/// pairs of points (method of Theil and Sen), so peaks do not count. Only the newest run of samples
-/// without a gap is used, except its first quarter, in which a guest boots. `None`: too few
-/// samples.
+/// Returns the growth of a VM's unshared (private and unfolded) memory in `series`: the median
+/// slope of all pairs of samples (method of Theil and Sen), which peaks do not affect. Only the
+/// samples after the last long gap are used, without their first quarter, in which the guest may
+/// boot. `None`: too few samples.
 #[must_use]
 pub fn growth(series: &Series) -> Option<Growth> {
     let of = |name: &str| {

@@ -1,4 +1,4 @@
-//! The figures of a report that the history keeps, for the host and for each VM.
+//! Selects the figures of a ledger report that the history keeps, for the host and for each VM.
 
 use memfold_fold::EngineStats;
 use memfold_units::ByteSize;
@@ -6,8 +6,8 @@ use memfold_units::ByteSize;
 use crate::account::signed;
 use crate::{Report, VmAccount};
 
-/// Names of the host's figures. The first five, together with cache and free memory, add up to
-/// `MemTotal`. New names are appended, because the order is that of the database's columns.
+/// Names of the host's figures in the history, in the order of the database's columns; new names
+/// are appended. The first five figures, the page cache and free memory add up to `MemTotal`.
 pub const HOST_SERIES: [&str; 20] = [
     "vms_bytes",
     "stores_bytes",
@@ -31,7 +31,7 @@ pub const HOST_SERIES: [&str; 20] = [
     "borrowed_bytes",
 ];
 
-/// Names of a VM's figures.
+/// Names of a VM's figures in the history, in the order of the database's columns.
 pub const VM_SERIES: [&str; 8] = [
     "private_bytes",
     "unfolded_bytes",
@@ -50,17 +50,17 @@ fn milliseconds(seconds: f64) -> i64 {
     ms
 }
 
-/// Lent and borrowed memory, which the ledger does not know.
+/// Memory that the host lends and borrows, which the ledger's report does not contain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lent {
-    /// Bytes of this host's memory that are lent to others.
+    /// Bytes of this host's memory that are lent to other hosts.
     pub lent_bytes: u64,
-    /// Bytes of VMs' swap disks of this host that are in other hosts' memory.
+    /// Bytes of swap disks of this host's VMs that are stored in other hosts' memory.
     pub borrowed_bytes: u64,
 }
 
-/// Returns a report's values in the order of [`HOST_SERIES`]; `None`: unknown. CPU times are
-/// totals.
+/// Returns the host's values in the order of [`HOST_SERIES`]; `None`: unknown. CPU times are in
+/// milliseconds since the daemon's or the system's start, not since the last sample.
 #[must_use]
 pub fn host_values(
     ledger: &Report,
@@ -94,7 +94,7 @@ pub fn host_values(
     ]
 }
 
-/// Returns a VM's values in the order of [`VM_SERIES`].
+/// Returns the figures of a VM's account in the order of [`VM_SERIES`], in bytes.
 #[must_use]
 pub fn vm_values(vm: &VmAccount) -> [i64; VM_SERIES.len()] {
     [

@@ -1,4 +1,4 @@
-//! The `SQLite` database of samples and events.
+//! Stores the history's samples and events in an `SQLite` database.
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -8,9 +8,9 @@ use rusqlite::{Connection, ToSql, params, params_from_iter};
 
 use super::{Event, HOST_SERIES, Series, Trend, Trends, VM_SERIES};
 
-/// Age up to which fine samples are kept, in seconds.
+/// Age in seconds up to which the history keeps fine samples: those that were added one by one.
 pub const KEEP_FINE_S: i64 = 24 * 3600;
-/// Age up to which coarse samples are kept, in seconds.
+/// Age in seconds up to which the history keeps coarse samples: means over half an hour.
 pub const KEEP_COARSE_S: i64 = 90 * 24 * 3600;
 /// Length of a coarse sample, in seconds.
 const COARSE_STEP_S: i64 = 1800;
@@ -32,7 +32,7 @@ const UPGRADES: [&str; 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
 /// Reason why the history cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum HistoryError {
-    /// The file cannot be created.
+    /// The database file cannot be created.
     #[error("cannot open or create the history {path}")]
     File {
         /// Path of the database file.
@@ -41,7 +41,7 @@ pub enum HistoryError {
         #[source]
         source: std::io::Error,
     },
-    /// The database failed.
+    /// `SQLite` reported an error.
     #[error("cannot use the history at {path}")]
     Database {
         /// Path of the database file.
@@ -62,7 +62,7 @@ pub enum HistoryError {
     },
 }
 
-/// The history database.
+/// The open database of the ledger's samples and events.
 #[derive(Debug)]
 pub struct History {
     path: PathBuf,
@@ -101,7 +101,8 @@ fn is_full(error: &rusqlite::Error) -> bool {
 }
 
 impl History {
-    /// Opens the history, or creates it if there is none. Only its owner can read the file.
+    /// Opens the database at `path`, or creates it if there is none. Only the file's owner may read
+    /// it (mode 0600).
     pub fn open(path: &Path) -> Result<Self, HistoryError> {
         let file = |source| HistoryError::File {
             path: path.to_owned(),
@@ -161,7 +162,8 @@ impl History {
         }
     }
 
-    /// Adds a sample and events. Deletes data that is too old or exceeds a limit.
+    /// Adds a sample of the host and of each VM (by name), and events, all at one time. Deletes
+    /// data that is too old or exceeds a limit.
     pub fn add(
         &mut self,
         at_unix_s: i64,
@@ -294,14 +296,16 @@ impl History {
         transaction.commit()
     }
 
-    /// Returns the host's figures since `from`, in at most `points` points. Fine samples are used
-    /// if they are kept for that long, otherwise coarse ones.
+    /// Returns the host's figures from `from` to `now` (seconds since 1970), averaged over about
+    /// `points` steps. If `from` is more than [`KEEP_FINE_S`] before `now`, coarse samples are
+    /// used.
     pub fn host(&self, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
         self.series("host", "", &[], &HOST_SERIES, (now, from), points)
             .map_err(|source| self.failed(source))
     }
 
-    /// Returns a VM's figures since `from`. An unknown VM has no points.
+    /// Returns a VM's figures from `from` to `now` (seconds since 1970), averaged over about
+    /// `points` steps. For an unknown VM, the result is empty.
     pub fn vm(&self, name: &str, now: i64, from: i64, points: i64) -> Result<Series, HistoryError> {
         let condition = "AND vm = (SELECT id FROM vm_names WHERE name = ?5)";
         self.series("vms", condition, &[&name], &VM_SERIES, (now, from), points)
@@ -344,8 +348,8 @@ impl History {
         Ok(found)
     }
 
-    /// Returns the PSS of all VMs since `from`, in at most `points` points. All VMs have the same
-    /// points, from `from` to `now`.
+    /// Returns the PSS of all VMs from `from` to `now` (seconds since 1970), averaged over at most
+    /// `points` steps. The steps are the same for all VMs.
     pub fn trends(&self, now: i64, from: i64, points: i64) -> Result<Trends, HistoryError> {
         // Samples have a resolution of one second.
         let points = points.min(now - from).max(1);
