@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use memfold_units::{ByteSize, PAGE_SIZE};
@@ -15,8 +16,8 @@ use super::cpu::Cpu;
 use super::error::{SnapshotError, failed};
 use super::image::{ImageBlock, ImageCounts};
 
-/// Oldest format version that is read; see `docs/snapshot-format.md`.
-const OLDEST_FORMAT: u32 = 1;
+/// Format versions that this memfold reads; see `docs/snapshot-format.md`.
+pub const FORMATS: RangeInclusive<u32> = 1..=FORMAT_OF_LAYERS;
 
 /// Format version of new snapshots, and the first in which the checksum of a chunk is the sum of
 /// its pages' checksums, so that layers can be built on them. Newer versions are refused.
@@ -403,13 +404,11 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
     }
     let unreadable = |error| bad(format!("{MANIFEST}: {error}"));
     let version: serde_json::Value = serde_json::from_slice(&text).map_err(unreadable)?;
-    let known = u64::from(OLDEST_FORMAT)..=u64::from(FORMAT_OF_LAYERS);
-    if !version["format"]
-        .as_u64()
-        .is_some_and(|f| known.contains(&f))
-    {
+    let format = version["format"].as_u64();
+    let format = format.and_then(|format| u32::try_from(format).ok());
+    if !format.is_some_and(|format| FORMATS.contains(&format)) {
         return Err(bad(format!(
-            "the format is {}, this memfold reads formats {OLDEST_FORMAT} to {FORMAT_OF_LAYERS}",
+            "the format is {}, this memfold reads formats 1 to {FORMAT_OF_LAYERS}",
             version["format"]
         )));
     }

@@ -1,6 +1,7 @@
 //! Description of a snapshot in an object store, `snapshots/NAME.json`: the snapshot's manifest,
 //! its files, and the hash of the index that lists the files' chunks.
 
+use memfold_snapshot::manifest::FORMATS;
 use memfold_snapshot::{Manifest, portable};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -110,10 +111,12 @@ impl Description {
     /// have. The tables among them are read into memory as a whole.
     fn check_parts(&self) -> Result<(), String> {
         let manifest = &self.manifest;
-        if manifest.format != 1 && manifest.format != 2 {
+        if !FORMATS.contains(&manifest.format) {
             return Err(format!(
-                "the format of its snapshot is {}, and this memfold reads 1 and 2; update memfold",
-                manifest.format
+                "the format of its snapshot is {}, and this memfold reads {} to {}; update memfold",
+                manifest.format,
+                FORMATS.start(),
+                FORMATS.end()
             ));
         }
         if manifest.ram_bytes > manifest.memory().0.saturating_mul(2) + MOST_BESIDE_RAM {
