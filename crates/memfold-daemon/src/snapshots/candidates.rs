@@ -328,7 +328,7 @@ mod tests {
             run(0, 8, 11, 16),
             run(8, 8, 11, 24),
             // Short, of no known file, not on a disk.
-            run(400, 3, 11, 0),
+            run(400, 1, 11, 0),
             run(410, 50, 13, 0),
             run(460, 50, 10, 400),
         ];
@@ -394,7 +394,7 @@ mod tests {
             run(0, 10, 1, 0),
             run(20, 30, 2, 0),
             run(60, 25, 1, 100),
-            run(100, 3, 3, 0),
+            run(100, 1, 3, 0),
             run(110, 30, 4, 0),
         ];
         assert_eq!(rank(runs.into_iter()), [(1, 35), (2, 30), (4, 30)]);

@@ -257,7 +257,8 @@ fn fold_status_answers_immediately_while_the_engine_waits_for_a_stopped_qemu() {
             oldest = oldest.max(stats["age_s"].as_f64().unwrap());
         }
     }
-    assert!(longest <= patience(Duration::from_secs(2)), "{longest:?}");
+    // The engine waits for 10 s and more.
+    assert!(longest <= patience(Duration::from_secs(5)), "{longest:?}");
     assert!(oldest > 1.0, "the engine was not kept waiting: {oldest} s");
     kill_process(pid, Signal::CONT).unwrap();
     wait("the figures are those of now", || {
