@@ -247,7 +247,7 @@ fn free(lab: &Lab, clone: &Clone) -> anyhow::Result<Value> {
     }))
 }
 
-/// Memory of a VM's QEMU, in MiB.
+/// Measured memory of a VM's QEMU process, in MiB.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     /// Proportional set size of the process.

@@ -472,7 +472,7 @@ fn leases_survive_a_daemon_restart_and_database_files_are_private() {
 }
 
 #[test]
-fn after_a_host_reboot_leases_get_one_minute_and_lease_numbers_are_never_reused() {
+fn after_a_host_reboot_leases_are_valid_for_one_more_minute_and_lease_numbers_are_never_reused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("registry.db");
     let open =

@@ -1,5 +1,5 @@
-//! Installs the wrapper script that enabled domains have as their `<emulator>`. The script starts
-//! QEMU with memfold's library and with a QMP socket for the daemon.
+//! Installs the wrapper script. It is the `<emulator>` of each libvirt domain that is enabled for
+//! memfold. The script starts QEMU with memfold's library and with a QMP socket for the daemon.
 //!
 //! The script is in QEMU's directory. Its name is the name of the QEMU program with the prefix
 //! `memfold-`.
@@ -17,7 +17,7 @@ const SIGN: &str = "# A QEMU for libvirt that has memfold's library in it";
 
 const PREFIX: &str = "memfold-";
 
-/// Reason why the wrapper script could not be installed.
+/// Reason why the wrapper script, which starts QEMU with memfold's library, could not be installed.
 #[derive(Debug, thiserror::Error)]
 pub enum WrapperError {
     /// The domain's `<emulator>`, at this path, is not a file on this host.

@@ -1,4 +1,5 @@
-//! API paths for segments: build, rank, list, verify, remove, attach and detach segments.
+//! API paths for segments: build, list, verify, remove, attach and detach segments, and rank files
+//! by the memory that a segment with them would save.
 
 use axum::extract::Path as UrlPath;
 use memfold_api::{

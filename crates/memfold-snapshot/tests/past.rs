@@ -328,7 +328,7 @@ fn folding_is_refused_during_a_live_save_and_works_again_afterwards() {
 }
 
 #[test]
-fn a_live_save_fails_if_its_copy_file_is_unwritable_and_the_vm_continues_to_write() {
+fn if_its_copy_file_is_unwritable_a_live_save_fails_and_the_vm_goes_on() {
     let ram = Ram::new();
     let plan = ram.plan();
     let whole = ram.area().start()..ram.area().end();

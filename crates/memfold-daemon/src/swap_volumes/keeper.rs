@@ -1,4 +1,5 @@
-//! A loan of memory to one LVM volume, shared by the thread that watches the loan and by requests.
+//! RAM of another host that this host's swap volume (an LVM volume) has borrowed. The thread that
+//! watches the loan and API requests share this state.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

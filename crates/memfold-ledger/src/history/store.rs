@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_daemon_cleans_up_the_history_of_the_previous_daemon() {
+    fn a_new_daemon_removes_expired_samples_that_the_previous_daemon_left() {
         let (directory, mut history) = open();
         history.add(BEGIN, &host(1), &[vm("web", 1)], &[]).unwrap();
         drop(history);

@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_copied_with_the_rights_of_the_qemu_user() {
+    fn a_file_that_qemus_user_may_not_read_is_not_copied() {
         use std::os::unix::fs::PermissionsExt;
         if !rustix::process::getuid().is_root() {
             memfold_testkit::skip!("only root can become another user");

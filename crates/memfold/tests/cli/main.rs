@@ -644,7 +644,7 @@ fn sigterm_ends_the_daemon_and_keeps_its_vms_running() {
 }
 
 #[test]
-fn a_vm_is_folded_again_once_its_library_answers_after_a_timeout() {
+fn a_vm_is_folded_again_once_memfolds_library_in_its_qemu_answers_after_a_timeout() {
     let daemon = Daemon::start();
     let vm = daemon.paused_vm("frozen", &[]);
     let pid = Pid::from_raw(vm["pid"].as_i64().unwrap().try_into().unwrap()).unwrap();

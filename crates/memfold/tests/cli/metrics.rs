@@ -35,7 +35,7 @@ fn value(text: &str, sample: &str) -> f64 {
 }
 
 #[test]
-fn a_metrics_scrape_equals_the_report_in_every_format_and_is_cached_for_ten_seconds() {
+fn metrics_in_each_scrape_format_equal_the_ledgers_report_and_are_cached_for_ten_seconds() {
     let daemon = Daemon::start();
     daemon.paused_vm("alone", &[]);
     let taken = Instant::now();
