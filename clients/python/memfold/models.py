@@ -19,7 +19,7 @@ KeepChoice = Literal["auto", "none", "hot", "all"]
 """Which of the guest's caches a snapshot keeps."""
 
 Renew = Literal["random", "network", "identity"]
-"""Identities that a restored VM renews."""
+"""Which identities a restored VM renews."""
 
 SegmentState = Union[
     Literal["attached"],
@@ -39,86 +39,96 @@ class ClockStep:
     """Correction of a guest's wall clock after the VM was stopped."""
 
     behind_ms: float | None = None
-    """Milliseconds that the guest's clock was behind the host's clock; negative if it was ahead."""
+    """Milliseconds by which the guest's clock was behind the host's clock before the correction;
+    negative if it was ahead."""
     left_ms: float | None = None
-    """Milliseconds that the clock was still behind after it was set, as measured."""
+    """Milliseconds by which the guest's clock was still behind after the correction, as measured;
+    negative if it was ahead."""
     pending: bool
-    """Whether the guest's agent has not answered yet."""
+    """Whether the guest's agent has not answered yet; the other fields are then unset."""
     problem: str | None = None
-    """Reason why the clock or the RTC is not correct, if there is one."""
+    """Reason why the guest's clock or RTC is not correct; unset if both are."""
     uncertainty_ms: float | None = None
-    """Uncertainty of `left_ms`, in milliseconds."""
+    """Largest error of `left_ms` in both directions, in milliseconds."""
 
 
 @dataclass(kw_only=True)
 class DomainStats:
-    """Statistics of one trust domain."""
+    """Statistics of one trust domain's page store."""
 
     appended_pages: int
-    """Pages appended to the store since the daemon began."""
+    """Number of pages added to the page store since this daemon created or adopted the store."""
     domain: str
     """Name of the trust domain."""
     punched_pages: int
-    """Pages punched out of the store since the daemon began."""
+    """Number of pages freed (punched out of the page store's file) since this daemon created or
+    adopted the store."""
     store_bytes: int
-    """Bytes in the page store, in memory or swap."""
+    """Bytes that the page store holds, in memory or swap."""
     store_cap_bytes: int
     """Maximum number of bytes that the page store may hold."""
     store_dev: int
     """Device number of the page store's file."""
     store_full: bool
-    """Whether the store accepts no new content, because of its cap or an error."""
+    """Whether the page store accepts no new pages, because it has reached its cap or because of an
+    error."""
     store_ino: int
     """Inode number of the page store's file."""
 
 
 @dataclass(kw_only=True)
 class EngineStats:
-    """Statistics of the whole engine. `case_*` count compared pages by path and content."""
+    """Statistics of the fold engine. The `case_*` fields count pages that were compared before
+    folding, by their files' paths and by the result."""
 
     age_s: float | None = None
     """Age of these statistics in seconds: 0, unless the engine waits for a VM that does not
     answer."""
     braked: str | None = None
-    """Reason why the daemon keeps the engine from sharing more; null if the engine may share."""
+    """Reason why the engine may not share more pages now (the brake); null if it may."""
     case_different_path_different_content: int
-    """Pages with another path (same name and size) and other bytes."""
+    """Number of compared pages whose files have the same name and size but different paths, and
+    whose bytes differed."""
     case_different_path_same_content: int
-    """Pages with another path (same name and size) and the same bytes."""
+    """Number of compared pages whose files have the same name and size but different paths, and
+    whose bytes were equal."""
     case_same_path_different_content: int
-    """Pages with the same path and other bytes."""
+    """Number of compared pages whose files have the same path, and whose bytes differed."""
     case_same_path_same_content: int
-    """Pages with the same path and the same bytes."""
+    """Number of compared pages whose files have the same path, and whose bytes were equal."""
     cpu_share: float
-    """CPU budget as a share of one core, 0 to 1."""
+    """CPU time that folding may use on average, as a fraction of one core, 0 to 1."""
     domains: list[DomainStats]
     """Statistics of each trust domain."""
     engine_cpu_s: float
-    """CPU time of the engine's thread in seconds, without the time for reports."""
+    """CPU time of the engine's thread in seconds, without the time that reports took."""
     files_given_up: int
-    """Number of times that the engine gave up a file for a while because its bytes kept
-    differing."""
+    """Number of times that the engine stopped folding a file for a while, because the file's bytes
+    kept differing between VMs."""
     hint_to_fold_p50_s: float | None = None
-    """Median time from hint to fold, in seconds, of pages hinted while folding was on."""
+    """Median time from a page's hint to its folding, in seconds. Pages that were hinted while
+    folding was paused are not counted; null if no page was folded yet."""
     hint_to_fold_p95_s: float | None = None
-    """95th percentile of the time from hint to fold, in seconds, of pages hinted while folding was
-    on."""
+    """95th percentile of the time from a page's hint to its folding, in seconds. Pages that were
+    hinted while folding was paused are not counted; null if no page was folded yet."""
     hints_waiting: int
-    """Hints of all VMs that wait to be processed."""
+    """Number of hints of all VMs that wait to be processed."""
     huge_kept_pages: int
-    """Pages not folded, because too few pages of their huge page cache files."""
+    """Number of pages that were not folded, because they are in a transparent huge page that is not
+    worth splitting: too few of its pages cache files."""
     library_cpu_s: float
-    """CPU time of the library threads for the engine's orders, in seconds."""
+    """CPU time that memfold's libraries in all QEMUs used for the engine's orders, in seconds."""
     mapping_budget_runs: int
-    """Runs not folded, because the VM has nearly as many mappings as the kernel allows."""
+    """Number of runs that were not folded, because the VM's QEMU has nearly as many mappings as the
+    kernel allows (`vm.max_map_count`)."""
     own_bytes: int
     """Memory of the engine's tables, in bytes."""
     pages_per_second: int | None = None
-    """Limit of pages processed per second, if one is set."""
+    """Maximum number of pages that the engine processes per second; null without a limit."""
     paused: bool
     """Whether the operator has paused folding."""
     report_cpu_s: float
-    """CPU time of the engine's thread for reports, in seconds."""
+    """CPU time that reports took in the engine's thread, in seconds."""
     vms: list[VmStats]
     """Statistics of each VM."""
 
@@ -137,17 +147,17 @@ class ErrorBody:
 
 @dataclass(kw_only=True)
 class Event:
-    """A change seen between two samples."""
+    """A change on the host that the daemon saw between two samples of the history."""
 
     at_unix_s: int
-    """Time when the change was seen, in seconds since 1970."""
+    """Time when the change was noticed, in seconds since 1970."""
     kind: str
-    """Subject of the event: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
-    `snapshot`, `lending`, `daemon`."""
+    """What the event concerns: `vm`, `agent`, `folding`, `ksm`, `store`, `ledger`, `brake`,
+    `snapshot`, `lending` or `daemon`."""
     text: str
-    """Description of the change."""
+    """Text that describes the change."""
     vm: str | None = None
-    """Name of the VM, if the event concerns one."""
+    """Name of the VM that the event concerns; null: the event concerns no single VM."""
     warning: bool
     """Whether the operator should look at the event."""
 
@@ -218,22 +228,22 @@ class PullBody:
 
 @dataclass(kw_only=True)
 class PullReport:
-    """Result of a pull."""
+    """Result of a pull, which copied a snapshot from an object store to this host."""
 
     fetched_bytes: int
-    """Bytes of these that were fetched; the others were here already."""
+    """Part of `stored_bytes` that was fetched; the rest was on this host already."""
     name: str
-    """Name of the snapshot here."""
+    """Name of the snapshot on this host."""
     received_bytes: int
-    """Bytes that came from the store for them, compressed."""
+    """Compressed bytes that the store sent for `fetched_bytes`."""
     stored_bytes: int
-    """Bytes of the snapshot's files without zeroes."""
+    """Bytes of the snapshot's files before compression, without chunks that hold only zeroes."""
     took_s: float
-    """Duration in seconds."""
+    """Duration of the pull in seconds."""
     trusted: bool
-    """Whether a trusted signature was checked."""
+    """Whether the snapshot's signature was checked with a trusted key."""
     url: str
-    """URL of the store."""
+    """URL of the object store."""
 
 
 @dataclass(kw_only=True)
@@ -251,22 +261,22 @@ class PushBody:
 
 @dataclass(kw_only=True)
 class PushReport:
-    """Result of a push."""
+    """Result of a push, which copied a snapshot from this host into an object store."""
 
     name: str
-    """Name of the snapshot in the store."""
+    """Name of the snapshot in the object store."""
     new_bytes: int
-    """Bytes of these that were not in the store before."""
+    """Part of `stored_bytes` that the store did not have before."""
     sent_bytes: int
-    """Bytes that were sent for them, compressed."""
+    """Compressed bytes that were sent for `new_bytes`."""
     signed: bool
-    """Whether the description was signed."""
+    """Whether the snapshot's description was signed."""
     stored_bytes: int
-    """Bytes of the snapshot's files without zeroes."""
+    """Bytes of the snapshot's files before compression, without chunks that hold only zeroes."""
     took_s: float
-    """Duration in seconds."""
+    """Duration of the push in seconds."""
     url: str
-    """URL of the store."""
+    """URL of the object store."""
 
 
 @dataclass(kw_only=True)
@@ -285,20 +295,21 @@ class RemoteSnapshot:
     """A snapshot in an object store."""
 
     created_s: int
-    """Time of the save, in seconds since 1970."""
+    """Time at which the save ended, in seconds since 1970."""
     memory_bytes: int
-    """Size of the VM's RAM, in bytes."""
+    """Size of the saved VM's RAM, in bytes."""
     name: str
-    """Name of the snapshot in the store."""
+    """Name of the snapshot in the object store."""
     problem: str | None = None
     """Reason why the snapshot cannot be pulled; unset if it can be."""
     signed: bool
-    """Whether the description has a signature. The list does not check it."""
+    """Whether the store has a signature of the snapshot's description. The signature itself is not
+    checked."""
     stored_bytes: int
-    """Bytes of the snapshot's files without zeroes, before compression; other snapshots may have
-    chunks in common with it."""
+    """Bytes of the snapshot's files before compression, without chunks that hold only zeroes. Other
+    snapshots may share chunks with this one."""
     vm: str
-    """Name of the VM that was saved; empty if the description is damaged."""
+    """Name of the VM that was saved; empty if the snapshot's description is damaged."""
 
 
 @dataclass(kw_only=True)
@@ -312,18 +323,19 @@ class RemoteStore:
 
 @dataclass(kw_only=True)
 class RemoveReport:
-    """Result of a removal."""
+    """Result of removing a snapshot from an object store."""
 
     bytes_removed: int
-    """Bytes that they took in the store."""
+    """Bytes that the removed chunks and indexes took in the store."""
     kept_because: str | None = None
-    """Reason why no chunk was removed: another snapshot's description or index cannot be read, so
-    its chunks are not known. Unset: chunks were removed."""
+    """Reason why no chunk and no index was removed: the description or index of another snapshot
+    cannot be read, so the chunks that it needs are not known. Unset: unneeded chunks were
+    removed."""
     name: str
     """Name of the removed snapshot."""
     objects_left: int
-    """Number of chunks and indexes that no snapshot names but that are younger than a day: a push
-    may be under way that needs them. A later removal takes them."""
+    """Number of chunks and indexes that no snapshot names, but that were kept because they are
+    younger than a day: a running push may need them. A later removal removes them."""
     objects_removed: int
     """Number of chunks and indexes that were removed because no snapshot names them."""
 
@@ -335,9 +347,9 @@ class Renewal:
     done: list[str]
     """Identities that the guest has renewed, as text."""
     left: list[str]
-    """Identities that are unchanged from the snapshot, with reasons."""
+    """Identities that are still those of the snapshot, each with the reason."""
     pending: bool
-    """Whether the guest has not answered yet."""
+    """Whether the guest has not answered yet; the lists are then empty."""
 
 
 @dataclass(kw_only=True)
@@ -400,13 +412,13 @@ class SnapshotInfo:
     """Summary of a snapshot."""
 
     created_s: int
-    """Time of the save, in seconds since 1970."""
+    """Time at which the save ended, in seconds since 1970."""
     disk_bytes: int
-    """Bytes that the snapshot takes on disk now."""
+    """Bytes that the snapshot's files use on disk now."""
     domain: str | None = None
-    """Trust domain of the snapshot."""
+    """Trust domain of the snapshot; null: its VMs share memory only with each other."""
     memory_bytes: int
-    """Size of the VM's RAM, in bytes."""
+    """Size of the saved VM's RAM, in bytes."""
     name: str
     """Name of the snapshot."""
     parent: str | None = None
@@ -529,78 +541,95 @@ class VmSegment:
 
 @dataclass(kw_only=True)
 class VmStats:
-    """Statistics of one VM. Counters start when the engine adds the VM."""
+    """Statistics of folding in one VM. Counters start when the engine adds the VM."""
 
     agent_cpu_us: int
-    """CPU time of the guest's agent in microseconds, as the agent reports it."""
+    """CPU time of the guest's agent since its start in microseconds, as the agent reports it."""
     agent_ready: bool
-    """Whether the guest's agent is connected and its first inventory complete."""
+    """Whether the guest's agent is connected and has reported all pages that were in the guest's
+    page cache when it connected."""
     agent_rss_bytes: int
     """Resident set of the guest's agent in bytes, as the agent reports it."""
     bogus_pages: int
-    """Hinted pages that are outside the VM's RAM, or of files that the agent never introduced: the
-    agent is wrong or lies."""
+    """Number of hinted pages that were ignored, because they are outside the VM's RAM or of a file
+    that the agent never introduced: the agent is faulty or lies."""
     busy_pages: int
-    """Attempts to fold that failed because a page was busy (DMA)."""
+    """Number of attempts to fold that failed because a page was busy, for example pinned for
+    DMA."""
     cached_pages: int
-    """Guest pages that cache a page of a file now, as the agent reports them."""
+    """Number of guest pages that cache a page of a file now, as the agent reports them."""
     cached_runs: int
-    """Runs of cached pages that are consecutive in guest memory and in their file. Folding all of
-    them takes about as many mappings."""
+    """Number of runs into which the cached pages fall: the pages of a run are consecutive in guest
+    memory and in a file. Folding all runs takes about as many mappings."""
     copied_pages: int
-    """Pages that map the page store and that the guest has written since (private copies)."""
+    """Number of the VM's pages that map the page store but that the guest has written since, so
+    that the VM has private copies of them."""
     differing_pages: int
-    """Pages that were not folded because their bytes differed from the store."""
+    """Number of pages that were not folded because their bytes differed from the page store's."""
     domain: str
-    """Trust domain of the VM."""
+    """Trust domain of the VM; `vm/NAME` for a VM without one."""
     events_lost: int
-    """Trace events that the guest's kernel overwrote before the agent read them."""
+    """Number of page cache events that the guest's kernel overwrote before the agent read them."""
     folded_back_pages: int
-    """Private copies that equalled the image again and were dropped."""
+    """Number of the VM's private copies that equalled the snapshot's image again and were dropped
+    (fold-back)."""
     folded_pages: int
-    """Pages folded from anonymous memory."""
+    """Number of anonymous pages of the VM that were folded."""
     freeze_histogram: list[int]
-    """Histogram of freeze times: bucket i counts runs frozen for 2^i to 2^(i+1) ns."""
+    """Histogram of the times for which runs of the VM's pages were frozen: bucket i counts runs
+    frozen for 2^i to 2^(i+1) ns."""
     freeze_max_ns: int
-    """Longest time for which a run was frozen, in nanoseconds."""
+    """Longest time for which a run of the VM's pages was frozen, in nanoseconds. A vCPU that
+    touches the run waits meanwhile."""
     hint_pages: int
-    """Pages in the agent's hints."""
+    """Number of pages in all hints that the guest's agent has sent."""
     hint_runs: int
-    """Runs of pages in the agent's hints."""
+    """Number of hints (runs of pages) that the guest's agent has sent."""
     hints_dropped: int
-    """Hints dropped because the stack was full."""
+    """Number of hints that the engine dropped because too many hints of this VM waited. The engine
+    finds their pages later by a search of all tables."""
     mapped_pages: int
-    """Pages that map the page store."""
+    """Number of the VM's pages that map the page store, including those that the guest has written
+    since."""
     mappings: int
-    """Mappings of the QEMU process at the last full sync."""
+    """Number of mappings of the QEMU process when the engine last read `/proc/PID/maps`."""
     matched_folded_pages: int
-    """Matched pages that are folded and not copied since, or shared with the snapshot's image, as
-    of the last sync with the kernel's tables."""
+    """Number of cached pages that match a page of another VM or of the page store and that are
+    shared already: folded and not written since, or mapped from the snapshot's image. As of the
+    last sync with the kernel's page tables."""
     matched_pages: int
-    """Cached pages that another VM of the domain caches too, or that the store holds."""
+    """Number of cached pages that can probably be shared: another VM of the trust domain caches the
+    same file page, or the page store holds it."""
     name: str
     """Name of the VM."""
     over_limit_pages: int
-    """Reported pages that were dropped because of the limits for this VM."""
+    """Number of reported pages that were ignored, because the agent reported too many pages per
+    second or the engine's tables for this VM were full."""
     pause_max_ms: int
-    """Longest of these pauses, in milliseconds."""
+    """Longest time for which memfold stopped the VM to fold pages, in milliseconds."""
     pauses: int
-    """Pauses of the VM for folding again in a VM with direct I/O."""
+    """Number of times that memfold stopped the VM for a moment to fold pages again or back. This is
+    needed if pages cannot be write-protected, for example because a disk uses direct I/O."""
     problem: str | None = None
-    """Reason why the VM is not folded, if there is one."""
+    """Reason why the VM is not folded; null if the VM may be folded."""
     refolded_pages: int
-    """Pages folded again after the guest had written them."""
+    """Number of pages that were folded although they mapped the page store or a snapshot's image
+    already, usually because the guest had written them."""
     template_copied_pages: int
-    """Pages in views of the image that the guest has written since (private copies)."""
+    """Number of the VM's pages that are mapped from the files of its snapshot but that the guest
+    has written, so that the VM has private copies of them."""
     template_pages: int
-    """Pages in views of the image of the snapshot that the VM runs from."""
+    """Number of the VM's pages that are privately mapped from the files of its snapshot (the RAM
+    image and disks), written by the guest or not."""
     template_shared_pages: int | None = None
-    """Pages in views of the image that hold data there and that the guest has not written since."""
+    """Number of the VM's pages that still show data of its snapshot's files: the guest has not
+    written them, and they are not in a hole of the image."""
     zero_pages: int
-    """Pages that held only zeroes and were given back to the host."""
+    """Number of the VM's pages that memfold discarded because they held only zeroes. The host got
+    their memory back."""
     zero_saved_pages: int
-    """Pages given back as zeroes that the guest has not written since, as of the last sync with the
-    kernel's tables."""
+    """Number of pages that memfold discarded because they held only zeroes and that the guest has
+    not written since, as of the last sync with the kernel's page tables."""
 
 
 @dataclass(kw_only=True)
