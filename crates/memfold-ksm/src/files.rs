@@ -10,7 +10,7 @@ use super::controls::{CONTROLS, Controls};
 use super::error::KsmError;
 use super::status::COUNTERS;
 
-/// FileRole of a file in `/sys/kernel/mm/ksm`: a setting or a counter.
+/// Role of a file in `/sys/kernel/mm/ksm`: a setting or a counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum FileRole {
