@@ -121,6 +121,21 @@ impl Snapshots {
     /// snapshots need it.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
         let _removal = self.below.snapshot_locks.remove(name)?;
+        self.refuse_if_used(name)?;
+        let saved = self.below.snapshots.manifest(name);
+        if let Ok(saved) = &saved {
+            self.disks_taken_back(name, &saved.vm)?;
+        }
+        self.below.snapshots.remove(name)?;
+        // The snapshot may have been the last user of an old segment generation.
+        for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
+            self.below.segments.drop_old(segment.base_name());
+        }
+        Ok(())
+    }
+
+    /// Refuses a snapshot whose files VMs map, or other snapshots need.
+    fn refuse_if_used(&self, name: &str) -> Result<(), DaemonError> {
         let pids = restore::holders(&self.below.snapshots, name)?;
         if !pids.is_empty() {
             let pids = pids.iter().map(|pid| pid.as_raw_nonzero().to_string());
@@ -132,15 +147,6 @@ impl Snapshots {
         if !others.is_empty() {
             let (name, others) = (name.to_owned(), others.join(", "));
             return Err(SnapshotError::BuiltOn { name, others }.into());
-        }
-        let saved = self.below.snapshots.manifest(name);
-        if let Ok(saved) = &saved {
-            self.disks_taken_back(name, &saved.vm)?;
-        }
-        self.below.snapshots.remove(name)?;
-        // The snapshot may have been the last user of an old segment generation.
-        for segment in saved.map(|saved| saved.spec.segments).unwrap_or_default() {
-            self.below.segments.drop_old(segment.base_name());
         }
         Ok(())
     }
@@ -156,11 +162,7 @@ impl Snapshots {
         if compact::is_complete(&self.below.snapshots, &manifest)? {
             return Ok(manifest);
         }
-        let others = restore::built_on(&self.below.snapshots, name)?;
-        if !others.is_empty() {
-            let (name, others) = (name.to_owned(), others.join(", "));
-            return Err(SnapshotError::BuiltOn { name, others }.into());
-        }
+        self.refuse_if_used(name)?;
         let progress = Progress::default();
         Ok(compact::compact(
             &self.below.snapshots,

@@ -49,8 +49,17 @@ impl Engine {
         let facts = file.metadata().map_err(|error| error.to_string())?;
         let store = file_number(facts.dev(), facts.ino());
         let max_pages = facts.len() / PAGE_SIZE;
+        let vm = self.vms.get(&id).ok_or("the VM has ended")?;
+        if let Some(problem) = &vm.stats.problem {
+            return Err(problem.clone());
+        }
         self.ask_library(id, &Order::AddStore { store, max_pages }, Some(file))?;
-        let mut runs = runs_of(ranges, store);
+        let folded = self.fold_runs(id, runs_of(ranges, store));
+        self.ask_library(id, &Order::RemoveStore { store }, None)?;
+        folded
+    }
+
+    fn fold_runs(&mut self, id: VmId, mut runs: Vec<FoldRun>) -> Result<u64, String> {
         let mut folded = 0;
         for _ in 0..MAX_ORDERS {
             if runs.is_empty() {
@@ -80,7 +89,6 @@ impl Engine {
                 runs.extend(rest(run, outcome, stopped_ns > 0));
             }
         }
-        self.ask_library(id, &Order::RemoveStore { store }, None)?;
         Ok(folded)
     }
 

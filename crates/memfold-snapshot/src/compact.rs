@@ -25,6 +25,7 @@ use super::file_facts::{backing_file, backing_files, facts, facts_at};
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, bytes, write_nonzero};
 use super::manifest::{Manifest, RAM, REFERENCES, References, SUMS, SavedDisk, file_name};
 use super::refer::{self, Reference};
+use super::restore;
 use super::shelf::{DEVICES, Shelf};
 use super::stored::Stored;
 use super::working_set;
@@ -53,7 +54,16 @@ pub fn compact(
     progress: &Progress,
 ) -> Result<Manifest, SnapshotError> {
     let (name, place) = (&manifest.name, shelf.path(&manifest.name)?);
-    // Damaged bytes must not get into the new image.
+    if manifest.packed.is_some() {
+        return Err(SnapshotError::Impossible(format!(
+            "snapshot '{name}' is compressed, and cannot be made complete; restore it, and save the VM with --whole"
+        )));
+    }
+    // Damaged bytes, or disks that do not match the saved RAM, must not get into the new snapshot.
+    restore::spec(shelf, manifest, &manifest.vm)?;
+    if let Some(changed) = restore::changed_disks(shelf, manifest)?.first() {
+        return Err(manifest.broken(changed.clone()));
+    }
     shelf.checked_image(manifest, progress)?;
     let draft = shelf.replacement(name)?;
     let files = (0..manifest.files.len()).map(file_name);

@@ -35,7 +35,7 @@ const PREFIX: &str = "fork-";
 const MOST_OF_NAME: usize = 32;
 
 /// How often unused layers are looked for, and the least age of one.
-const LOOK_EVERY: Duration = Duration::from_secs(10);
+const LOOK_EVERY: Duration = Duration::from_secs(20);
 const LEAST_AGE: Duration = Duration::from_secs(30);
 
 impl Snapshots {
@@ -52,6 +52,8 @@ impl Snapshots {
         } else {
             SaveKind::Fork
         };
+        // The layer is not removed until the caller knows its name.
+        let _used = self.below.snapshot_locks.begin(&save.name)?;
         let manifest = self.save_as(&save, &kind)?;
         let fork_ms = began.elapsed().as_secs_f64() * 1000.0;
         let machine = self.below.registry.machine(vm)?;
@@ -82,6 +84,10 @@ impl Snapshots {
     /// Makes a VM share its memory with a layer that was just saved from it. Returns the number of
     /// shared pages.
     fn share(&self, machine: &Machine, layer: &Manifest) -> Result<u64, String> {
+        let Some(_alone) = machine.try_save() else {
+            return Err("another snapshot of this VM is being made".into());
+        };
+        machine.look_again();
         if let Some(problem) = machine.problem() {
             return Err(problem);
         }
@@ -117,6 +123,11 @@ impl Snapshots {
                 continue;
             };
             if !manifest.fork || Duration::from_secs(manifest.created_s) + LEAST_AGE > unix_time() {
+                continue;
+            }
+            // While the removal looks for users, no VM could be started from the layer.
+            let users = restore::holders(&self.below.snapshots, &name);
+            if users.map_or(true, |pids| !pids.is_empty()) {
                 continue;
             }
             match self.remove(&name) {

@@ -103,12 +103,18 @@ impl Snapshots {
             ))
             .into());
         }
+        let origin = restore::origin(shelf, machine.pid())?;
+        let is_origin = origin.is_some_and(|origin| origin.name == name);
+        // A VM without a trust domain shares with no other VM.
+        if manifest.domain.is_none() && !is_origin && manifest.vm != machine.name() {
+            let why = "it is of another VM without a trust domain";
+            return Err(refused(why.into()).into());
+        }
         let parent = Arc::new(shelf.parent(&manifest, progress)?);
         let changed = save::changed_pages(machine.vm(), &mut machine.monitor(), &parent)?;
-        let origin = restore::origin(shelf, machine.pid())?;
         Ok(Base {
             parent,
-            is_origin: origin.is_some_and(|origin| origin.name == name),
+            is_origin,
             manifest,
             changed,
             _used: used,
