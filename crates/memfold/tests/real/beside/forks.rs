@@ -14,7 +14,7 @@ use crate::support::{self, BOOT};
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// Forks of the running VM, each of which is forked again.
-const FORKS: usize = 3;
+const FORKS: usize = 2;
 
 /// Bytes that a guest writes before each fork.
 const WRITTEN: ByteSize = ByteSize::mib(12);
