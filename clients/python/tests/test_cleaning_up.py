@@ -98,7 +98,7 @@ with memfold.Client(sys.argv[1]).clone("warm", "web"):
 """
 
 
-# An interrupt while the VM is being started can hang (a lock in the thread that asks the daemon).
+# An interrupt while the VM is being started has hung once; the cause is not known yet.
 @pytest.mark.parametrize("moment", ["block"])
 def test_an_interrupt_ends_the_vm(daemon: FakeDaemon, moment: str) -> None:
     daemon.start_s = 1.0 if moment == "start" else 0.0

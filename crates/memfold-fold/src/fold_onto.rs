@@ -17,7 +17,6 @@ use super::image::file_number;
 use super::state::Engine;
 
 /// Time after the stop of the VM at which an order starts no further run, in microseconds.
-/// Comparing and mapping 64 MiB takes about 20 ms.
 const LIMIT_US: u32 = 50_000;
 
 /// Maximum number of orders for one file, each of which stops the VM.

@@ -35,7 +35,9 @@ use super::refer::Reference;
 use super::shelf::{CheckedImage, Shelf};
 
 pub use super::own_disks::OwnDisks;
-pub use super::users::{below, built_on, holders, in_maps, origin, users, users_of_each};
+pub use super::users::{
+    below, built_on, can_find_users, holders, in_maps, origin, users, users_of_each,
+};
 
 /// Maximum number of views of an image in one RAM block. Each view takes two mappings (with the gap
 /// after it), and a process may have 65,530 mappings in all.

@@ -1,11 +1,12 @@
 //! Finds the users of a snapshot: processes that map its RAM image or its disks, and other
 //! snapshots whose disks have its disks as backing files.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use memfold_store::mapped;
+use memfold_sys::region::Mapping;
 use memfold_vm::VmSpec;
 use rustix::process::Pid;
 
@@ -31,7 +32,7 @@ pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
 pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let place = shelf.path(name)?;
     let mut found = Vec::new();
-    for other in shelf.names().unwrap_or_default() {
+    for other in shelf.names().map_err(failed(shelf.root()))? {
         // A broken snapshot is skipped, because its disks cannot be used.
         let Ok(manifest) = shelf.manifest(&other) else {
             continue;
@@ -82,6 +83,14 @@ pub(super) fn mappers(file: &Path) -> Result<Vec<Pid>, SnapshotError> {
     Ok(users_of_each(&[Vec::from_iter(text)])?.concat())
 }
 
+/// Returns whether this host shows mappings of a file by the identity that `stat(2)` reports. btrfs
+/// does not, so users of files there cannot be found.
+pub fn can_find_users(file: &File) -> io::Result<bool> {
+    let _view = Mapping::window(file, 1)?;
+    let text = mapped::identity_text((&file.metadata()?).into());
+    Ok(fs::read_to_string("/proc/self/maps")?.contains(&text))
+}
+
 /// Returns the text that identifies a file in lines of `/proc/PID/maps`; `None` if the file does
 /// not exist.
 fn text_of(path: &Path) -> io::Result<Option<String>> {
@@ -126,4 +135,22 @@ pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> 
         Err(error) => return Err(error),
     }
     Ok(texts)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[test]
+    fn a_mapping_is_found_by_the_identity_of_its_file() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&[1; 4096]).unwrap();
+        assert!(can_find_users(file.as_file()).unwrap());
+        // Where the device numbers differ, nothing is removed.
+        let other = fs::metadata("/proc/self/maps").unwrap();
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        assert!(!maps.contains(&mapped::identity_text((&other).into())));
+    }
 }

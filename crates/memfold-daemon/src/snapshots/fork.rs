@@ -126,6 +126,10 @@ impl Snapshots {
                 continue;
             }
             // While the removal looks for users, no VM could be started from the layer.
+            let ram = self.below.snapshots.file(&name, shelf::RAM);
+            if !ram.is_ok_and(|ram| restore::can_find_users(&ram).unwrap_or(false)) {
+                continue;
+            }
             let users = restore::holders(&self.below.snapshots, &name);
             if users.map_or(true, |pids| !pids.is_empty()) {
                 continue;
