@@ -15,6 +15,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use memfold_store::mapped::{self, FileMapping};
 use memfold_store::{StoreIdentity, data_ranges};
@@ -66,6 +67,8 @@ pub struct Parent {
     stored: Stored,
     /// The parent's `ram`, and then the files that the parent refers to.
     files: Vec<SourceFile>,
+    /// For each file, the pages that are no holes, ascending; read when they are needed first.
+    data: Vec<OnceLock<Vec<Range<u64>>>>,
     /// Where all pages of the image are that are not zeroes, ascending.
     places: Vec<Place>,
 }
@@ -113,14 +116,31 @@ impl Parent {
         files: Vec<SourceFile>,
     ) -> io::Result<Self> {
         let ram = files.first().ok_or(io::ErrorKind::NotFound)?;
-        let places = places(&ram.file, &stored.references)?;
+        let in_ram = data_pages(&ram.file)?;
+        let places = places(&in_ram, &stored.references);
+        let mut data = vec![OnceLock::new(); files.len()];
+        data[0] = in_ram.into();
         Ok(Self {
             name,
             blocks,
             stored,
             files,
+            data,
             places,
         })
+    }
+
+    /// Returns the parts of `pages` of a file that are holes, which read as zeroes.
+    fn holes(&self, file: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        let data = match self.data[file].get() {
+            Some(data) => data,
+            None => {
+                let data = data_pages(&self.files[file].file)?;
+                self.data[file].get_or_init(|| data)
+            }
+        };
+        let from = data.partition_point(|part| part.end <= pages.start);
+        Ok(without(&[pages], &data[from..]))
     }
 
     /// Returns the parent's name, for the manifest of a layer.
@@ -230,14 +250,14 @@ impl ParentBlock<'_> {
             let changed: Vec<Range<Hva>> = changed.iter().map(|r| r.start..r.end).collect();
             for part in without(&[view], &changed) {
                 let in_file = mapping.file_page + part.start.pages_since(mapping.hva);
-                self.note(&mut unchanged, block, *file, part, in_file);
+                self.note(&mut unchanged, block, *file, part, in_file)?;
             }
         }
         Ok(unchanged)
     }
 
     /// Notes the pages of `part`, which the process sees as in a file from page `in_file` on, if
-    /// the parent's image has the same pages of that file there.
+    /// the parent's image has the same pages of that file there, or if both are zeroes.
     fn note(
         &self,
         unchanged: &mut Unchanged,
@@ -245,20 +265,28 @@ impl ParentBlock<'_> {
         file: usize,
         part: Range<Hva>,
         in_file: u64,
-    ) {
-        let first = part.start.pages_since(block.hva);
-        let pages = first..part.end.pages_since(block.hva);
+    ) -> io::Result<()> {
+        let first = self.first_page + part.start.pages_since(block.hva);
+        let end = first + (part.end.pages_since(part.start));
         let hva = |page: u64| block.hva.add_pages(page - self.first_page);
-        let mut next = self.first_page + first;
-        // A hole of the parent's `ram` at its own place reads as the zeroes of the parent's image.
-        let shows_ram = file == 0 && in_file == next;
-        let end = self.first_page + pages.end;
-        for place in self.places(pages.clone()) {
-            if shows_ram && next < place.page {
-                unchanged.zeroes.push(hva(next)..hva(place.page));
+        let mut next = first;
+        // Pages without a place are zeroes in the parent's image.
+        let mut note_zeroes = |pages: Range<u64>| -> io::Result<()> {
+            if pages.start < pages.end {
+                let seen = in_file + (pages.start - first)..in_file + (pages.end - first);
+                let holes = self.parent.holes(file, seen)?.into_iter();
+                let at = |page: u64| hva(first + (page - in_file));
+                unchanged
+                    .zeroes
+                    .extend(holes.map(|hole| at(hole.start)..at(hole.end)));
             }
+            Ok(())
+        };
+        let in_block = first - self.first_page..end - self.first_page;
+        for place in self.places(in_block) {
+            note_zeroes(next..place.page)?;
             next = place.end();
-            if place.is_shown((file, self.first_page + first, in_file)) {
+            if place.is_shown((file, first, in_file)) {
                 unchanged.held.push(Run {
                     hva: hva(place.page),
                     pages: place.pages,
@@ -267,17 +295,18 @@ impl ParentBlock<'_> {
                 });
             }
         }
-        if shows_ram && next < end {
-            unchanged.zeroes.push(hva(next)..hva(end));
-        }
+        note_zeroes(next..end)
     }
 }
 
+/// Returns the pages of a file that are no holes, ascending.
+fn data_pages(file: &File) -> io::Result<Vec<Range<u64>>> {
+    let pages = |data: Range<u64>| data.start / PAGE_SIZE..data.end.div_ceil(PAGE_SIZE);
+    Ok(data_ranges(file)?.into_iter().map(pages).collect())
+}
+
 /// Returns where the pages of an image are: in `ram`, or where its references say.
-fn places(ram: &File, references: &[Reference]) -> io::Result<Vec<Place>> {
-    let in_ram = data_ranges(ram)?.into_iter();
-    let in_ram = in_ram.map(|data| data.start / PAGE_SIZE..data.end.div_ceil(PAGE_SIZE));
-    let in_ram: Vec<Range<u64>> = in_ram.collect();
+fn places(in_ram: &[Range<u64>], references: &[Reference]) -> Vec<Place> {
     let joined = references.chunk_by(Reference::goes_on_with);
     let referred = joined.filter_map(|run| {
         Some(Place {
@@ -289,7 +318,7 @@ fn places(ram: &File, references: &[Reference]) -> io::Result<Vec<Place>> {
     });
     let referred: Vec<Place> = referred.collect();
     let covered: Vec<Range<u64>> = referred.iter().map(|p| p.page..p.end()).collect();
-    let own = without(&in_ram, &covered).into_iter().map(|pages| Place {
+    let own = without(in_ram, &covered).into_iter().map(|pages| Place {
         page: pages.start,
         pages: pages.end - pages.start,
         file: 0,
@@ -297,7 +326,7 @@ fn places(ram: &File, references: &[Reference]) -> io::Result<Vec<Place>> {
     });
     let mut places: Vec<Place> = own.chain(referred).collect();
     places.sort_unstable_by_key(|place| place.page);
-    Ok(places)
+    places
 }
 
 #[cfg(test)]
@@ -555,6 +584,32 @@ mod tests {
     }
 
     #[test]
+    fn holes_of_an_older_layer_that_the_vm_still_maps_are_not_read() {
+        let (ram, source) = memory();
+        for page in 10..20 {
+            ram.area().part(page, 1).write(&content(page, 0));
+        }
+        let first = Image::save(&source, None, false);
+        first.map(&ram);
+        for page in [12, 13] {
+            ram.area().part(page, 1).write(&content(page, 1));
+        }
+        let second = Image::save(&source, Some(first.parent()), false);
+        // A fork maps only the pages that the new layer holds; all else shows the first image.
+        ram.area()
+            .part(12, 2)
+            .map_file(second.files[0].as_fd(), 12)
+            .unwrap();
+        ram.area().part(700, 1).write(&content(700, 2));
+        let parent = second.parent();
+        let plan = Plan::new(me(), vec![source.clone()], &[], Some(&parent)).unwrap();
+        assert_eq!(plan.pages(), 1);
+        let third = Image::save(&source, Some(parent), false);
+        third.check(&source);
+        assert_eq!(third.saved_bytes, PAGE_SIZE);
+    }
+
+    #[test]
     fn the_places_of_an_image_are_its_data_without_the_pages_that_references_cover() {
         let ram = tempfile::tempfile().unwrap();
         ram.set_len(bytes(1024) as u64).unwrap();
@@ -578,7 +633,7 @@ mod tests {
             block,
         };
         assert_eq!(
-            places(&ram, &references).unwrap(),
+            places(&data_pages(&ram).unwrap(), &references),
             [
                 place(100, 4, 0, 100),
                 place(104, 2, 3, 7),
