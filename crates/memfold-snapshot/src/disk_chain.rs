@@ -13,9 +13,13 @@ use memfold_vm::{Qmp, QmpError, VmSpec};
 use serde_json::{Value, json};
 
 use super::error::{SnapshotError, failed};
+use super::qcow2_header::{self, Backing};
 
 /// Time limit for `qemu-img` to read headers.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
+
+/// Longest chain that is read without `qemu-img`, which reports a chain that is a circle.
+const MOST_PLAIN: usize = 200;
 
 /// Top layer of a disk, to which the disk's device writes.
 pub(super) struct Active {
@@ -148,6 +152,9 @@ pub(super) fn header(overlay: &Path) -> io::Result<Value> {
 
 /// Returns the files of a qcow2 file's chain, beginning with the file itself.
 pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
+    if let Some(files) = plain_chain(disk) {
+        return Ok(files);
+    }
     let output = info(disk, &["--backing-chain"]).map_err(failed(disk))?;
     let refused = |why: &str| SnapshotError::Qemu(format!("qemu-img: {why}"));
     if !output.status.success() {
@@ -158,4 +165,22 @@ pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
     let files = images.as_array().into_iter().flatten();
     let name = |image: &Value| Some(image["filename"].as_str()?.into());
     Ok(files.filter_map(name).collect())
+}
+
+/// Returns the files of a chain that consists of existing files and of headers without unusual
+/// features; `None` if `qemu-img` has to tell.
+fn plain_chain(disk: &Path) -> Option<Vec<PathBuf>> {
+    let mut files = vec![disk.to_owned()];
+    while files.len() <= MOST_PLAIN {
+        match qcow2_header::backing(files.last()?)? {
+            Backing::None => return Some(files),
+            Backing::Raw(base) => {
+                fs::metadata(&base).ok()?;
+                files.push(base);
+                return Some(files);
+            }
+            Backing::Qcow2(next) => files.push(next),
+        }
+    }
+    None
 }
