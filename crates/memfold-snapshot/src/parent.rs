@@ -12,7 +12,6 @@
 //! process writes to a page, and then the page is a private one. References go straight to the file
 //! that holds the bytes, so a layer of a layer takes no longer to restore.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -21,14 +20,13 @@ use memfold_store::mapped::{self, FileMapping};
 use memfold_store::{StoreIdentity, data_ranges};
 use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_units::{Hva, PAGE_SIZE};
-use rustix::process::Pid;
 
 use super::candidates::{MOST_COMPARED, Run, SourceFile, choose};
 use super::image::{CHUNK_PAGES, ImageBlock, Source};
 use super::manifest::ParentName;
 use super::ranges::{joined, without};
 use super::refer::Reference;
-use super::stored::Stored;
+use super::stored::{Pages, Stored};
 
 /// Pages of a process that differ from the file that is mapped there, or may do so: private pages
 /// in memory and in swap.
@@ -115,8 +113,10 @@ impl Parent {
         stored: Stored,
         files: Vec<SourceFile>,
     ) -> io::Result<Self> {
-        let ram = files.first().ok_or(io::ErrorKind::NotFound)?;
-        let in_ram = data_pages(&ram.file)?;
+        let in_ram = match &stored.pages {
+            Pages::Plain(_, data) => page_ranges(data),
+            Pages::Packed(..) => return Err(io::Error::other("the parent's image is compressed")),
+        };
         let places = places(&in_ram, &stored.references);
         let mut data = vec![OnceLock::new(); files.len()];
         data[0] = in_ram.into();
@@ -132,12 +132,11 @@ impl Parent {
 
     /// Returns the parts of `pages` of a file that are holes, which read as zeroes.
     fn holes(&self, file: usize, pages: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-        let data = match self.data[file].get() {
-            Some(data) => data,
-            None => {
-                let data = data_pages(&self.files[file].file)?;
-                self.data[file].get_or_init(|| data)
-            }
+        let data = if let Some(data) = self.data[file].get() {
+            data
+        } else {
+            let data = page_ranges(&data_ranges(&self.files[file].file)?);
+            self.data[file].get_or_init(|| data)
         };
         let from = data.partition_point(|part| part.end <= pages.start);
         Ok(without(&[pages], &data[from..]))
@@ -172,12 +171,12 @@ impl Parent {
         })
     }
 
-    /// Returns the private mappings of the parent's files in a process, ascending, with the numbers
-    /// of the files.
-    pub(super) fn mappings(&self, pid: Pid) -> io::Result<Vec<(usize, FileMapping)>> {
+    /// Returns the private mappings of the parent's files in `maps` (`/proc/PID/maps`), ascending,
+    /// with the numbers of the files.
+    pub(super) fn mappings(&self, maps: &str) -> io::Result<Vec<(usize, FileMapping)>> {
         let of = |source: &SourceFile| StoreIdentity::of(&source.file);
         let ram = self.files.first().ok_or(io::ErrorKind::NotFound)?;
-        let mapped = mapped::read(pid, of(ram)?)?;
+        let mapped = mapped::parse(maps, of(ram)?);
         let mut found: Vec<_> = mapped.store.into_iter().map(|view| (0, view)).collect();
         for (number, source) in self.files.iter().enumerate().skip(1) {
             let id = of(source)?.in_maps();
@@ -241,14 +240,16 @@ impl ParentBlock<'_> {
     ) -> io::Result<Unchanged> {
         let (start, end) = (block.hva, block.hva.add_pages(block.pages));
         let mut unchanged = Unchanged::default();
+        // One scan for all mappings, because a VM may have thousands, and stands still meanwhile.
+        let changed = pagemap.scan(start, end, CHANGED)?;
+        let changed: Vec<Range<Hva>> = changed.iter().map(|r| r.start..r.end).collect();
         for (file, mapping) in mappings {
             let view = mapping.hva.max(start)..mapping.hva.add_pages(mapping.pages).min(end);
             if view.start >= view.end {
                 continue;
             }
-            let changed = pagemap.scan(view.start, view.end, CHANGED)?;
-            let changed: Vec<Range<Hva>> = changed.iter().map(|r| r.start..r.end).collect();
-            for part in without(&[view], &changed) {
+            let from = changed.partition_point(|part| part.end <= view.start);
+            for part in without(&[view], &changed[from..]) {
                 let in_file = mapping.file_page + part.start.pages_since(mapping.hva);
                 self.note(&mut unchanged, block, *file, part, in_file)?;
             }
@@ -299,10 +300,10 @@ impl ParentBlock<'_> {
     }
 }
 
-/// Returns the pages of a file that are no holes, ascending.
-fn data_pages(file: &File) -> io::Result<Vec<Range<u64>>> {
-    let pages = |data: Range<u64>| data.start / PAGE_SIZE..data.end.div_ceil(PAGE_SIZE);
-    Ok(data_ranges(file)?.into_iter().map(pages).collect())
+/// Returns the pages of ranges of bytes.
+fn page_ranges(data: &[Range<u64>]) -> Vec<Range<u64>> {
+    let pages = |data: &Range<u64>| data.start / PAGE_SIZE..data.end.div_ceil(PAGE_SIZE);
+    data.iter().map(pages).collect()
 }
 
 /// Returns where the pages of an image are: in `ram`, or where its references say.
@@ -332,6 +333,7 @@ fn places(in_ram: &[Range<u64>], references: &[Reference]) -> Vec<Place> {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::fs::File;
     use std::os::fd::AsFd;
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
@@ -340,13 +342,13 @@ mod tests {
     use memfold_host::progress::Progress;
     use memfold_sys::region::Mapping;
     use memfold_units::PAGE_BYTES;
+    use rustix::process::Pid;
 
     use super::*;
     use crate::candidates::Candidates;
     use crate::image::bytes;
     use crate::page_copies::{PageCopies, Room};
     use crate::plan::Plan;
-    use crate::stored::Pages;
     use crate::writer::Writer;
 
     /// Pages of the test's memory: two chunks and a part of a third.
@@ -633,7 +635,7 @@ mod tests {
             block,
         };
         assert_eq!(
-            places(&data_pages(&ram).unwrap(), &references),
+            places(&page_ranges(&data_ranges(&ram).unwrap()), &references),
             [
                 place(100, 4, 0, 100),
                 place(104, 2, 3, 7),

@@ -25,10 +25,9 @@ pub(super) const HELD: Filter = Filter {
     ..Filter::THERE
 };
 
-/// Returns the ranges where a process maps files. The pages there need not be in the process's page
-/// tables.
-fn mapped_files(pid: Pid) -> io::Result<Vec<Range<Hva>>> {
-    let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
+/// Returns the ranges where a process maps files, according to its `/proc/PID/maps`. The pages
+/// there need not be in the process's page tables.
+fn mapped_files(maps: &str) -> Vec<Range<Hva>> {
     let file = |line: &str| {
         let mut fields = line.split_ascii_whitespace();
         let (from, to) = fields.next()?.split_once('-')?;
@@ -36,7 +35,7 @@ fn mapped_files(pid: Pid) -> io::Result<Vec<Range<Hva>>> {
         let at = |text| u64::from_str_radix(text, 16).ok().map(Hva);
         is_file.then_some(at(from)?..at(to)?)
     };
-    Ok(maps.lines().filter_map(file).collect())
+    maps.lines().filter_map(file).collect()
 }
 
 /// Returns the addresses of the pages of `block` that must be saved, ascending.
@@ -98,8 +97,10 @@ impl Plan {
             copied: None,
             counts: ImageCounts::default(),
         };
-        let (pagemap, files) = (Pagemap::open(pid)?, mapped_files(pid)?);
-        let mapped = parent.map_or(Ok(Vec::new()), |parent| parent.mappings(pid))?;
+        let pagemap = Pagemap::open(pid)?;
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
+        let files = mapped_files(&maps);
+        let mapped = parent.map_or(Ok(Vec::new()), |parent| parent.mappings(&maps))?;
         let mut unchanged = Unchanged::default();
         for block in &plan.blocks {
             if let Some(of) = parent.and_then(|parent| parent.block(block)) {

@@ -84,7 +84,10 @@ pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
     Ok(found)
 }
 
-fn parse(text: &str, store: StoreIdentity) -> Mappings {
+/// Separates the private mappings of page store `store` in `/proc/PID/maps` from those of other
+/// files.
+#[must_use]
+pub fn parse(text: &str, store: StoreIdentity) -> Mappings {
     let store = identity_text(store);
     let mut mappings = Mappings::default();
     for line in text.lines() {
