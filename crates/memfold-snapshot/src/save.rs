@@ -20,6 +20,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
 use std::time::{Instant, SystemTime};
 
 use memfold_host::progress::Progress;
@@ -38,6 +39,7 @@ use super::freeze::{self, Frozen};
 use super::hardware;
 use super::manifest::{FORMAT_OF_LAYERS, Manifest, RAM, SUMS};
 use super::merge_overlays::merge_overlays;
+use super::page_copies::Room;
 use super::parts;
 use super::past::Past;
 use super::saved_disks::take_over;
@@ -90,8 +92,9 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let draft = shelf.draft(&self.request.name)?;
         let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
         let before = self.subject.overlays_now();
+        let room = self.begin_room().map_err(draft.failed(RAM))?;
         let described = self.take_beside(&draft)?;
-        let (frozen, copies, still) = self.stand_still(&before, &draft, &ram)?;
+        let (frozen, copies, still) = self.stand_still(&before, (&draft, &ram), room)?;
         // From here on, the VM's chain of overlays is longer by one.
         let place = draft.place.clone();
         let mut compared = Vec::new();
@@ -138,8 +141,8 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
     fn stand_still<'r>(
         &self,
         before: &[PathBuf],
-        draft: &Draft,
-        ram: &'r File,
+        (draft, ram): (&Draft, &'r File),
+        room: Option<JoinHandle<Room>>,
     ) -> Result<(Vec<Frozen>, Vec<Copied>, Still<'r>), SnapshotError> {
         let spec = &self.subject.spec;
         let note = |new: &[PathBuf]| {
@@ -152,7 +155,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
             .and_then(|()| disk_copy::prepare(&mut qmp, spec, draft))
             .and_then(|copies| {
                 let disks = (frozen.as_slice(), copies.as_slice());
-                let still = self.save_still(&mut qmp, (draft, ram), disks)?;
+                let still = self.save_still(&mut qmp, (draft, ram), disks, room)?;
                 Ok((copies, still))
             });
         match stood {
@@ -192,8 +195,9 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         } else {
             Ok(0)
         };
-        // The memory for them is freed.
-        drop((still.past, still.plan));
+        // Freeing hundreds of MiB takes milliseconds.
+        let done_with = (still.past, still.plan);
+        let _ = thread::Builder::new().spawn(move || drop(done_with));
         // The VM is released first, because the steps after a failure may wait for QEMU.
         self.hold.let_go();
         freeze::check_frozen(&mut self.monitor.qmp(), frozen)?;
@@ -366,7 +370,11 @@ fn spec_now(vm: &Vm, spec: &VmSpec, qmp: &mut Qmp) -> Result<VmSpec, SnapshotErr
             )));
         }
     }
-    let ram_blocks = vm.layout(qmp)?.blocks.len();
+    // Each RAM block has a backend, and listing the backends is faster than reading the layout.
+    let mut ram_blocks = memfold_vm::ram::read_backends(qmp)?.len();
+    if ram_blocks > MAX_BLOCKS {
+        ram_blocks = vm.layout(qmp)?.blocks.len();
+    }
     if ram_blocks > MAX_BLOCKS {
         return Err(SnapshotError::Impossible(format!(
             "the VM's RAM has {ram_blocks} blocks, and a snapshot holds at most {MAX_BLOCKS}; start the VM with fewer memory devices"

@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use memfold_host::progress::Progress;
@@ -97,13 +98,17 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         }
     }
 
-    /// Allocates room for copies of the pages that a layer has to save. `None` if they are no
-    /// layer's, or more than `most`.
-    fn room(&self, most: u64) -> Option<Room> {
+    /// Begins to allocate room for copies of the pages that a layer has to save, while the save is
+    /// prepared. `None` if they are no layer's, or too many.
+    pub(super) fn begin_room(&self) -> io::Result<Option<JoinHandle<Room>>> {
+        if self.request.parent.is_none() {
+            return Ok(None);
+        }
         // Some more, because the VM goes on writing.
-        let pages = self.request.changed + self.request.changed / 4 + MORE_PAGES;
-        let is_layer = self.request.parent.is_some();
-        (is_layer && pages <= most).then(|| Room::new(pages))
+        let pages = self.request.changed + self.request.changed / 8 + MORE_PAGES;
+        let is_small = pages <= most_copied()?;
+        let room = is_small.then(|| thread::Builder::new().spawn(move || Room::new(pages)));
+        room.transpose()
     }
 
     /// Stops the VM, saves the parts that must be from one instant, and resumes the VM.
@@ -112,6 +117,7 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         qmp: &mut Qmp,
         (draft, ram): (&Draft, &'r File),
         (frozen, copies): (&[Frozen], &[Copied]),
+        room: Option<JoinHandle<Room>>,
     ) -> Result<Still<'r>, SnapshotError> {
         let (vm, spec, hold) = (self.vm, &self.subject.spec, self.hold);
         let (request, progress) = (self.request, self.progress);
@@ -125,8 +131,7 @@ impl<M, H: Hold> Attempt<'_, M, H> {
             Candidates::find(vm.pid(), &layout, spec, frozen, &request.candidates)
         };
         steps.refer_ms = milliseconds(began.elapsed());
-        let most_copied = host_available_pages().map_err(&failed)? / COPIED_PART;
-        let room = self.room(most_copied);
+        let room = room.and_then(|room| room.join().ok());
         let waiting = Instant::now();
         let free = hold.free_pages();
         steps.list_ms = milliseconds(waiting.elapsed());
@@ -147,8 +152,8 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let parent = request.parent.clone();
         let plan = Plan::new(vm.pid(), sources(qmp)?, given, parent.as_deref());
         let mut plan = plan.map_err(&failed)?;
-        let room = room.filter(|_| plan.pages() <= most_copied);
-        if let Some(room) = room {
+        let is_small = plan.pages() <= most_copied().map_err(&failed)?;
+        if let Some(room) = room.filter(|_| is_small) {
             plan.copied = Some(
                 PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).map_err(&failed)?,
             );
@@ -162,8 +167,9 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let later: Vec<usize> = later.unwrap_or_default();
         let mut writer = Writer::new(&plan, ram, parent).map_err(&failed)?;
         writer.compare_with(&plan, candidates).map_err(&failed)?;
-        // An image that will be compressed should not be written to the disk before.
-        if !request.compress {
+        // An image that will be compressed should not be written to the disk before, and forks need
+        // their image in memory at once, but not on the disk.
+        if !request.compress && !request.fork {
             writer.write_back().map_err(&failed)?;
         }
         let pages = plan.blocks.iter().map(|block| block.pages);
@@ -189,6 +195,11 @@ impl<M, H: Hold> Attempt<'_, M, H> {
             pause: stopped.elapsed(),
         })
     }
+}
+
+/// Returns the most pages that may be copied while a VM stands still.
+fn most_copied() -> io::Result<u64> {
+    Ok(host_available_pages()? / COPIED_PART)
 }
 
 /// Returns how many pages of a running VM are not its parent's now.

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use memfold_units::Hva;
+use memfold_units::{Hva, PAGE_BYTES};
 use rustix::process::Pid;
 
 /// Copies `buffer.len()` bytes at address `from` of process `pid` into `buffer`. Returns the number
@@ -14,6 +14,25 @@ use rustix::process::Pid;
 pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
     let length = buffer.len();
     read_many(pid, &[(from, length)], buffer)
+}
+
+/// Asks the kernel to back a buffer with huge pages, which take fewer page faults. Has no effect if
+/// the kernel has no huge pages for this process.
+pub fn prefer_huge_pages(buffer: &mut [u8]) {
+    let start = buffer.as_mut_ptr().expose_provenance();
+    let first = start.next_multiple_of(PAGE_BYTES);
+    let end = (start + buffer.len()) / PAGE_BYTES * PAGE_BYTES;
+    if first < end {
+        // SAFETY: the pages are within `buffer`, and the advice changes no byte of them.
+        let _ = unsafe {
+            let first = buffer.as_mut_ptr().add(first - start);
+            rustix::mm::madvise(
+                first.cast(),
+                end - start - (first.addr() - start),
+                rustix::mm::Advice::LinuxHugepage,
+            )
+        };
+    }
 }
 
 /// Copies up to 1,024 ranges (`IOV_MAX`) of process `pid` into `buffer`, one after another. Each
