@@ -30,6 +30,8 @@ pub(super) struct Piece<'a> {
     /// Page in the RAM block at which the piece begins.
     pub(super) first: u64,
     pub(super) bytes: &'a [u8],
+    /// For a layer, the same pages of the parent.
+    pub(super) of_parent: Option<&'a [u8]>,
 }
 
 /// Comparison of memory with files, which all workers share.
@@ -90,22 +92,23 @@ impl Comparison {
         (from, to): (u64, u64),
         other: &mut [u8],
     ) -> Vec<Range<u64>> {
-        let source = self.candidates.file(run);
-        let part = &piece.bytes[bytes(from - piece.first)..bytes(to - piece.first)];
+        let Some(source) = self.candidates.file(run) else {
+            return Vec::new();
+        };
+        let here = bytes(from - piece.first)..bytes(to - piece.first);
+        let part = &piece.bytes[here.clone()];
+        // The parent's pages at this place are read already.
+        if let Some(theirs) = piece.of_parent.filter(|_| source.in_parent) {
+            return equal_pages(from, part, &theirs[here]);
+        }
         let other = &mut other[..part.len()];
         let skipped = piece.block.hva.add_pages(from).pages_since(run.hva);
         let place = (run.block + skipped) * PAGE_SIZE;
         // If the file cannot be read, the pages are saved in the image.
-        if source.is_none_or(|source| source.file.read_exact_at(other, place).is_err()) {
+        if source.file.read_exact_at(other, place).is_err() {
             return Vec::new();
         }
-        let pages = part
-            .chunks_exact(PAGE_BYTES)
-            .zip(other.chunks_exact(PAGE_BYTES));
-        let equal = (from..)
-            .zip(pages)
-            .filter(|(_, (own, theirs))| own == theirs);
-        joined(equal.map(|(page, _)| page..page + 1))
+        equal_pages(from, part, other)
     }
 
     /// Adds a reference for pages `from` to `to` of a block, unless the run is too short for a
@@ -149,4 +152,15 @@ impl Comparison {
         }
         is_wanted
     }
+}
+
+/// Returns the equal pages of two buffers that begin with page `first`.
+fn equal_pages(first: u64, own: &[u8], theirs: &[u8]) -> Vec<Range<u64>> {
+    let pages = own
+        .chunks_exact(PAGE_BYTES)
+        .zip(theirs.chunks_exact(PAGE_BYTES));
+    let equal = (first..)
+        .zip(pages)
+        .filter(|(_, (own, theirs))| own == theirs);
+    joined(equal.map(|(page, _)| page..page + 1))
 }

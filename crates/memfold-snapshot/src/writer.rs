@@ -239,6 +239,7 @@ impl<'a> Writer<'a> {
                 place,
                 first,
                 bytes: buffer,
+                of_parent: old,
             };
             let references = &mut written.references;
             let left = measure(&mut times.compare, || {
