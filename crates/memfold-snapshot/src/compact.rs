@@ -24,12 +24,12 @@ use super::error::{SnapshotError, failed};
 use super::file_facts::{backing_file, backing_files, facts, facts_at};
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, bytes, write_nonzero};
 use super::manifest::{Manifest, RAM, REFERENCES, References, SUMS, SavedDisk, file_name};
+use super::pipeline;
 use super::refer::{self, Reference};
 use super::restore;
 use super::shelf::{DEVICES, Shelf};
 use super::stored::Stored;
 use super::working_set;
-use super::{pipeline, portable};
 
 /// Time limit for `qemu-img` to copy what a disk has in other snapshots.
 const REBASE_LIMIT: Duration = Duration::from_secs(3600);
@@ -39,7 +39,7 @@ pub fn is_complete(shelf: &Shelf, manifest: &Manifest) -> Result<bool, SnapshotE
     let place = shelf.path(&manifest.name)?;
     let is_of_another =
         |path: &PathBuf| path.starts_with(shelf.root()) && !path.starts_with(&place);
-    Ok(manifest.parent.is_none() && !portable::outside(manifest).iter().any(is_of_another))
+    Ok(manifest.parent.is_none() && !manifest.outside().iter().any(is_of_another))
 }
 
 /// Makes the snapshot complete that `manifest` describes, and returns its new manifest. Callers

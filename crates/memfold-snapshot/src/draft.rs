@@ -2,6 +2,7 @@
 //! snapshot is complete, the directory is renamed to the snapshot's name. After a failed save, the
 //! directory is removed; after an interrupted pull, it stays for the next pull.
 
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -138,19 +139,37 @@ impl Draft {
         File::create_new(&path).map_err(failed(&path))
     }
 
-    /// Syncs all files to disk, and writes the manifest last.
+    /// Writes the manifest last, and syncs all files to disk: the snapshot's own, and those of the
+    /// snapshots that it needs. The layer of forks is not synced, because the VMs that need it do
+    /// not outlast a crash of the host either; its checksums show whether it did.
     fn write(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let write = || -> io::Result<()> {
             let text = serde_json::to_vec_pretty(manifest).map_err(io::Error::other)?;
             fs::write(self.path.join(MANIFEST), &text)?;
             let sum = format!("{}\n", hex(xxh3_128(&text)));
             fs::write(self.path.join(MANIFEST_SUM), sum)?;
-            for entry in fs::read_dir(&self.path)?.flatten() {
-                File::open(entry.path())?.sync_all()?;
+            if manifest.fork {
+                return Ok(());
             }
-            File::open(&self.path)?.sync_all()
+            for needed in self.needed(manifest) {
+                sync_directory(&needed)?;
+            }
+            sync_directory(&self.path)
         };
         write().map_err(failed(&self.path))
+    }
+
+    /// Returns the directories of the snapshots that this one needs.
+    fn needed(&self, manifest: &Manifest) -> BTreeSet<PathBuf> {
+        let Some(root) = self.place.parent() else {
+            return BTreeSet::new();
+        };
+        let parent = manifest.parent.iter().map(|parent| root.join(&parent.name));
+        let files = manifest.outside().into_iter();
+        let places = files.filter_map(|file| file.parent().map(Path::to_owned));
+        let of_shelf = places.filter(|place| place.parent() == Some(root));
+        let all = parent.chain(of_shelf);
+        all.filter(|place| *place != self.place).collect()
     }
 
     /// Syncs the directory of all snapshots. A crash before this leaves a draft or a snapshot, and
@@ -170,7 +189,9 @@ impl Draft {
         }
         fs::rename(&self.path, &self.place).map_err(failed(&self.place))?;
         self.stays = true;
-        self.sync_parent();
+        if !manifest.fork {
+            self.sync_parent();
+        }
         Ok(())
     }
 
@@ -184,6 +205,14 @@ impl Draft {
         // The replaced files are the draft now, and go with it.
         Ok(())
     }
+}
+
+/// Syncs a directory and the files in it to disk.
+fn sync_directory(place: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(place)?.flatten() {
+        File::open(entry.path())?.sync_all()?;
+    }
+    File::open(place)?.sync_all()
 }
 
 impl Drop for Draft {

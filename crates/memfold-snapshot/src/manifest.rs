@@ -311,6 +311,22 @@ pub struct SnapshotInfo {
 }
 
 impl Manifest {
+    /// Returns the paths outside the snapshot that the manifest names, each once.
+    pub(super) fn outside(&self) -> Vec<PathBuf> {
+        let of_disks = self.disks.iter().flat_map(SavedDisk::files);
+        let sources = self.references.iter().flat_map(|refs| &refs.sources);
+        let boot = &self.spec.boot;
+        let boot = [&boot.kernel, &boot.initrd, &boot.firmware];
+        let mut found: Vec<PathBuf> = Vec::new();
+        let all = of_disks.map(|file| &file.path).chain(sources);
+        for path in all.chain(boot.into_iter().flatten()) {
+            if path.is_absolute() && !found.contains(path) {
+                found.push(path.clone());
+            }
+        }
+        found
+    }
+
     /// Returns the RAM size of the saved VM.
     #[must_use]
     pub const fn memory(&self) -> ByteSize {

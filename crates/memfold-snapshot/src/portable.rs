@@ -43,22 +43,6 @@ pub struct Member {
     pub bytes: u64,
 }
 
-/// Returns the paths outside the snapshot that a manifest names, each once.
-pub(super) fn outside(manifest: &Manifest) -> Vec<PathBuf> {
-    let disks = manifest.disks.iter();
-    let of_disks = disks.flat_map(SavedDisk::files).map(|file| &file.path);
-    let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
-    let boot = &manifest.spec.boot;
-    let boot = [&boot.kernel, &boot.initrd, &boot.firmware];
-    let mut found: Vec<PathBuf> = Vec::new();
-    for path in of_disks.chain(sources).chain(boot.into_iter().flatten()) {
-        if path.is_absolute() && !found.contains(path) {
-            found.push(path.clone());
-        }
-    }
-    found
-}
-
 /// Returns why a snapshot cannot leave its host; `None` if it can.
 fn obstacle(manifest: &Manifest) -> Option<String> {
     for file in manifest.disks.iter().flat_map(SavedDisk::files) {
@@ -125,7 +109,7 @@ pub fn members(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<Member>, Snapsh
         let path = place.join(&name);
         open(name, path, false)
     });
-    let outside = outside(manifest).into_iter().enumerate();
+    let outside = manifest.outside().into_iter().enumerate();
     let outside = outside.map(|(number, path)| open(base_name(number), path, true));
     inside.chain(outside).collect()
 }

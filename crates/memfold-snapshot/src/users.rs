@@ -13,7 +13,6 @@ use rustix::process::Pid;
 use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
 use super::manifest::{Manifest, RAM, SavedDisk};
-use super::portable;
 use super::shelf::Shelf;
 
 /// Returns the names of the snapshots whose files are backing files of a VM's disks.
@@ -45,7 +44,8 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
         };
         // Files of a pulled snapshot may be another one's kernel or read-only disk.
         let names = || {
-            portable::outside(&manifest)
+            manifest
+                .outside()
                 .iter()
                 .any(|file| file.starts_with(&place))
         };
