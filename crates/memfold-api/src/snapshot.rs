@@ -86,6 +86,10 @@ pub struct ForkRequest {
     /// default, the daemon removes it when no VM needs it any more.
     #[serde(default)]
     pub keep: bool,
+    /// Whether the response waits until the VM shares the snapshot's memory. By default, that
+    /// happens in the background, and forks can be started meanwhile.
+    #[serde(default)]
+    pub wait: bool,
 }
 
 /// Response of `POST /v1/vms/{name}/fork`.
@@ -102,10 +106,10 @@ pub struct ForkReport {
     pub fork_ms: f64,
     /// Bytes of RAM that the new snapshot holds itself.
     pub own_bytes: u64,
-    /// Bytes of RAM that the VM itself shares with the new snapshot since.
-    pub shared_bytes: u64,
+    /// Bytes of RAM that the VM itself shares with the new snapshot since; unset without `wait`.
+    pub shared_bytes: Option<u64>,
     /// Reason why the VM shares fewer bytes than the snapshot holds; unset if it shares all that it
-    /// has not written since.
+    /// has not written since, and without `wait`.
     pub not_shared: Option<String>,
 }
 

@@ -1,6 +1,8 @@
 //! Saves, restores, lists and removes snapshots of the daemon's VMs.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 use memfold_snapshot::save::Subject;
@@ -39,6 +41,8 @@ pub struct Snapshots {
     /// Throughput of the disk with the snapshot directory, in bytes a second, and when it was
     /// measured.
     disk_speed: Mutex<Option<(Instant, f64)>>,
+    /// Threads that make forked VMs share their memory, by the VMs' names.
+    sharing: Mutex<BTreeMap<String, JoinHandle<()>>>,
 }
 
 impl Snapshots {
@@ -48,6 +52,7 @@ impl Snapshots {
             vms,
             twins: Mutex::default(),
             disk_speed: Mutex::default(),
+            sharing: Mutex::default(),
         }
     }
 

@@ -10,9 +10,9 @@
 //! A layer without users is removed: it is needed as long as a VM maps it, or another layer refers
 //! to it.
 
-use std::fs::File;
 use std::io;
 use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use memfold_api::{ForkReport, ForkRequest, KeepChoice, SaveRequest};
@@ -24,6 +24,7 @@ use tracing::{debug, info};
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
+use crate::mechanisms::Mechanisms;
 use crate::snapshots::Snapshots;
 use crate::snapshots::save_vm::SaveKind;
 use crate::threads::{self, unix_time};
@@ -57,18 +58,19 @@ impl Snapshots {
         let manifest = self.save_as(&save, &kind)?;
         let fork_ms = began.elapsed().as_secs_f64() * 1000.0;
         let machine = self.below.registry.machine(vm)?;
-        let shared = self.share(&machine, &manifest);
-        let (shared_bytes, not_shared) = match shared {
-            Ok(pages) => (pages * PAGE_SIZE, None),
-            Err(why) => (0, Some(why)),
-        };
-        if let Some(why) = &not_shared {
-            info!(
-                vm,
-                snapshot = manifest.name,
-                why,
-                "the VM keeps its own copy of the memory that its forks start with"
-            );
+        let (mut shared_bytes, mut not_shared) = (None, None);
+        if request.wait {
+            match share(&self.below, &machine, &manifest) {
+                Ok(pages) => shared_bytes = Some(pages * PAGE_SIZE),
+                Err(why) => (shared_bytes, not_shared) = (Some(0), Some(why)),
+            }
+        } else {
+            let (below, layer) = (self.below.clone(), manifest.clone());
+            let work = move || drop(share(&below, &machine, &layer));
+            match Builder::new().name("share".into()).spawn(work) {
+                Ok(thread) => drop(self.sharing.lock().insert(vm.to_owned(), thread)),
+                Err(error) => not_shared = Some(format!("cannot start a thread: {error}")),
+            }
         }
         Ok(ForkReport {
             snapshot: manifest.name.clone(),
@@ -81,32 +83,11 @@ impl Snapshots {
         })
     }
 
-    /// Makes a VM share its memory with a layer that was just saved from it. Returns the number of
-    /// shared pages.
-    fn share(&self, machine: &Machine, layer: &Manifest) -> Result<u64, String> {
-        let Some(_alone) = machine.try_save() else {
-            return Err("another snapshot of this VM is being made".into());
-        };
-        machine.look_again();
-        if let Some(problem) = machine.problem() {
-            return Err(problem);
-        }
-        if !machine.can_stop() {
-            return Err("memfold's library cannot stop this VM".into());
-        }
-        let shelf = &self.below.snapshots;
-        let file: File = shelf
-            .file(&layer.name, shelf::RAM)
-            .map_err(|error| error.to_string())?;
-        let runs = restore::own_runs(layer, &file, &machine.layout());
-        let runs = runs.map_err(|error| error.to_string())?;
-        let fold = |answer| Command::FoldOnto(machine.id(), file, runs, answer);
-        let done = self
-            .below
-            .folding
-            .ask(fold)
-            .map_err(|error| error.to_string());
-        done.and_then(|done| done)
+    /// Waits until a forked VM shares its memory, or has failed to.
+    pub fn shared(&self, vm: &str) {
+        let thread = self.sharing.lock().remove(vm);
+        // A thread that panicked shares nothing any more.
+        let _ = thread.map(JoinHandle::join);
     }
 
     /// Begins to remove layers of forks that no VM needs any more, until this value is dropped.
@@ -146,4 +127,40 @@ impl Snapshots {
             }
         }
     }
+}
+
+/// Makes a VM share its memory with a layer that was just saved from it. Returns the number of
+/// shared pages.
+fn share(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<u64, String> {
+    fold_onto(below, machine, layer).inspect_err(|why| {
+        info!(
+            vm = machine.name(),
+            snapshot = layer.name,
+            why,
+            "the VM keeps its own copy of the memory that its forks start with"
+        );
+    })
+}
+
+fn fold_onto(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<u64, String> {
+    let text = |error: &dyn std::fmt::Display| error.to_string();
+    let Some(_alone) = machine.try_save() else {
+        return Err("another snapshot of this VM is being made".into());
+    };
+    // The layer is not removed meanwhile.
+    let used = below.snapshot_locks.begin(&layer.name);
+    let _used = used.map_err(|error| text(&error))?;
+    machine.look_again();
+    if let Some(problem) = machine.problem() {
+        return Err(problem);
+    }
+    if !machine.can_stop() {
+        return Err("memfold's library cannot stop this VM".into());
+    }
+    let file = below.snapshots.file(&layer.name, shelf::RAM);
+    let file = file.map_err(|error| text(&error))?;
+    let runs = restore::own_runs(layer, &file, &machine.layout());
+    let runs = runs.map_err(|error| text(&error))?;
+    let fold = |answer| Command::FoldOnto(machine.id(), file, runs, answer);
+    below.folding.ask(fold).map_err(|error| text(&error))?
 }

@@ -57,7 +57,10 @@ impl Snapshots {
                 let why = "a snapshot that is compressed, or has all pages, has no parent; leave out 'parent', or 'compress' and 'whole'";
                 return Err(DaemonError::BadRequest(why.into()));
             }
-            return self.open_base(machine, name, progress).map(Some);
+            let origin = restore::origin(&self.below.snapshots, machine.pid())?;
+            let is_origin = origin.is_some_and(|origin| origin.name == *name);
+            let base = self.open_base(machine, (name, is_origin), progress);
+            return base.map(Some);
         }
         if request.compress || request.whole {
             return Ok(None);
@@ -65,11 +68,11 @@ impl Snapshots {
         let Some(origin) = restore::origin(&self.below.snapshots, machine.pid())? else {
             return Ok(None);
         };
-        let opened = match origin.no_parent() {
-            Some(why) => Err(why.to_owned()),
-            None => {
-                (self.open_base(machine, &origin.name, progress)).map_err(|error| error.to_string())
-            }
+        let opened = if let Some(why) = origin.no_parent() {
+            Err(why.to_owned())
+        } else {
+            let opened = self.open_base(machine, (&origin.name, true), progress);
+            opened.map_err(|error| error.to_string())
         };
         Ok(opened
             .inspect_err(|why| {
@@ -86,7 +89,7 @@ impl Snapshots {
     fn open_base(
         &self,
         machine: &Machine,
-        name: &str,
+        (name, is_origin): (&str, bool),
         progress: &Progress,
     ) -> Result<Base<'_>, DaemonError> {
         let shelf = &self.below.snapshots;
@@ -103,8 +106,6 @@ impl Snapshots {
             ))
             .into());
         }
-        let origin = restore::origin(shelf, machine.pid())?;
-        let is_origin = origin.is_some_and(|origin| origin.name == name);
         // A VM without a trust domain shares with no other VM.
         if manifest.domain.is_none() && !is_origin && manifest.vm != machine.name() {
             let why = "it is of another VM without a trust domain";

@@ -70,6 +70,7 @@ impl Snapshots {
     ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
         let machine = self.below.registry.machine(&request.vm)?;
+        self.shared(&request.vm);
         let Some(right) = machine.try_save() else {
             let why = "a snapshot of this VM is being made; wait until it is complete";
             return Err(SnapshotError::Impossible(why.into()).into());
@@ -81,7 +82,6 @@ impl Snapshots {
         }
         interrupted_save::undo(self.below.registry.state(), &machine, &right)?;
         let subject = subject(&machine)?;
-        save::mend(&subject, || machine.monitor())?;
         let progress = self.below.snapshot_locks.begin(&request.name)?;
         // Snapshots that the VM's disks are built on are not removed until the new snapshot records
         // that it needs them. Disks of a VM that memfold did not start are copied.
@@ -100,7 +100,13 @@ impl Snapshots {
         let kept =
             |segment: &SegmentSpec| self.below.snapshot_locks.begin(&being_saved(&segment.name));
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
-        let base = self.base(&machine, request, &progress)?;
+        let (mended, base) = std::thread::scope(|scope| {
+            let mended = scope.spawn(|| save::mend(&subject, || machine.monitor()));
+            let base = self.base(&machine, request, &progress);
+            (mended.join(), base)
+        });
+        mended.unwrap_or_else(|_| panic!("a thread that mends disks has panicked"))?;
+        let base = base?;
         let base = base.as_ref();
         let save = |prepared| {
             let of = (&machine, &subject, &right);

@@ -33,6 +33,10 @@ pub(super) struct ForkArguments {
     /// Do not wait until the forks' agents have renewed their identities
     #[arg(long)]
     no_wait: bool,
+    /// Wait until the VM shares its memory with the forks' snapshot before forks start; by default,
+    /// that happens in the background
+    #[arg(long)]
+    wait_shared: bool,
     /// Keep the snapshot from which the forks start; by default, it is removed when no VM needs it
     #[arg(long)]
     keep: bool,
@@ -64,6 +68,7 @@ pub(super) fn run(context: &Context, arguments: &ForkArguments) -> anyhow::Resul
     let began = Instant::now();
     let request = ForkRequest {
         keep: arguments.keep,
+        wait: arguments.wait_shared,
     };
     let report: ForkReport = client.post(&format!("/v1/vms/{}/fork", segment(vm)?), &request)?;
     if !context.json {
@@ -111,15 +116,19 @@ pub(super) fn run(context: &Context, arguments: &ForkArguments) -> anyhow::Resul
 
 /// Describes the snapshot from which forks start, as text.
 fn describe(report: &ForkReport, vm: &str, ms: f64) -> String {
-    let (own, shared) = (ByteSize(report.own_bytes), ByteSize(report.shared_bytes));
+    let own = ByteSize(report.own_bytes);
     let saved = match &report.parent {
         Some(parent) => format!("{own} of {vm} differ from '{parent}' and were saved"),
         None => format!("{own} of {vm} were saved, because it ran from no snapshot"),
     };
+    let shared = report.shared_bytes.map(ByteSize);
+    let shared = shared.map_or_else(String::new, |shared| {
+        format!(", and shares {shared} with its forks")
+    });
     let why = report.not_shared.as_ref();
     let why = why.map_or_else(String::new, |why| format!(" ({why})"));
     format!(
-        "{saved} as {} in {ms:.0} ms; it stood still for {:.0} ms, and shares {shared} with its forks{why}",
+        "{saved} as {} in {ms:.0} ms; it stood still for {:.0} ms{shared}{why}",
         report.snapshot, report.pause_ms
     )
 }
