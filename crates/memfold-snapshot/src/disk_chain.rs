@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use memfold_host::helper;
 use memfold_store::StoreIdentity;
+use memfold_vm::qcow2::{self, Backing};
 use memfold_vm::{Qmp, QmpError, VmSpec};
 use serde_json::{Value, json};
 
 use super::error::{SnapshotError, failed};
-use super::qcow2_header::{self, Backing};
 
 /// Time limit for `qemu-img` to read headers.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
@@ -172,7 +172,7 @@ pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
 fn plain_chain(disk: &Path) -> Option<Vec<PathBuf>> {
     let mut files = vec![disk.to_owned()];
     while files.len() <= MOST_PLAIN {
-        match qcow2_header::backing(files.last()?)? {
+        match qcow2::backing(files.last()?)? {
             Backing::None => return Some(files),
             Backing::Raw(base) => {
                 fs::metadata(&base).ok()?;

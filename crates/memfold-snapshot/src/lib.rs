@@ -41,7 +41,6 @@ pub mod past;
 pub mod pipeline;
 pub mod plan;
 pub mod portable;
-mod qcow2_header;
 mod ranges;
 pub mod refer;
 mod request;

@@ -29,6 +29,7 @@ mod name;
 pub mod overlay;
 pub mod own_files;
 pub mod process;
+pub mod qcow2;
 mod qemu_line;
 pub mod qmp;
 mod quiet;

@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime};
 use memfold_host::helper;
 
 use super::foreign;
+use super::qcow2;
 use super::spec::VmSpec;
 
 /// Longest time that `qemu-img` may take to create an overlay. The backing file may be on a remote
@@ -28,22 +29,39 @@ pub struct Backing<'a> {
     pub virtual_bytes: Option<u64>,
 }
 
+impl Backing<'_> {
+    /// Returns the size of the disk in a regular file; `None` if `qemu-img` has to tell.
+    fn bytes(&self) -> Option<u64> {
+        match self.format {
+            "raw" => {
+                let facts = std::fs::metadata(self.file).ok()?;
+                facts.is_file().then_some(facts.len())
+            }
+            "qcow2" => qcow2::virtual_bytes(self.file),
+            _ => None,
+        }
+    }
+}
+
 /// Creates an empty qcow2 overlay at `path`. Only its owner can read it, because other users may be
 /// able to write to the directory. Fails with `AlreadyExists` if the file exists. After an error,
 /// no file remains.
 pub fn create(path: &Path, backing: &Backing) -> io::Result<()> {
+    let known = backing.virtual_bytes.or_else(|| backing.bytes());
+    if let (Some(bytes), true) = (known, backing.file.is_absolute()) {
+        return written(path, |file| {
+            qcow2::write_empty(file, bytes, Some((backing.file, backing.format)))
+        });
+    }
     let mut options: Vec<&OsStr> = ["-F", backing.format, "-b"].map(OsStr::new).into();
     options.push(backing.file.as_os_str());
-    if backing.virtual_bytes.is_some() {
-        options.push(OsStr::new("-u"));
-    }
-    make(path, &options, backing.virtual_bytes)
+    written(path, |file| format(file, &options))
 }
 
 /// Creates an empty qcow2 disk of `virtual_bytes` bytes at `path`, without a backing file. Only its
 /// owner can read it. After an error, no file remains.
 pub fn create_empty(path: &Path, virtual_bytes: u64) -> io::Result<()> {
-    make(path, &[], Some(virtual_bytes))
+    written(path, |file| qcow2::write_empty(file, virtual_bytes, None))
 }
 
 /// Returns the directory of temporary overlays: `TMPDIR` or `/var/tmp`. The state directory is
@@ -75,20 +93,20 @@ pub(super) fn new_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-fn make(path: &Path, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Result<()> {
-    format(new_file(path)?, options, virtual_bytes).inspect_err(|_| {
+/// Creates a new file, and lets `write` write it. After an error, no file remains.
+fn written(path: &Path, write: impl FnOnce(&File) -> io::Result<()>) -> io::Result<()> {
+    write(&new_file(path)?).inspect_err(|_| {
         let _ = std::fs::remove_file(path);
     })
 }
 
-/// Formats a qcow2 file. `qemu-img` gets the open file instead of its path: `qemu-img` may outlive
-/// this process, and would create the file again after it was removed.
-fn format(file: File, options: &[&OsStr], virtual_bytes: Option<u64>) -> io::Result<()> {
+/// Formats a qcow2 file as large as its backing file. `qemu-img` gets the open file instead of its
+/// path: `qemu-img` may outlive this process, and would create the file again after it was removed.
+fn format(file: &File, options: &[&OsStr]) -> io::Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2"]).args(options);
     command.arg("/proc/self/fd/0");
-    command.args(virtual_bytes.map(|bytes| bytes.to_string()));
-    let output = helper::output(command.stdin(Stdio::from(file)), LIMIT)
+    let output = helper::output(command.stdin(Stdio::from(file.try_clone()?)), LIMIT)
         .map_err(|error| io::Error::new(error.kind(), format!("qemu-img: {error}")))?;
     if output.status.success() {
         return Ok(());
@@ -162,7 +180,7 @@ mod tests {
         let file = File::create_new(&overlay).unwrap();
         std::fs::remove_file(&overlay).unwrap();
         let options = ["-F", "raw", "-b", disk.to_str().unwrap()].map(OsStr::new);
-        format(file, &options, None).unwrap();
+        format(&file, &options).unwrap();
         assert!(!overlay.exists());
     }
 }
