@@ -24,9 +24,10 @@ impl Room {
     /// Allocates room for `pages` pages, while the VM still runs.
     pub(super) fn new(pages: u64) -> Self {
         let mut room = vec![0; bytes(pages)];
-        memory::prefer_huge_pages(&mut room);
-        // The kernel allocates a page when it is written for the first time.
-        (room.iter_mut().step_by(PAGE_BYTES)).for_each(|byte| *byte = 1);
+        if memory::populate(&mut room).is_err() {
+            // The kernel allocates a page when it is written for the first time.
+            (room.iter_mut().step_by(PAGE_BYTES)).for_each(|byte| *byte = 1);
+        }
         Self(room)
     }
 }

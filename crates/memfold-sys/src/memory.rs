@@ -16,23 +16,24 @@ pub fn read(pid: Pid, from: Hva, buffer: &mut [u8]) -> io::Result<usize> {
     read_many(pid, &[(from, length)], buffer)
 }
 
-/// Asks the kernel to back a buffer with huge pages, which take fewer page faults. Has no effect if
-/// the kernel has no huge pages for this process.
-pub fn prefer_huge_pages(buffer: &mut [u8]) {
-    let start = buffer.as_mut_ptr().expose_provenance();
-    let first = start.next_multiple_of(PAGE_BYTES);
-    let end = (start + buffer.len()) / PAGE_BYTES * PAGE_BYTES;
-    if first < end {
-        // SAFETY: the pages are within `buffer`, and the advice changes no byte of them.
-        let _ = unsafe {
-            let first = buffer.as_mut_ptr().add(first - start);
-            rustix::mm::madvise(
-                first.cast(),
-                end - start - (first.addr() - start),
-                rustix::mm::Advice::LinuxHugepage,
-            )
-        };
-    }
+/// Makes the kernel allocate the whole pages within a buffer at once, instead of one by one when
+/// they are written first. Fails on kernels before Linux 5.14 (`MADV_POPULATE_WRITE` of
+/// `madvise(2)`), and without enough memory.
+pub fn populate(buffer: &mut [u8]) -> io::Result<()> {
+    let skipped = buffer.as_ptr().align_offset(PAGE_BYTES);
+    let Some(pages) = buffer.get_mut(skipped..) else {
+        return Ok(());
+    };
+    let length = pages.len() / PAGE_BYTES * PAGE_BYTES;
+    // SAFETY: the range is within `buffer`, and allocating its pages changes no byte of them.
+    let done = unsafe {
+        rustix::mm::madvise(
+            pages.as_mut_ptr().cast(),
+            length,
+            rustix::mm::Advice::LinuxPopulateWrite,
+        )
+    };
+    Ok(done?)
 }
 
 /// Copies up to 1,024 ranges (`IOV_MAX`) of process `pid` into `buffer`, one after another. Each
