@@ -25,6 +25,11 @@ pub(super) const HELD: Filter = Filter {
     ..Filter::THERE
 };
 
+/// Reads `/proc/PID/maps` of a process.
+pub(super) fn read_maps(pid: Pid) -> io::Result<String> {
+    std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))
+}
+
 /// Returns the ranges where a process maps files, according to its `/proc/PID/maps`. The pages
 /// there need not be in the process's page tables.
 fn mapped_files(maps: &str) -> Vec<Range<Hva>> {
@@ -88,6 +93,17 @@ impl Plan {
         free: &[Range<Hva>],
         parent: Option<&Parent>,
     ) -> io::Result<Self> {
+        Self::with_maps(pid, &read_maps(pid)?, blocks, free, parent)
+    }
+
+    /// As [`Plan::new`], with the process's `/proc/PID/maps`, read since the process stopped.
+    pub(super) fn with_maps(
+        pid: Pid,
+        maps: &str,
+        blocks: Vec<Source>,
+        free: &[Range<Hva>],
+        parent: Option<&Parent>,
+    ) -> io::Result<Self> {
         let mut plan = Self {
             pid,
             blocks,
@@ -98,9 +114,8 @@ impl Plan {
             counts: ImageCounts::default(),
         };
         let pagemap = Pagemap::open(pid)?;
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero()))?;
-        let files = mapped_files(&maps);
-        let mapped = parent.map_or(Ok(Vec::new()), |parent| parent.mappings(&maps))?;
+        let files = mapped_files(maps);
+        let mapped = parent.map_or(Ok(Vec::new()), |parent| parent.mappings(maps))?;
         let mut unchanged = Unchanged::default();
         for block in &plan.blocks {
             if let Some(of) = parent.and_then(|parent| parent.block(block)) {

@@ -28,7 +28,7 @@ use super::manifest::{DEVICES, FileFacts, RAM, Steps};
 use super::page_copies::{PageCopies, Room};
 use super::parent::Parent;
 use super::past::Past;
-use super::plan::Plan;
+use super::plan::{Plan, read_maps};
 use super::request::{Request, milliseconds};
 use super::subject::Subject;
 use super::writer::Writer;
@@ -135,9 +135,17 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let waiting = Instant::now();
         let free = hold.free_pages();
         steps.list_ms = milliseconds(waiting.elapsed());
+        let blocks = sources(qmp)?;
         hold.stop(qmp).map_err(SnapshotError::Impossible)?;
         let stopped = Instant::now();
-        let devices = device_state(qmp, draft)?;
+        // A VM with thousands of mappings takes milliseconds to list them. QEMU maps nothing else
+        // meanwhile.
+        let (devices, maps) = thread::scope(|scope| {
+            let maps = scope.spawn(|| read_maps(vm.pid()));
+            (device_state(qmp, draft), maps.join())
+        });
+        let (devices, maps) = (devices?, maps.unwrap_or_else(|_| read_maps(vm.pid())));
+        let maps = maps.map_err(&failed)?;
         steps.devices_ms = milliseconds(stopped.elapsed());
         let began = Instant::now();
         // QEMU is asked only for what is needed, because the VM stands still.
@@ -150,7 +158,7 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         hold.untrack().map_err(SnapshotError::Impossible)?;
         let given = free.as_deref().unwrap_or_default();
         let parent = request.parent.clone();
-        let plan = Plan::new(vm.pid(), sources(qmp)?, given, parent.as_deref());
+        let plan = Plan::with_maps(vm.pid(), &maps, blocks, given, parent.as_deref());
         let mut plan = plan.map_err(&failed)?;
         let is_small = plan.pages() <= most_copied().map_err(&failed)?;
         if let Some(room) = room.filter(|_| is_small) {
