@@ -146,10 +146,7 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
     }
     let before = *sizes(lab)?.get(PARENT).context("the parent has ended")?;
     let changed = changed_bytes(lab.pid(PARENT)?)?;
-    let request = ForkRequest {
-        keep: true,
-        wait: false,
-    };
+    let request = ForkRequest::default();
     let began = Instant::now();
     let report = lab.daemon().snapshots().fork(PARENT, &request)?;
     let returns_ms = began.elapsed().as_secs_f64() * 1000.0;
