@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::cpu::Cpu;
 use super::error::{SnapshotError, failed};
-use super::image::{ImageBlock, ImageCounts};
+use super::image::{CHUNK_PAGES, ImageBlock, ImageCounts};
 
 /// Format versions that this memfold reads; see `docs/snapshot-format.md`.
 pub const FORMATS: RangeInclusive<u32> = 1..=FORMAT_OF_LAYERS;
@@ -311,6 +311,27 @@ pub struct SnapshotInfo {
 }
 
 impl Manifest {
+    /// Returns what is wrong with the places of the RAM blocks and the numbers of pages. A pulled
+    /// manifest has right checksums whatever its author wrote into it.
+    fn misplaced(&self) -> Option<String> {
+        let all = self.ram_bytes / PAGE_SIZE;
+        let mut next = 0;
+        for block in &self.blocks {
+            let end = block.first_page.checked_add(block.pages);
+            let is_right = block.first_page >= next && block.first_page % CHUNK_PAGES == 0;
+            let Some(end) = end.filter(|end| is_right && *end <= all) else {
+                return Some(format!(
+                    "RAM block '{}' cannot begin at page {} of {all} and have {} pages",
+                    block.name, block.first_page, block.pages
+                ));
+            };
+            next = end;
+        }
+        let referred = self.references.as_ref();
+        let is_wrong = referred.is_some_and(|of| of.pages > all || of.parent_pages > of.pages);
+        is_wrong.then(|| "it refers to more pages than there are".into())
+    }
+
     /// Returns the paths outside the snapshot that the manifest names, each once.
     pub(super) fn outside(&self) -> Vec<PathBuf> {
         let of_disks = self.disks.iter().flat_map(SavedDisk::files);
@@ -436,6 +457,9 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
             return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
         }
     }
+    if let Some(why) = manifest.misplaced() {
+        return Err(bad(format!("{MANIFEST}: {why}")));
+    }
     Ok(manifest)
 }
 
@@ -466,6 +490,49 @@ pub(super) mod tests {
         assert_eq!(disk.file.modified_ns, 1_764_210_000_123_456_789);
         assert_eq!(disk.backing[0].modified_ns, -1);
         assert_eq!(serde_json::to_string(&disk).unwrap(), text);
+    }
+
+    #[test]
+    fn blocks_outside_the_image_and_blocks_that_overlap_are_refused() {
+        let chunk = CHUNK_PAGES;
+        let with = |blocks: &[(u64, u64)]| {
+            let block = |&(first_page, pages): &(u64, u64)| ImageBlock {
+                name: "ram0".into(),
+                first_page,
+                pages,
+            };
+            Manifest {
+                ram_bytes: 4 * chunk * PAGE_SIZE,
+                blocks: blocks.iter().map(block).collect(),
+                ..manifest("a", ByteSize::mib(64))
+            }
+        };
+        let right = [(0, chunk + 1), (2 * chunk, 2 * chunk)];
+        assert_eq!(with(&right).misplaced(), None);
+        for wrong in [
+            &[(1, 1)][..],
+            &[(0, 4 * chunk + 1)],
+            &[(4 * chunk, 1)],
+            &[(chunk, u64::MAX)],
+            &[(0, chunk + 1), (chunk, 1)],
+            &[(chunk, 1), (0, 1)],
+        ] {
+            let why = with(wrong).misplaced().unwrap();
+            assert!(why.contains("'ram0'"), "{why}");
+        }
+        let table = FileFacts {
+            bytes: 0,
+            xxh3_128: String::new(),
+        };
+        let mut many = with(&right);
+        many.references = Some(References {
+            table,
+            sources: Vec::new(),
+            pages: 4,
+            parent_pages: u64::MAX,
+            mappings: None,
+        });
+        assert!(many.misplaced().is_some());
     }
 
     /// Returns the manifest of an empty snapshot.
