@@ -66,6 +66,19 @@ pub fn users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
 /// that map one of its disks (VMs that run from other snapshots that are built on this one). A
 /// write to such a file would change the memory of these processes.
 pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
+    Ok(holders_of_each(shelf, &[name.to_owned()])?.concat())
+}
+
+/// Returns the [`holders`] of each of several snapshots, in the same order. The mappings of all
+/// processes are read once.
+pub fn holders_of_each(shelf: &Shelf, names: &[String]) -> Result<Vec<Vec<Pid>>, SnapshotError> {
+    let texts = names.iter().map(|name| texts_of_holders(shelf, name));
+    users_of_each(&texts.collect::<Result<Vec<_>, _>>()?)
+}
+
+/// Returns the texts that identify a snapshot's RAM image and its disks in lines of
+/// `/proc/PID/maps`.
+fn texts_of_holders(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let mut texts = in_maps(shelf, name)?;
     // A broken snapshot may lack any of its files.
     let disks = shelf.manifest(name).map_or(Vec::new(), |saved| saved.disks);
@@ -74,7 +87,7 @@ pub fn holders(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
         let path = shelf.path(name)?.join(file);
         texts.extend(text_of(&path).map_err(failed(&path))?);
     }
-    Ok(users_of_each(&[texts])?.concat())
+    Ok(texts)
 }
 
 /// Returns the processes whose memory maps a file.

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 
 use memfold_units::{Hva, PAGE_SIZE};
+use rustix::io::Errno;
 use rustix::process::Pid;
 
 use super::StoreIdentity;
@@ -71,9 +72,10 @@ pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
         let Some(pid) = pid.filter(|pid| *pid != own) else {
             continue;
         };
-        // A process that ends meanwhile maps nothing any more.
-        let Ok(maps) = std::fs::read_to_string(entry.path().join("maps")) else {
-            continue;
+        let maps = match std::fs::read_to_string(entry.path().join("maps")) {
+            Ok(maps) => maps,
+            Err(error) if is_no_user(&error) => continue,
+            Err(error) => return Err(error),
         };
         for (group, found) in groups.iter().zip(&mut found) {
             if group.iter().any(|text| maps.contains(text)) {
@@ -82,6 +84,14 @@ pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
         }
     }
     Ok(found)
+}
+
+/// Returns whether the mappings of a process cannot be read because it has ended, or because root
+/// has no right to (in a container, for a process from outside, which is no VM of memfold's).
+fn is_no_user(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    let of_others = [Errno::NOENT, Errno::SRCH, Errno::ACCESS, Errno::PERM];
+    errno.is_some_and(|errno| of_others.contains(&errno))
 }
 
 /// Separates the private mappings of page store `store` in `/proc/PID/maps` from those of other

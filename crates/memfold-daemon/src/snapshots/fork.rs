@@ -97,24 +97,36 @@ impl Snapshots {
         })
     }
 
+    /// Returns whether a snapshot is the layer of forks, was not made just now, and has users that
+    /// can be found.
+    fn is_old_fork(&self, name: &str) -> bool {
+        let shelf = &self.below.snapshots;
+        let is_old = |created_s| Duration::from_secs(created_s) + LEAST_AGE <= unix_time();
+        let manifest = shelf.manifest(name);
+        manifest.is_ok_and(|manifest| manifest.fork && is_old(manifest.created_s))
+            && shelf
+                .file(name, shelf::RAM)
+                .is_ok_and(|ram| restore::can_find_users(&ram).unwrap_or(false))
+    }
+
     fn remove_unused_forks(&self) {
-        let names = self.below.snapshots.names().unwrap_or_default().into_iter();
-        for name in names.filter(|name| name.starts_with(PREFIX)) {
-            let Ok(manifest) = self.below.snapshots.manifest(&name) else {
-                continue;
-            };
-            if !manifest.fork || Duration::from_secs(manifest.created_s) + LEAST_AGE > unix_time() {
-                continue;
+        let shelf = &self.below.snapshots;
+        let mut names = shelf.names().unwrap_or_default();
+        names.retain(|name| name.starts_with(PREFIX) && self.is_old_fork(name));
+        if names.is_empty() {
+            return;
+        }
+        // A removal locks the layer, and no VM can be started from it meanwhile. So layers with
+        // users are left out before.
+        let users = match restore::holders_of_each(shelf, &names) {
+            Ok(users) => users,
+            Err(error) => {
+                debug!(%error, "cannot find the users of layers of forks");
+                return;
             }
-            // While the removal looks for users, no VM could be started from the layer.
-            let ram = self.below.snapshots.file(&name, shelf::RAM);
-            if !ram.is_ok_and(|ram| restore::can_find_users(&ram).unwrap_or(false)) {
-                continue;
-            }
-            let users = restore::holders(&self.below.snapshots, &name);
-            if users.map_or(true, |pids| !pids.is_empty()) {
-                continue;
-            }
+        };
+        let unused = names.into_iter().zip(users);
+        for (name, _) in unused.filter(|(_, pids)| pids.is_empty()) {
             match self.remove(&name) {
                 Ok(()) => info!(
                     snapshot = name,
