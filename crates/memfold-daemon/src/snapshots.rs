@@ -141,17 +141,23 @@ impl Snapshots {
 
     /// Refuses a snapshot whose files VMs map, or other snapshots need.
     fn refuse_if_used(&self, name: &str) -> Result<(), DaemonError> {
+        self.refuse_if_mapped(name)?;
+        let others = restore::built_on(&self.below.snapshots, name)?;
+        if !others.is_empty() {
+            let (name, others) = (name.to_owned(), others.join(", "));
+            return Err(SnapshotError::BuiltOn { name, others }.into());
+        }
+        Ok(())
+    }
+
+    /// Refuses a snapshot whose files VMs map.
+    fn refuse_if_mapped(&self, name: &str) -> Result<(), DaemonError> {
         let pids = restore::holders(&self.below.snapshots, name)?;
         if !pids.is_empty() {
             let pids = pids.iter().map(|pid| pid.as_raw_nonzero().to_string());
             let pids = pids.collect::<Vec<_>>().join(", ");
             let name = name.to_owned();
             return Err(SnapshotError::InUse { name, pids }.into());
-        }
-        let others = restore::built_on(&self.below.snapshots, name)?;
-        if !others.is_empty() {
-            let (name, others) = (name.to_owned(), others.join(", "));
-            return Err(SnapshotError::BuiltOn { name, others }.into());
         }
         Ok(())
     }
@@ -178,6 +184,8 @@ impl Snapshots {
 
     /// Removes a snapshot, after all layers that need it were made complete.
     pub fn remove_and_merge(&self, name: &str) -> Result<(), DaemonError> {
+        // Nothing is copied for a snapshot that cannot be removed afterwards.
+        self.refuse_if_mapped(name)?;
         let on = |name: &str| restore::built_on(&self.below.snapshots, name);
         let mut left = on(name)?.len();
         while left > 0 {
