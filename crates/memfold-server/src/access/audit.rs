@@ -40,7 +40,7 @@ const DETAILS: &str = "\
     disks domain drop_s durability for_vms force from from_boot_snapshot host keep keep_clock \
     least_bytes leave_percent listen live max_bytes memory merge name no_lay one_domain \
     pages_per_second parent paused pinned prefetch qmp renew reserve role root seconds segment stripes \
-    target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm whole writer";
+    target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm wait whole writer";
 
 /// Name and role of the session that a login has begun. They are attached to the response for the
 /// audit log.
