@@ -3,6 +3,7 @@
 //! directory is removed; after an interrupted pull, it stays for the next pull.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -13,7 +14,7 @@ use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::error::{SnapshotError, failed};
-use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, hex};
+use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, RAM, hex, read_manifest};
 
 /// How often, and after which pauses, a draft that comes from elsewhere is locked.
 const LOCK_TRIES: u32 = 20;
@@ -140,8 +141,7 @@ impl Draft {
     }
 
     /// Writes the manifest last, and syncs all files to disk: the snapshot's own, and those of the
-    /// snapshots that it needs. The layer of forks is not synced, because the VMs that need it do
-    /// not outlast a crash of the host either; its checksums show whether it did.
+    /// snapshots that it needs. The layer of forks is synced later ([`sync_fork`]).
     fn write(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let write = || -> io::Result<()> {
             let text = serde_json::to_vec_pretty(manifest).map_err(io::Error::other)?;
@@ -152,7 +152,7 @@ impl Draft {
                 return Ok(());
             }
             for needed in self.needed(manifest) {
-                sync_directory(&needed)?;
+                sync_snapshot(&needed)?;
             }
             sync_directory(&self.path)
         };
@@ -207,6 +207,39 @@ impl Draft {
     }
 }
 
+/// Syncs the memory of a layer of forks to disk. Called before a VM maps the layer: after a failed
+/// write, the kernel may drop the bytes, and the VM's memory would change. The kernel reports the
+/// failure only once, so the layer is made unusable then. Other files of the layer are not synced,
+/// because the VMs that need them do not outlast a crash of the host either.
+pub(super) fn sync_fork(place: &Path) -> Result<(), SnapshotError> {
+    let ram = place.join(RAM);
+    let synced = File::open(&ram).and_then(|file| file.sync_data());
+    synced
+        .map_err(|error| unusable(place, error))
+        .map_err(failed(&ram))
+}
+
+/// Makes a layer unusable whose bytes did not reach the disk.
+fn unusable(place: &Path, error: io::Error) -> io::Error {
+    let removed = fs::remove_file(place.join(MANIFEST_SUM));
+    tracing::warn!(path = %place.display(), %error, is_unusable = removed.is_ok(), "cannot write the memory of a fork to the disk, so no VM starts from this layer; check the disk, and fork the VM again");
+    error
+}
+
+/// Syncs a snapshot that another one needs. Layers of forks were perhaps never synced.
+fn sync_snapshot(place: &Path) -> io::Result<()> {
+    let of_forks = |name: &str| read_manifest(place, name).is_ok_and(|manifest| manifest.fork);
+    let name = place.file_name().and_then(OsStr::to_str);
+    let is_of_forks = name.is_some_and(of_forks);
+    sync_directory(place).map_err(|error| {
+        if is_of_forks {
+            unusable(place, error)
+        } else {
+            error
+        }
+    })
+}
+
 /// Syncs a directory and the files in it to disk.
 fn sync_directory(place: &Path) -> io::Result<()> {
     for entry in fs::read_dir(place)?.flatten() {
@@ -222,5 +255,42 @@ impl Drop for Draft {
                 tracing::warn!(path = %self.path.display(), %error, "cannot remove the draft directory of a failed snapshot; remove the directory by hand");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_units::ByteSize;
+
+    use super::*;
+    use crate::manifest::tests::manifest;
+
+    #[test]
+    fn a_layer_of_forks_whose_memory_cannot_be_synced_is_unusable() {
+        let place = tempfile::tempdir().unwrap();
+        let draft = |name: &str, fork: bool| {
+            let draft = Draft::begin(place.path(), place.path().join(name), name).unwrap();
+            for part in [RAM, "ram.sums", "devices"] {
+                draft.file(part).unwrap();
+            }
+            let manifest = Manifest {
+                fork,
+                ..manifest(name, ByteSize::mib(64))
+            };
+            draft.commit(&manifest).unwrap();
+            place.path().join(name)
+        };
+        let is_usable = |place: &Path, name: &str| read_manifest(place, name).is_ok();
+        let layer = draft("layer", true);
+        sync_fork(&layer).unwrap();
+        assert!(is_usable(&layer, "layer"));
+        // A missing file stands for a failed disk.
+        fs::rename(layer.join(RAM), layer.join("moved")).unwrap();
+        sync_fork(&layer).unwrap_err();
+        fs::rename(layer.join("moved"), layer.join(RAM)).unwrap();
+        assert!(!is_usable(&layer, "layer"));
+        let whole = draft("whole", false);
+        sync_snapshot(&whole).unwrap();
+        assert!(is_usable(&whole, "whole"));
     }
 }

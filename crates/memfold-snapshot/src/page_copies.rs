@@ -30,6 +30,11 @@ impl Room {
         }
         Self(room)
     }
+
+    /// Returns the number of pages for which there is room.
+    pub(super) fn pages(&self) -> u64 {
+        (self.0.len() / PAGE_BYTES) as u64
+    }
 }
 
 /// Copies of the pages that a plan reads.

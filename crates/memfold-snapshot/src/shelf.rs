@@ -30,7 +30,7 @@ use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 
 use super::candidates::SourceFile;
-use super::draft::Draft;
+use super::draft::{Draft, sync_fork};
 use super::error::{SnapshotError, failed};
 use super::file_facts::{Stamp, facts};
 use super::host_memory::host_available_pages;
@@ -190,6 +190,9 @@ impl Shelf {
         let name = &manifest.name;
         if let Some(part) = self.changed_parts(manifest)?.first() {
             return Err(manifest.broken(format!("{part} was changed since it was saved")));
+        }
+        if manifest.fork {
+            sync_fork(&self.path(name)?)?;
         }
         if !manifest.is_mappable() {
             return Ok(CheckedImage {

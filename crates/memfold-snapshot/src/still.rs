@@ -106,7 +106,7 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         }
         // Some more, because the VM goes on writing.
         let pages = self.request.changed + self.request.changed / 8 + MORE_PAGES;
-        let is_small = pages <= most_copied()?;
+        let is_small = pages <= host_available_pages()? / COPIED_PART;
         let room = is_small.then(|| thread::Builder::new().spawn(move || Room::new(pages)));
         room.transpose()
     }
@@ -160,8 +160,8 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let parent = request.parent.clone();
         let plan = Plan::with_maps(vm.pid(), &maps, blocks, given, parent.as_deref());
         let mut plan = plan.map_err(&failed)?;
-        let is_small = plan.pages() <= most_copied().map_err(&failed)?;
-        if let Some(room) = room.filter(|_| is_small) {
+        // A VM that has written much more since the look is written to the disk at once.
+        if let Some(room) = room.filter(|room| plan.pages() <= 2 * room.pages()) {
             plan.copied = Some(
                 PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).map_err(&failed)?,
             );
@@ -175,9 +175,8 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let later: Vec<usize> = later.unwrap_or_default();
         let mut writer = Writer::new(&plan, ram, parent).map_err(&failed)?;
         writer.compare_with(&plan, candidates).map_err(&failed)?;
-        // An image that will be compressed should not be written to the disk before, and forks need
-        // their image in memory at once, but not on the disk.
-        if !request.compress && !request.fork {
+        // An image that will be compressed should not be written to the disk before.
+        if !request.compress {
             writer.write_back().map_err(&failed)?;
         }
         let pages = plan.blocks.iter().map(|block| block.pages);
@@ -203,11 +202,6 @@ impl<M, H: Hold> Attempt<'_, M, H> {
             pause: stopped.elapsed(),
         })
     }
-}
-
-/// Returns the most pages that may be copied while a VM stands still.
-fn most_copied() -> io::Result<u64> {
-    Ok(host_available_pages()? / COPIED_PART)
 }
 
 /// Returns how many pages of a running VM are not its parent's now.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{ForkReport, ForkRequest, KeepChoice, SaveRequest};
 use memfold_fold::Command;
-use memfold_snapshot::{Manifest, SnapshotError, restore, shelf};
+use memfold_snapshot::{Manifest, Progress, SnapshotError, restore, shelf};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::overlay;
 use tracing::{debug, info};
@@ -169,6 +169,9 @@ fn fold_onto(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<
     if !machine.can_stop() {
         return Err("memfold's library cannot stop this VM".into());
     }
+    // Bytes that are not on the disk yet may be lost.
+    let checked = below.snapshots.checked_image(layer, &Progress::default());
+    checked.map_err(|error| text(&error))?;
     let file = below.snapshots.file(&layer.name, shelf::RAM);
     let file = file.map_err(|error| text(&error))?;
     let runs = restore::own_runs(layer, &file, &machine.layout());
