@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use memfold_host::helper;
 use memfold_store::StoreIdentity;
-use memfold_vm::qcow2::{self, Backing};
+use memfold_vm::qcow2::{self, NamedBacking};
 use memfold_vm::{Qmp, QmpError, VmSpec};
 use serde_json::{Value, json};
 
@@ -173,13 +173,13 @@ fn plain_chain(disk: &Path) -> Option<Vec<PathBuf>> {
     let mut files = vec![disk.to_owned()];
     while files.len() <= MOST_PLAIN {
         match qcow2::backing(files.last()?)? {
-            Backing::None => return Some(files),
-            Backing::Raw(base) => {
+            NamedBacking::None => return Some(files),
+            NamedBacking::Raw(base) => {
                 fs::metadata(&base).ok()?;
                 files.push(base);
                 return Some(files);
             }
-            Backing::Qcow2(next) => files.push(next),
+            NamedBacking::Qcow2(next) => files.push(next),
         }
     }
     None

@@ -53,7 +53,7 @@ const BACKING_FORMAT: u32 = 0xe279_2aca;
 
 /// The backing file that a header names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Backing {
+pub enum NamedBacking {
     /// The image has no backing file.
     None,
     /// A raw disk.
@@ -66,7 +66,7 @@ pub enum Backing {
 /// be read, has features that are unknown here, or names its backing file by other means than an
 /// absolute path.
 #[must_use]
-pub fn backing(image: &Path) -> Option<Backing> {
+pub fn backing(image: &Path) -> Option<NamedBacking> {
     parse(&beginning(image)?)
 }
 
@@ -152,7 +152,7 @@ pub(super) fn write_empty(
     file.write_all_at(&header, 0)
 }
 
-fn parse(bytes: &[u8]) -> Option<Backing> {
+fn parse(bytes: &[u8]) -> Option<NamedBacking> {
     let part = |at: usize, length: usize| bytes.get(at..at.checked_add(length)?);
     let u32_at = |at| Some(u32::from_be_bytes(part(at, 4)?.try_into().ok()?));
     let u64_at = |at| Some(u64::from_be_bytes(part(at, 8)?.try_into().ok()?));
@@ -168,7 +168,7 @@ fn parse(bytes: &[u8]) -> Option<Backing> {
     }
     let (offset, length) = (usize::try_from(u64_at(8)?).ok()?, size(u32_at(16)?)?);
     if offset == 0 {
-        return Some(Backing::None);
+        return Some(NamedBacking::None);
     }
     let name = part(offset, length)?;
     // Other names are relative, or begin with a protocol such as `json:` or `nbd:`.
@@ -181,8 +181,8 @@ fn parse(bytes: &[u8]) -> Option<Backing> {
         let (kind, length) = (u32_at(at)?, size(u32_at(at.checked_add(4)?)?)?);
         at = at.checked_add(8)?;
         match (kind, part(at, length)?) {
-            (BACKING_FORMAT, b"raw") => return Some(Backing::Raw(path)),
-            (BACKING_FORMAT, b"qcow2") => return Some(Backing::Qcow2(path)),
+            (BACKING_FORMAT, b"raw") => return Some(NamedBacking::Raw(path)),
+            (BACKING_FORMAT, b"qcow2") => return Some(NamedBacking::Qcow2(path)),
             // Without a format, QEMU guesses it.
             (0 | BACKING_FORMAT, _) => return None,
             _ => at = at.checked_add(length.checked_next_multiple_of(8)?)?,
@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     /// Creates an image with these options of `qemu-img create`, and returns its backing file.
-    fn created(options: &[&str]) -> Option<Backing> {
+    fn created(options: &[&str]) -> Option<NamedBacking> {
         let place = tempfile::tempdir().unwrap();
         let image = place.path().join("image");
         let output = Command::new("qemu-img")
@@ -216,10 +216,10 @@ mod tests {
             memfold_testkit::skip!("no qemu-img");
         }
         let (raw, qcow2) = (
-            Backing::Raw("/a/base img".into()),
-            Backing::Qcow2("/a/b".into()),
+            NamedBacking::Raw("/a/base img".into()),
+            NamedBacking::Qcow2("/a/b".into()),
         );
-        assert_eq!(created(&[]), Some(Backing::None));
+        assert_eq!(created(&[]), Some(NamedBacking::None));
         assert_eq!(created(&["-F", "raw", "-b", "/a/base img"]), Some(raw));
         for more in ["compat=1.1", "compat=0.10", "cluster_size=4096"] {
             let options = ["-F", "qcow2", "-b", "/a/b", "-o", more];
@@ -252,7 +252,7 @@ mod tests {
             bytes
         };
         let good = image(b"/x", 256, 2);
-        assert_eq!(parse(&good), Some(Backing::Raw("/x".into())));
+        assert_eq!(parse(&good), Some(NamedBacking::Raw("/x".into())));
         for bad in [
             image(b"/x", 511, 2),
             image(b"/x", u64::MAX, 2),
@@ -307,7 +307,7 @@ mod tests {
             let image = place.path().join(format!("image{number}"));
             let file = File::create(&image).unwrap();
             write_empty(&file, size, Some((&base, "raw"))).unwrap();
-            assert_eq!(backing(&image), Some(Backing::Raw(base.clone())));
+            assert_eq!(backing(&image), Some(NamedBacking::Raw(base.clone())));
             let size = size.next_multiple_of(SECTOR_BYTES);
             assert_eq!(virtual_bytes(&image), Some(size));
             let told = info(&image);
@@ -321,10 +321,10 @@ mod tests {
                 Some((&image, "qcow2")),
             )
             .unwrap();
-            assert_eq!(backing(&above), Some(Backing::Qcow2(image)));
+            assert_eq!(backing(&above), Some(NamedBacking::Qcow2(image)));
             let empty = place.path().join(format!("empty{number}"));
             write_empty(&File::create(&empty).unwrap(), size, None).unwrap();
-            assert_eq!(backing(&empty), Some(Backing::None));
+            assert_eq!(backing(&empty), Some(NamedBacking::None));
             assert_eq!(info(&empty)["virtual-size"], size);
         }
         let file = File::create(place.path().join("x")).unwrap();
