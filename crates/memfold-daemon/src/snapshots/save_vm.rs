@@ -1,6 +1,7 @@
 //! Saves VMs as snapshots. Before a save, the guest writes dirty pages back, and may drop caches
 //! that it can read again from its disks.
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -105,7 +106,7 @@ impl Snapshots {
             let base = self.base(&machine, request, &progress);
             (mended.join(), base)
         });
-        mended.unwrap_or_else(|_| panic!("a thread that mends disks has panicked"))?;
+        mended.unwrap_or_else(|panic| resume_unwind(panic))?;
         let base = base?;
         let base = base.as_ref();
         let save = |prepared| {
