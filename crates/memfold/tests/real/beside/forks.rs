@@ -43,9 +43,10 @@ fn start(lab: &Lab, snapshot: &str, vm: &str) {
         .unwrap();
 }
 
-fn fork(lab: &Lab, vm: &str) -> ForkReport {
+/// Forks a VM; with `wait`, returns when the VM shares its memory with the new layer.
+fn fork(lab: &Lab, vm: &str, wait: bool) -> ForkReport {
     let request = ForkRequest {
-        wait: true,
+        wait,
         ..ForkRequest::default()
     };
     let report = lab.daemon().snapshots().fork(vm, &request);
@@ -66,6 +67,13 @@ fn pss(lab: &Lab, vms: &[&str]) -> u64 {
     vms.iter().map(of).sum()
 }
 
+/// Returns whether a VM maps the memory of a snapshot.
+fn maps(lab: &Lab, vm: &str, snapshot: &str) -> bool {
+    let pid = lab.pid(vm).unwrap();
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    maps.contains(&format!("/{snapshot}/ram"))
+}
+
 fn check(lab: &Lab, vm: &str, sums: &str) {
     let said = lab.exec(vm, VERIFY, LIMIT).unwrap();
     assert!(said.starts_with("errors 0 rounds "), "{vm}: {said}");
@@ -84,7 +92,7 @@ fn forks_of_a_running_vm_and_their_forks_continue_with_its_memory_and_its_disk()
     lab.exec("root", &rewrite_memory(), LIMIT).unwrap();
     let sums = lab.exec("root", &write("root"), LIMIT).unwrap();
     // The VM runs from no snapshot, so the first fork has all pages.
-    let first = fork(&lab, "root");
+    let first = fork(&lab, "root", true);
     assert_eq!(first.parent, None);
     let before = pss(&lab, &["root"]);
     start(&lab, &first.snapshot, "child");
@@ -104,7 +112,7 @@ fn forks_of_a_running_vm_and_their_forks_continue_with_its_memory_and_its_disk()
         let now = lab
             .exec("child", &write(&format!("child-{number}")), LIMIT)
             .unwrap();
-        let report = fork(&lab, "child");
+        let report = fork(&lab, "child", true);
         assert!(report.parent.is_some());
         assert!(report.own_bytes >= WRITTEN.0, "{report:?}");
         assert!(report.shared_bytes > Some(0), "{report:?}");
@@ -114,7 +122,18 @@ fn forks_of_a_running_vm_and_their_forks_continue_with_its_memory_and_its_disk()
         check(&lab, &name, &now);
         expected[0].1.clone_from(&now);
         let own = lab.exec(&name, &write(&name), LIMIT).unwrap();
-        let again = fork(&lab, &name);
+        let again = fork(&lab, &name, false);
+        assert_eq!(again.shared_bytes, None);
+        // A save waits until the VM shares its memory, and is a layer on top of the fork's.
+        let after = format!("{name}-after");
+        let saved = lab
+            .daemon()
+            .snapshots()
+            .save(&SaveRequest::new(&name, &after));
+        let parent = saved.unwrap().parent.unwrap();
+        assert_eq!(parent.name, again.snapshot);
+        assert!(maps(&lab, &name, &again.snapshot));
+        lab.daemon().snapshots().remove(&after).unwrap();
         let grandchild = format!("fork-{number}-again");
         start(&lab, &again.snapshot, &grandchild);
         lab.daemon().vms().wait_agent(&grandchild, BOOT).unwrap();
