@@ -12,7 +12,7 @@
 //! | `dirty_N.shares_ms` | from the request until the parent shared its memory, too (the fork started meanwhile) |
 //! | `dirty_N.returns_ms` | from the request until the layer was complete: forks can be started |
 //! | `dirty_N.child_runs_ms` | from the request until guest code of the fork has written a byte to its console |
-//! | `dirty_N.written_over_changed` | bytes that the layer takes on disk, over private bytes of the parent's RAM just before (`Anonymous` of the image's mappings in `smaps`) |
+//! | `dirty_N.written_over_changed` | bytes that the layer takes on disk, over private bytes of the parent's RAM just before (`Anonymous` and `Swap` of its mappings in `smaps`) |
 //! | `dirty_N.pss_over_before` | PSS of parent and fork when the fork runs, over the parent's before; also without code that the emulator translated |
 //! | `whole_save_s`, `qemu_save_s` | a save of all pages, and QEMU's own, with the VM stopped |
 //! | `fan_out` | forks of one layer, one after the other: number that hold the parent's memory, and their start times |
@@ -23,9 +23,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use memfold_api::{ForkRequest, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
+use memfold_ksm::ranges::{self, Mapping};
 use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::Renew;
-use memfold_units::ByteSize;
+use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Map, Value, json};
 
 use crate::clones::{HOLD, percentile, sizes, start};
@@ -175,26 +176,20 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
     })
 }
 
-/// Returns the bytes that a process has changed in its private mappings of images and disks.
+/// Returns the bytes of a VM's RAM that are private to its process: pages of mapped images and disks
+/// that the VM has changed, and memory mapped between them in place of pages that the guest freed.
 fn changed_bytes(pid: i32) -> anyhow::Result<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps"))?;
-    let (mut is_image, mut kib) = (false, 0);
-    for line in text.lines() {
-        let mut words = line.split_ascii_whitespace();
-        let first = words.next().unwrap_or_default();
-        if first.contains('-') && !first.ends_with(':') {
-            is_image = ["/ram", ".qcow2", ".img"]
-                .iter()
-                .any(|end| line.ends_with(end));
-        } else if is_image && ["Anonymous:", "Swap:"].contains(&first) {
-            kib += words
-                .next()
-                .and_then(|kib| kib.parse::<u64>().ok())
-                .unwrap_or(0);
-        }
-    }
-    ensure!(kib > 0, "the VM does not run from an image");
-    Ok(kib << 10)
+    let mappings = ranges::parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?);
+    // QEMU surrounds each RAM block with a page that cannot be accessed.
+    let blocks = mappings.chunk_by(|a, b| a.end == b.start && a.permissions == b.permissions);
+    let is_image = |of: &Mapping| {
+        let ends = ["/ram", ".qcow2", ".img"];
+        ends.iter().any(|end| of.path.ends_with(end))
+    };
+    let images = blocks.filter(|block| block.iter().any(is_image)).flatten();
+    let pages: u64 = images.map(|of| of.anonymous_pages + of.swapped_pages).sum();
+    ensure!(pages > 0, "the VM does not run from an image");
+    Ok(pages * PAGE_SIZE)
 }
 
 /// Returns the bytes that the files of a directory take on disk.
