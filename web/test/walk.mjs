@@ -340,9 +340,26 @@ const back = { "Name of the VM": "back", "It gets its own": "network", "Also if 
 await act(page, "Restore …", back, "Restore", "back runs.", second);
 await page.getByRole("link", { name: "back", exact: true }).waitFor();
 await sayAndWait({ step: "restored" });
-for (const name of ["second-1", "back"]) await stop(page, name);
+// A fork and a layer hang below the snapshot that their VM runs from.
+await go(page, "#/vms/second-1", ".map canvas");
+await act(page, "Fork …", { "Also if the brake is on: guests could claim more memory than is available": true }, "Fork", "1 of 1 started");
+await act(page, "Save a snapshot …", { Name: "layer" }, "Save", "Saved as layer.");
+await go(page, "#/snapshots", ".tree li");
+const below = page.locator(".tree li").filter({ has: page.getByText("second", { exact: true }) }).locator("ul .node");
+await below.filter({ has: page.getByText("forks", { exact: true }) }).getByText(/ of its own on disk, .* of second/).waitFor();
+await page.getByRole("link", { name: "second-1-fork-1" }).waitFor();
+violations.push(...(await axe(page, "forked")));
+await page.screenshot({ path: `${results}/forked.png`, fullPage: true });
+const layer = below.filter({ has: page.getByText("layer", { exact: true }) });
+await act(page, "Make complete …", {}, "Make complete", "layer needs no other snapshot.", layer);
+await layer.waitFor({ state: "detached" });
+await go(page, "#/vms/second-1", ".map canvas");
+await act(page, "Save a snapshot …", { Name: "merged" }, "Save", "Saved as merged.");
+await sayAndWait({ step: "forked" });
+for (const name of ["second-1-fork-1", "second-1", "back"]) await stop(page, name);
 await go(page, "#/snapshots", ".tree li");
 await second.getByRole("button", { name: "Remove …" }).click();
+await dialog(page).getByLabel("Make its layers complete first", { exact: false }).setChecked(true);
 await dialog(page).getByRole("button", { name: "Remove the snapshot" }).click();
 await second.waitFor({ state: "detached" });
 await sayAndWait({ step: "removed" });

@@ -108,6 +108,7 @@ impl Snapshots {
             disk_bytes,
             parent: manifest.and_then(|m| Some(m.parent.as_ref()?.name.clone())),
             parent_bytes: manifest.map_or(0, Manifest::parent_bytes),
+            fork: manifest.is_some_and(|m| m.fork),
             users: users.map(|m| m.name().to_owned()).collect(),
             problem,
         }

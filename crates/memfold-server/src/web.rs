@@ -32,6 +32,7 @@ const FILES: &[File] = files![
     "/app/charts.js" "app/charts.js" SCRIPT,
     "/app/format.js" "app/format.js" SCRIPT,
     "/app/html.js" "app/html.js" SCRIPT,
+    "/app/starts.js" "app/starts.js" SCRIPT,
     "/app/ui.js" "app/ui.js" SCRIPT,
     "/app/pages/doctor.js" "app/pages/doctor.js" SCRIPT,
     "/app/pages/estimate.js" "app/pages/estimate.js" SCRIPT,

@@ -304,6 +304,9 @@ pub struct SnapshotInfo {
     pub parent: Option<String>,
     /// Bytes of RAM that the layer lacks, because files of its parent hold them.
     pub parent_bytes: u64,
+    /// Whether forks start from the snapshot, so that it is removed when no VM and no other
+    /// snapshot needs it.
+    pub fork: bool,
     /// Names of the VMs that run from the snapshot.
     pub users: Vec<String>,
     /// Reason why the snapshot cannot be used; unset if it can be used.

@@ -1,28 +1,37 @@
-// Snapshots, the VMs that they are of, and the VMs that run from them.
+// Snapshots with their layers, the VMs that they are of, and the VMs that run from them.
 
 import { useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer, useLive } from "../api.js";
 import { bytes, plural, time } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Card, DESPITE_BRAKE, Empty, Failure, NAME, Waiting } from "../ui.js";
-import { saveSnapshot } from "./vm.js";
+import { RENEW, saveSnapshot, start } from "../starts.js";
+import { Act, Badge, Card, DESPITE_BRAKE, Empty, Failure, NAME, Stack, Waiting } from "../ui.js";
 
-/** Trees of who came from whom: a snapshot hangs on its VM, if that VM runs from a snapshot itself. */
+/** Trees of who came from whom: a layer hangs below its parent, and another snapshot below its VM if that VM runs from a snapshot. */
 function trees(snapshots) {
+  const isLayer = (s) => snapshots.some((other) => other.name === s.parent);
   const from = new Map(snapshots.flatMap((s) => s.users.map((vm) => [vm, s.name])));
-  const under = (vm) => snapshots.filter((s) => s.vm === vm);
-  // A name may be used again: one that hangs on itself is a root.
-  const roots = snapshots.filter((s) => !from.has(s.vm) || from.get(s.vm) === s.name);
-  return { roots, under };
+  const layers = (name) => snapshots.filter((s) => s.parent === name);
+  const under = (vm) => snapshots.filter((s) => s.vm === vm && !isLayer(s));
+  const reached = new Set();
+  const reach = (s) => {
+    if (reached.has(s.name)) return;
+    reached.add(s.name);
+    [...layers(s.name), ...s.users.flatMap(under)].forEach(reach);
+  };
+  const roots = [];
+  const add = (s) => {
+    if (reached.has(s.name)) return;
+    roots.push(s);
+    reach(s);
+  };
+  snapshots.filter((s) => !isLayer(s) && !from.has(s.vm)).forEach(add);
+  // A name may be used again: snapshots that hang on each other have no root of their own.
+  snapshots.forEach(add);
+  return { roots, layers, under };
 }
 
-const RENEW = [
-  { value: "network", label: "random numbers and MAC addresses" },
-  { value: "identity", label: "also host name, machine ID and SSH keys" },
-  { value: "random", label: "random numbers only: the VM replaces the saved one" },
-];
-
-function Actions({ snapshot, may, changed }) {
+function Actions({ snapshot, isParent, may, changed }) {
   const name = snapshot.name;
   const path = `/v1/snapshots/${part(name)}`;
   const clone = {
@@ -37,19 +46,11 @@ function Actions({ snapshot, may, changed }) {
     ],
     action: "Clone",
     act: async (v) => {
-      const began = performance.now();
-      const total = Number(v.number);
-      for (let n = 1; n <= total; n += 1) {
-        try {
-          await post(`${path}/restore`, { vm: `${v.prefix}-${n}`, renew: v.renew, prefetch: v.prefetch, despite_brake: v.despite });
-        } catch (error) {
-          changed();
-          error.message = `${v.prefix}-${n} did not start, ${n - 1} run: ${error.message}`;
-          throw error;
-        }
+      try {
+        return await start(name, Array.from({ length: Number(v.number) }, (_, n) => `${v.prefix}-${n + 1}`), v);
+      } finally {
+        changed();
       }
-      changed();
-      return `${total} of ${total} started in ${Math.round(performance.now() - began)} ms.`;
     },
   };
   const restore = {
@@ -77,33 +78,58 @@ function Actions({ snapshot, may, changed }) {
       return problems.length ? `Wrong: ${problems.join("; ")}` : "Every byte is unchanged since the save.";
     },
   };
+  const complete = {
+    title: `Make ${name} complete`,
+    text: `${bytes(snapshot.parent_bytes)} that the layer needs of ${snapshot.parent} are copied into it. It needs no other snapshot after that.`,
+    action: "Make complete",
+    act: async () => {
+      await post(`${path}/compact`);
+      changed();
+      return `${name} needs no other snapshot.`;
+    },
+  };
   const remove = {
     title: `Remove ${name}?`,
     text: `The snapshot takes ${bytes(snapshot.disk_bytes)} on disk. It cannot be recovered after that.`,
+    fields: isParent ? [{ name: "merge", label: "Make its layers complete first; without this, it stays as long as it has layers", type: "checkbox" }] : [],
     action: "Remove the snapshot",
     danger: true,
-    act: async () => {
-      await del(path);
+    act: async (v) => {
+      await del(v.merge ? `${path}?merge=true` : path);
       changed();
     },
   };
   return html`<div class="buttons">
     <${Act} may=${may} what=${clone} small>Clone …<//><${Act} may=${may} what=${restore} small>Restore …<//>
-    <${Act} may=${may} what=${verify} small>Verify …<//><${Act} may=${may} what=${remove} danger small>Remove …<//></div>`;
+    <${Act} may=${may} what=${verify} small>Verify …<//>${snapshot.parent && html`<${Act} may=${may} what=${complete} small>Make complete …<//>`}
+    <${Act} may=${may} what=${remove} danger small>Remove …<//></div>`;
 }
 
-function Node({ snapshot, may, changed, under, seen }) {
-  const hung = (vm) => under(vm).filter((s) => !seen.includes(s.name));
+/** What a snapshot holds, and what it has of its parent. */
+function Holds({ snapshot }) {
+  const { parent, parent_bytes: shared, disk_bytes: own } = snapshot;
+  if (!parent) return html`${bytes(snapshot.memory_bytes)} of RAM in ${bytes(own)} on disk`;
+  const parts = [
+    { name: "its own", value: own, color: "private" },
+    { name: `of ${parent}`, value: shared, color: "template" },
+  ];
+  return html`${bytes(own)} of its own on disk, ${bytes(shared)} of ${parent}<${Stack} parts=${parts} label=${`What ${snapshot.name} holds`} legend=${false} />`;
+}
+
+function Node({ snapshot, may, changed, hung, seen }) {
+  const unseen = (all) => all.filter((s) => !seen.includes(s.name));
+  const below = (all) => unseen(all).map((s) => html`<${Node} key=${s.name} snapshot=${s} may=${may} changed=${changed} hung=${hung} seen=${[...seen, s.name]} />`);
+  const layers = hung.layers(snapshot.name);
   return html`<li>
     <div class="node">
-      <div><strong>${snapshot.name}</strong> <${Badge}>${snapshot.domain ?? "no domain"}<//> ${snapshot.problem && html`<${Badge} tone="bad" title=${snapshot.problem}>unusable<//>`}
-        <p class="note">of ${snapshot.vm}, ${time(snapshot.created_s)}; ${bytes(snapshot.memory_bytes)} of RAM in ${bytes(snapshot.disk_bytes)} on disk${snapshot.problem ? `; ${snapshot.problem}` : ""}</p></div>
-      <${Actions} snapshot=${snapshot} may=${may} changed=${changed} />
+      <div><strong>${snapshot.name}</strong> <${Badge}>${snapshot.domain ?? "no domain"}<//> ${snapshot.fork && html`<${Badge} title="memfold removes it when no VM and no snapshot needs it">forks<//>`} ${snapshot.problem && html`<${Badge} tone="bad" title=${snapshot.problem}>unusable<//>`}
+        <div class="note">of ${snapshot.vm}, ${time(snapshot.created_s)}; <${Holds} snapshot=${snapshot} />${snapshot.problem ? `; ${snapshot.problem}` : ""}</div></div>
+      <${Actions} snapshot=${snapshot} isParent=${layers.length > 0} may=${may} changed=${changed} />
     </div>
-    ${snapshot.users.length > 0 && html`<ul>${snapshot.users.map((vm) => html`
+    ${snapshot.users.length + unseen(layers).length > 0 && html`<ul>${snapshot.users.map((vm) => html`
       <li><div class="node vm"><a href=${`#/vms/${part(vm)}`}>${vm}</a> <span class="soft">runs from it</span></div>
-        ${hung(vm).length > 0 && html`<ul>${hung(vm).map((s) => html`<${Node} snapshot=${s} may=${may} changed=${changed} under=${under} seen=${[...seen, s.name]} />`)}</ul>`}
-      </li>`)}</ul>`}
+        ${unseen(hung.under(vm)).length > 0 && html`<ul>${below(hung.under(vm))}</ul>`}
+      </li>`)}${below(layers)}</ul>`}
   </li>`;
 }
 
@@ -115,10 +141,10 @@ export function Snapshots({ may }) {
   const vms = (sample?.vms ?? []).map((vm) => vm.name);
   const save = vms.length > 0 && html`<${Act} may=${may} what=${() => saveSnapshot(vms, null, changed)}>Save a VM …<//>`;
   if (!snapshots) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
-  const { roots, under } = trees(snapshots);
+  const { roots, ...hung } = trees(snapshots);
   return html`<${Card} title=${plural(snapshots.length, "snapshot")} aside=${save} wide>
     <${Failure} error=${error} />
     ${snapshots.length === 0 && html`<${Empty}>None yet. <code>memfold snapshot save VM NAME</code> saves one.<//>`}
-    <ul class="tree">${roots.map((s) => html`<${Node} key=${s.name} snapshot=${s} may=${may} changed=${changed} under=${under} seen=${[s.name]} />`)}</ul>
+    <ul class="tree">${roots.map((s) => html`<${Node} key=${s.name} snapshot=${s} may=${may} changed=${changed} hung=${hung} seen=${[s.name]} />`)}</ul>
   <//>`;
 }

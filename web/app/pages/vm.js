@@ -5,7 +5,8 @@ import { changeSample, del, part, post, useAnswer, useLive } from "../api.js";
 import { Chart, values } from "../charts.js";
 import { bytes, duration } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Bytes, Card, Failure, NAME, Stack, Stat, Table, Waiting } from "../ui.js";
+import { fork, saveSnapshot } from "../starts.js";
+import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
 import { spanPicker } from "./host.js";
 import { PLACES, problems, swapPlace, withTemplate } from "./vms.js";
 
@@ -116,26 +117,6 @@ function OverTime({ name, theme }) {
     ${drawn && html`<${Chart} t=${series.t} series=${drawn} stacked label=${`Where the RAM of ${name} is, over time`} />`}
   <//>`;
 }
-
-/** A snapshot of a VM, asked for here and on the snapshots' page. */
-export const saveSnapshot = (vms, chosen, done) => ({
-  title: "Save a snapshot",
-  text: "Memory, devices and disks at one instant.",
-  fields: [
-    { name: "vm", label: "VM", type: "select", options: vms, value: chosen ?? vms[0] },
-    { name: "name", label: "Name", required: true, pattern: NAME },
-    { name: "live", label: "The VM goes on while its memory is copied", type: "checkbox", value: true },
-    { name: "keep", label: "Page cache", type: "select", options: [
-      { value: "none", label: "dropped: smallest" }, { value: "hot", label: "kept, as references to its disks" }, { value: "all", label: "kept, and free pages too" } ] },
-    { name: "compress", label: "Compress the image", type: "checkbox" },
-  ],
-  action: "Save",
-  act: async (v) => {
-    await post("/v1/snapshots", { vm: v.vm, name: v.name, live: v.live, keep: v.keep, compress: v.compress });
-    done?.();
-    return `Saved as ${v.name}.`;
-  },
-});
 
 function Segments({ info, may }) {
   const { value: segments } = useAnswer("/v1/segments");
@@ -281,6 +262,7 @@ export function Vm({ name, may, theme }) {
         </dl>
         <div class="buttons">
           <${Act} may=${may} what=${saveSnapshot([name], name)}>Save a snapshot …<//>
+          <${Act} may=${may} what=${fork(name)}>Fork …<//>
           ${info.swap && html`<${Act} may=${may} what=${info.swap.place === "on_disk" ? borrow(name) : giveBack(name)}>${info.swap.place === "on_disk" ? "Borrow memory …" : "Return memory …"}<//>`}
           <${Act} may=${may && info.agent} what=${execute(name)}>Run a command …<//>
           <${Act} may=${may && info.origin === "started"} what=${reboot}>Reboot …<//>

@@ -409,9 +409,19 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     let of_both = users().unwrap();
     assert_eq!(of_both.as_array().unwrap().len(), 2, "{of_both}");
     walk.on();
+    walk.step("forked");
+    let parent = |name: &str| {
+        let snapshots = json(state, &["snapshot", "list"]);
+        let mut all = snapshots.as_array().unwrap().iter();
+        all.find(|s| s["name"] == name).unwrap()["parent"].clone()
+    };
+    assert_eq!(parent("layer"), Value::Null);
+    assert_eq!(parent("merged"), "second");
+    walk.on();
     walk.step("removed");
     assert!(!runs(CLONE) && !runs(BACK));
     assert_eq!(users(), None);
+    assert_eq!(parent("merged"), Value::Null);
     let boot = || exec(client, NAMES[0], BOOT_ID).stdout;
     let before = boot();
     walk.on();
