@@ -8,13 +8,14 @@ use memfold_lab::{DiskMode, Lab, wait_for};
 use memfold_snapshot::Renew;
 use memfold_units::ByteSize;
 
+use super::disks::{CHECK_DISKS, write_to};
 use super::snapshots::{MEMORY, VERIFY, rewrite_memory};
 use crate::support::{self, BOOT};
 
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// Forks of the running VM, each of which is forked again.
-const FORKS: usize = 2;
+const FORKS: usize = 1;
 
 /// Bytes that a guest writes before each fork.
 const WRITTEN: ByteSize = ByteSize::mib(12);
@@ -166,4 +167,70 @@ fn forks_of_a_running_vm_and_their_forks_continue_with_its_memory_and_its_disk()
     start(&lab, "kept", "last");
     lab.daemon().vms().wait_agent("last", BOOT).unwrap();
     check(&lab, "last", &expected[0].1);
+}
+
+/// Rounds after which the newest fork takes the place of the VM that is forked.
+const SUCCEED_EVERY: u64 = 4;
+
+/// Script that starts a program which rewrites files until `/run/stop` exists.
+fn rewrite_files() -> String {
+    support::file("rewrite.py", support::REWRITE)
+        + "systemd-run -q --unit=files -p StandardOutput=file:/run/files.out \\\n\
+           python3 /opt/rewrite.py /var/tmp/files 100000 forks /run/stop"
+}
+
+/// Script that ends this program, which then reads all files three ways, and prints its result.
+const END_FILES: &str = "touch /run/stop
+while systemctl is-active -q files; do sleep 0.1; done
+cat /run/files.out";
+
+/// Makes the programs of a guest check its memory and what they wrote past the page cache.
+fn check_memory_and_disk(lab: &Lab, vm: &str, round: u64) {
+    for check in [VERIFY, CHECK_DISKS] {
+        let said = lab.exec(vm, check, LIMIT).unwrap();
+        assert!(said.starts_with("errors 0 "), "{vm}, round {round}: {said}");
+    }
+}
+
+#[test]
+fn a_fork_at_a_random_moment_has_the_memory_files_and_disk_of_that_moment() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let rounds = support::seconds("MEMFOLD_FORK_ROUNDS", 2).as_secs();
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let spec = Lab::spec("root", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    lab.start_warm(spec).unwrap();
+    lab.wait_ready("root", BOOT).unwrap();
+    lab.fold(true).unwrap();
+    // The disk's writer uses a file, whose blocks it reads and writes past the page cache.
+    let disk = "truncate -s 48M /var/tmp/direct; ".to_owned() + &write_to("/var/tmp/direct");
+    for begin in [rewrite_memory(), rewrite_files(), disk] {
+        lab.exec("root", &begin, LIMIT).unwrap();
+    }
+    let mut parent = "root".to_owned();
+    for round in 1..=rounds {
+        let wait = xxhash_rust::xxh3::xxh3_64(&round.to_le_bytes()) % 900;
+        std::thread::sleep(Duration::from_millis(wait));
+        let report = fork(&lab, &parent, round % 2 == 0);
+        let child = format!("fork-{round}");
+        start(&lab, &report.snapshot, &child);
+        lab.daemon().vms().wait_agent(&child, BOOT).unwrap();
+        check_memory_and_disk(&lab, &child, round);
+        check_memory_and_disk(&lab, &parent, round);
+        // The VM that is not forked again checks its files, too, and ends.
+        let ends = if round % SUCCEED_EVERY == 0 {
+            std::mem::replace(&mut parent, child)
+        } else {
+            child
+        };
+        let said = lab.exec(&ends, END_FILES, LIMIT).unwrap();
+        assert!(
+            said.starts_with("rewrite errors 0 operations "),
+            "{ends}, round {round}: {said}"
+        );
+        lab.stop(&ends).unwrap();
+    }
+    let said = lab.exec(&parent, END_FILES, LIMIT).unwrap();
+    assert!(said.starts_with("rewrite errors 0 "), "{parent}: {said}");
 }
