@@ -1,5 +1,5 @@
 //! Handles QEMU's discards (`MADV_DONTNEED`, `MADV_FREE`) of guest RAM, so that a discarded page
-//! reads as zeroes even if it was folded.
+//! reads as zeroes even if it was folded, or has yet to arrive.
 
 use memfold_sys::region;
 use memfold_units::PAGE_SIZE;
@@ -34,6 +34,12 @@ impl State {
                         // The process has too many mappings. QEMU then reports a failed discard;
                         // the guest's bytes are unchanged.
                         return Some(Err(errno));
+                    }
+                    if kind == Kind::Awaited {
+                        if let Some(uffd) = &self.waiting {
+                            // Only a range of QEMU's own RAM is woken, which cannot fail.
+                            let _ = uffd.wake(part);
+                        }
                     }
                     self.stats.discarded_pages += part.pages();
                 }

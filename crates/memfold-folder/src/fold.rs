@@ -71,6 +71,7 @@ impl State {
                 back: kind == Kind::Template && block.shows(run, store.identity, first),
             };
             let step = match (freeze, kind, uffd, staging.as_mut()) {
+                (_, Kind::Awaited, ..) => Err(Outcome::Refused),
                 (Freeze::Stopped { .. }, ..) => part.at_rest(),
                 // Anonymous pages are moved even if the order says write protection, because a move
                 // is also safe with DMA.
@@ -88,7 +89,7 @@ impl State {
             }
             match kind {
                 Kind::Anonymous => stats.folded_pages += step.folded,
-                Kind::Folded | Kind::Template => stats.refolded_pages += step.folded,
+                Kind::Folded | Kind::Template | Kind::Awaited => stats.refolded_pages += step.folded,
             }
             match step.stop {
                 Some(Outcome::Differs { .. }) => stats.differing_pages += 1,

@@ -1,6 +1,7 @@
 //! Executes the daemon's orders on the RAM of this process.
 
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,12 +17,12 @@ use memfold_wire::library::{
 };
 use rustix::io::Errno;
 
+use crate::arrival::Arrivals;
 use crate::copy_before_write::Past;
 use crate::freeze::Staging;
 use crate::monitor::Monitor;
-use crate::ram::{Ram, TemplateMap};
+use crate::ram::{Kind, Mapped, Ram};
 use crate::state::State;
-use crate::stores::identity;
 use crate::zero::CHUNK_PAGES;
 
 /// Reasons why the userfaultfds could not be opened.
@@ -38,12 +39,15 @@ pub struct Folder {
     uffd: OnceLock<Arc<Userfaultfd>>,
     /// Userfaultfd that write-protects RAM for [`Order::TrackWrites`].
     tracker: OnceLock<Userfaultfd>,
+    /// Userfaultfd on which threads wait for pages that have yet to arrive.
+    waiting: OnceLock<Arc<Userfaultfd>>,
+    arrivals: Mutex<Option<Arrivals>>,
     /// Reasons why a userfaultfd or the staging area was missing at the start.
     missing: Missing,
     /// Page map of this process. It is opened at the start, because a QEMU that has dropped its
     /// privileges (`-run-with user=`) may not open it later.
     pagemap: Result<Arc<Pagemap>, String>,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
     /// QEMU's monitor, locked while an order stops the VM. A thread holds this lock together with
     /// the lock of `state` for one run at most, because QEMU's main loop may need the lock of
     /// `state` before it can stop.
@@ -51,7 +55,7 @@ pub struct Folder {
     can_stop: bool,
     /// Number of threads that wait for the lock of `state` to discard memory. The thread of an
     /// order lets them go first, because QEMU's main loop may be among them.
-    waiting: AtomicUsize,
+    discarding: AtomicUsize,
     /// Lowest address of RAM. `high` is the end of the highest block. `madvise` of memory outside
     /// these addresses needs no lock.
     low: AtomicU64,
@@ -67,14 +71,16 @@ impl Folder {
         let mut folder = Self {
             uffd: OnceLock::new(),
             tracker: OnceLock::new(),
+            waiting: OnceLock::new(),
+            arrivals: Mutex::default(),
             missing: Missing::default(),
             pagemap: Pagemap::open(rustix::process::getpid())
                 .map(Arc::new)
                 .map_err(|error| error.to_string()),
-            state: Mutex::default(),
+            state: Arc::default(),
             can_stop: monitor.is_some(),
             monitor: Mutex::new(monitor),
-            waiting: AtomicUsize::new(0),
+            discarding: AtomicUsize::new(0),
             low: AtomicU64::new(u64::MAX),
             high: AtomicU64::new(0),
         };
@@ -103,6 +109,12 @@ impl Folder {
                 format!("cannot track writes on this host ({error}): Linux 6.7 or newer is needed")
             })
         };
+        // If this fails, so does the opening of `uffd`, which is reported.
+        let open_waiting = || {
+            let uffd = Userfaultfd::open(device).map_err(|error| error.to_string())?;
+            Ok(Arc::new(uffd))
+        };
+        let _ = open_once(&self.waiting, open_waiting);
         Missing {
             uffd: open_once(&self.uffd, open_uffd).err(),
             tracker: open_once(&self.tracker, open_tracker).err(),
@@ -119,7 +131,7 @@ impl Folder {
     /// for each run, so that a discard waits no longer than one run takes.
     fn lock_in_turn(&self) -> MutexGuard<'_, State> {
         for _ in 0..10_000 {
-            if self.waiting.load(Ordering::Acquire) == 0 {
+            if self.discarding.load(Ordering::Acquire) == 0 {
                 break;
             }
             std::thread::yield_now();
@@ -134,6 +146,10 @@ impl Folder {
         }
         if changes_mappings(order) && self.lock().past.is_some() {
             return refuse("a copy-before-write of the VM's memory is under way".to_owned());
+        }
+        let is_change = changes_mappings(order) || matches!(order, Order::KeepPast { .. });
+        if is_change && self.lock().ram.awaited_pages() > 0 {
+            return refuse("the VM's memory is still arriving".to_owned());
         }
         self.reply(order, descriptor).unwrap_or_else(refuse)
     }
@@ -170,6 +186,7 @@ impl Folder {
                 self.map(&[run], &sent(descriptor, "file")?)?;
             }
             Order::MapRuns { runs } => self.map(runs, &sent(descriptor, "file")?)?,
+            Order::Await { ranges } => self.await_pages(ranges, sent(descriptor, "socket")?)?,
             Order::Fold { freeze, runs } => return self.fold(*freeze, runs),
             Order::Release { freeze, ranges } => {
                 return self.each(*freeze, ranges, |range| match freeze {
@@ -323,6 +340,33 @@ impl Folder {
         }
     }
 
+    fn await_pages(&self, ranges: &[Range], socket: OwnedFd) -> Result<(), String> {
+        let uffd = self.waiting.get();
+        let uffd = uffd.ok_or_else(|| self.missing.uffd.clone().unwrap_or_default())?;
+        let mut state = self.lock();
+        state.waiting = Some(Arc::clone(uffd));
+        for range in ranges {
+            let found = state.ram.find(range.hva, range.pages);
+            let (block, area) = found.ok_or_else(|| outside(range.hva, range.pages))?;
+            if block.first_kind(area) != (Kind::Anonymous, area) {
+                return Err(format!(
+                    "a page of the {} pages at {:#x} is mapped already",
+                    range.pages, range.hva
+                ));
+            }
+            uffd.register(area, Mode::Missing)
+                .map_err(|errno| format!("cannot wait for pages at {:#x}: {errno}", range.hva))?;
+            block.await_pages(area);
+        }
+        drop(state);
+        let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);
+        if arrivals.is_none() {
+            *arrivals = Some(Arrivals::start(Arc::clone(uffd), Arc::clone(&self.state))?);
+        }
+        let socket = UnixStream::from(socket);
+        arrivals.as_ref().map_or(Ok(()), |a| a.connect(socket))
+    }
+
     /// Handles the end of the daemon's connection: resumes the VM if an order has stopped it, ends
     /// write tracking, and ends a copy before write.
     pub fn disconnected(&self) {
@@ -349,9 +393,9 @@ impl Folder {
         }
         // The kernel rounds the length up, too.
         let end = end.checked_next_multiple_of(PAGE_SIZE)?;
-        self.waiting.fetch_add(1, Ordering::AcqRel);
+        self.discarding.fetch_add(1, Ordering::AcqRel);
         let mut state = self.lock();
-        self.waiting.fetch_sub(1, Ordering::AcqRel);
+        self.discarding.fetch_sub(1, Ordering::AcqRel);
         state.discard(start, end)
     }
 
@@ -405,30 +449,13 @@ impl Folder {
     }
 
     fn map(&self, runs: &[MapRun], file: &OwnedFd) -> Result<(), String> {
-        let (identity, file_pages) = identity(file)?;
-        for &MapRun {
-            hva,
-            pages,
-            file_page,
-        } in runs
-        {
-            let end = file_page.checked_add(pages);
-            if end.is_none_or(|end| end > file_pages) {
-                return Err(format!(
-                    "{pages} pages from page {file_page} exceed the file's {file_pages} pages"
-                ));
-            }
+        let file = &Mapped::open(file)?;
+        for run in runs {
+            file.check(run)?;
             let mut state = self.lock();
-            let found = state.ram.find(hva, pages);
-            let (block, area) = found.ok_or_else(|| outside(hva, pages))?;
-            area.map_file(file.as_fd(), file_page)
-                .map_err(|errno| format!("cannot map the file at {hva:#x}: {errno}"))?;
-            block.advise_file(area);
-            block.add_template(TemplateMap {
-                area,
-                file: identity,
-                file_page,
-            });
+            let found = state.ram.find(run.hva, run.pages);
+            let (block, area) = found.ok_or_else(|| outside(run.hva, run.pages))?;
+            file.map(block, area, run.file_page)?;
         }
         Ok(())
     }

@@ -14,6 +14,7 @@
 //!                             |            +-- stores   read-only windows on page stores    |
 //!                             |            +-- staging  holds pages while they are frozen   |
 //!                             |            +-- past     copy before write, for snapshots    |
+//!                             |            +-- arrival  pages that the daemon still fetches   |
 //!                             | madvise (interposed) -> discard                             |
 //!                             +------------------------------------------------------------+
 //! ```
@@ -30,6 +31,8 @@
 //! 5. Memory that QEMU discards reads as zeroes afterwards, folded or not (`discard`).
 //! 6. Old bytes for a snapshot are copied before the write to their page continues. If one copy
 //!    fails, the whole copy is marked as failed (`copy_before_write`).
+//! 7. A page that has yet to arrive is mapped once, and nobody reads or writes the page before
+//!    (`arrival`).
 //!
 //! The same [`Folder`] works in any process, on memory of that process. The stress tests and
 //! `memfold bench fold` use it in this way.
@@ -44,6 +47,7 @@ macro_rules! say {
     }};
 }
 
+mod arrival;
 mod bitmap;
 mod copy_before_write;
 mod discard;

@@ -1,16 +1,18 @@
 //! The VM's RAM blocks: their addresses, and what each of their pages maps (anonymous memory, a
-//! page store, or a snapshot's file).
+//! page store, or a snapshot's file), or that the page has yet to arrive.
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::fd::{AsFd as _, OwnedFd};
 
 use memfold_sys::region::Area;
 use memfold_units::{Hva, PAGE_SIZE};
-use memfold_wire::library::{Advice, MAX_BLOCKS};
+use memfold_wire::library::{Advice, MAX_BLOCKS, MapRun};
 use rustix::io::Errno;
 use rustix::mm::Advice as Madvise;
 
 use crate::bitmap::Bitmap;
+use crate::stores::identity;
 
 /// Kind of memory that a page of a RAM block maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +23,8 @@ pub enum Kind {
     Folded,
     /// A private mapping of a snapshot's file: its RAM image or a disk.
     Template,
+    /// Anonymous memory without a page. Access waits until the page of a snapshot arrives.
+    Awaited,
 }
 
 /// Private mapping of a snapshot's file over part of a RAM block: page 0 of `area` shows page
@@ -46,6 +50,8 @@ pub struct Block {
     pub advice: Advice,
     folded: Bitmap,
     template: Bitmap,
+    /// Empty until the first page is awaited.
+    awaited: Bitmap,
     /// Mapped files of a template, by the first address of their area; areas do not overlap.
     templates: BTreeMap<Hva, TemplateMap>,
     /// Areas that were folded and have not received their advice yet: first page and end in the
@@ -57,7 +63,21 @@ impl Block {
     /// Returns whether every page of the block is anonymous memory, as QEMU has mapped it.
     #[must_use]
     pub const fn is_untouched(&self) -> bool {
-        self.folded.count() == 0 && self.template.count() == 0
+        self.folded.count() + self.template.count() + self.awaited.count() == 0
+    }
+
+    /// Returns the number of pages that have yet to arrive.
+    #[must_use]
+    pub const fn awaited_pages(&self) -> u64 {
+        self.awaited.count()
+    }
+
+    /// Records that the pages of `area` have yet to arrive.
+    pub fn await_pages(&mut self, area: Area) {
+        if self.awaited.count() == 0 {
+            self.awaited = Bitmap::new(self.area.pages());
+        }
+        self.set(area, Kind::Awaited);
     }
 
     fn index(&self, at: Hva) -> u64 {
@@ -70,16 +90,19 @@ impl Block {
     pub fn first_kind(&self, area: Area) -> (Kind, Area) {
         let from = self.index(area.start());
         let to = from + area.pages();
-        let (folded, template) = (self.folded.get(from), self.template.get(from));
-        let end = self
-            .folded
-            .find(!folded, from, to)
-            .min(self.template.find(!template, from, to));
-        let kind = match (folded, template) {
-            (true, _) => Kind::Folded,
-            (false, true) => Kind::Template,
-            (false, false) => Kind::Anonymous,
-        };
+        let maps = [
+            (&self.folded, Kind::Folded),
+            (&self.template, Kind::Template),
+            (&self.awaited, Kind::Awaited),
+        ];
+        let (mut kind, mut end) = (Kind::Anonymous, to);
+        for (map, of_map) in maps {
+            let is_set = map.get(from);
+            end = end.min(map.find(!is_set, from, to));
+            if is_set {
+                kind = of_map;
+            }
+        }
         (kind, area.part(0, end - from))
     }
 
@@ -89,6 +112,8 @@ impl Block {
         self.folded.fill(first, area.pages(), kind == Kind::Folded);
         self.template
             .fill(first, area.pages(), kind == Kind::Template);
+        self.awaited
+            .fill(first, area.pages(), kind == Kind::Awaited);
     }
 
     /// Records that a snapshot's file is now mapped at `map.area`, in place of earlier mappings
@@ -187,6 +212,51 @@ impl Block {
     }
 }
 
+/// A snapshot's file that is mapped over parts of RAM.
+#[derive(Debug)]
+pub struct Mapped<'a> {
+    file: &'a OwnedFd,
+    identity: (u64, u64),
+    pages: u64,
+}
+
+impl<'a> Mapped<'a> {
+    /// Reads the identity and the length of a file.
+    pub fn open(file: &'a OwnedFd) -> Result<Self, String> {
+        let (identity, pages) = identity(file)?;
+        Ok(Self {
+            file,
+            identity,
+            pages,
+        })
+    }
+
+    /// Checks that the file has all pages of `run`.
+    pub fn check(&self, run: &MapRun) -> Result<(), String> {
+        let end = run.file_page.checked_add(run.pages);
+        if end.is_some_and(|end| end <= self.pages) {
+            return Ok(());
+        }
+        Err(format!(
+            "{} pages from page {} exceed the file's {} pages",
+            run.pages, run.file_page, self.pages
+        ))
+    }
+
+    /// Maps the file from page `file_page` on over `area` of a block.
+    pub fn map(&self, block: &mut Block, area: Area, file_page: u64) -> Result<(), String> {
+        area.map_file(self.file.as_fd(), file_page)
+            .map_err(|errno| format!("cannot map the file at {}: {errno}", area.start()))?;
+        block.advise_file(area);
+        block.add_template(TemplateMap {
+            area,
+            file: self.identity,
+            file_page,
+        });
+        Ok(())
+    }
+}
+
 /// All RAM blocks of the VM.
 #[derive(Debug, Default)]
 pub struct Ram {
@@ -226,6 +296,7 @@ impl Ram {
             advice,
             folded: Bitmap::new(pages),
             template: Bitmap::new(pages),
+            awaited: Bitmap::new(0),
             templates: BTreeMap::new(),
             unadvised: Vec::new(),
         };
@@ -265,6 +336,12 @@ impl Ram {
             .area
             .part(start.pages_since(block.area.start()), pages);
         Some((block, area))
+    }
+
+    /// Returns the number of pages that have yet to arrive.
+    #[must_use]
+    pub fn awaited_pages(&self) -> u64 {
+        self.blocks.iter().map(Block::awaited_pages).sum()
     }
 
     /// Returns the lowest address of RAM and the end of the highest RAM block.

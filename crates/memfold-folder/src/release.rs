@@ -30,7 +30,7 @@ impl State {
         let mut done = 0;
         while done < area.pages() {
             let (kind, part) = block.first_kind(area.after(done));
-            if kind == Kind::Anonymous {
+            if matches!(kind, Kind::Anonymous | Kind::Awaited) {
                 done += part.pages();
                 continue;
             }

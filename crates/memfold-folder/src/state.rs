@@ -1,9 +1,11 @@
 //! State of memfold's library in this process: RAM blocks, page stores and statistics. The daemon's
 //! orders and QEMU's discards change it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use memfold_sys::region::Area;
+use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_wire::library::{HISTOGRAM_BUCKETS, Stats};
 
 use crate::copy_before_write::Past;
@@ -21,6 +23,8 @@ pub(crate) struct State {
     /// Areas that are registered for write tracking.
     pub(crate) tracked: Vec<Area>,
     pub(crate) past: Option<Past>,
+    /// Userfaultfd on which threads wait for pages that have yet to arrive.
+    pub(crate) waiting: Option<Arc<Userfaultfd>>,
 }
 
 /// Records in the statistics how long a run was frozen.

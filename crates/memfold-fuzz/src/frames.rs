@@ -269,6 +269,9 @@ pub fn orders() -> Vec<Vec<u8>> {
             file_page: map.file_page,
         },
         Order::MapRuns { runs: vec![map] },
+        Order::Await {
+            ranges: vec![library::Range { hva, pages: 3 }],
+        },
         Order::Stats,
         Order::RemoveRam { hva },
         Order::RemoveStore { store: u32::MAX },

@@ -234,6 +234,47 @@ pub enum Order {
         /// Ranges to map, 1 to [`MAX_RUNS`].
         runs: Vec<MapRun>,
     },
+    /// Makes each access to the ranges wait until the pages have arrived on this host: the VM runs
+    /// while its snapshot is being fetched. A connected Unix stream socket comes with the order. On
+    /// it the library sends [`Wanted`], and the daemon sends [`Arrived`]. Until all pages have
+    /// arrived, the library refuses all orders that change mappings. Ranges are allowed only before
+    /// the VM runs. Without ranges, the socket takes the place of that of an earlier daemon, and the
+    /// library repeats what it wants.
+    Await {
+        /// Ranges of which no page is in memory, at most [`MAX_RUNS`].
+        ranges: Vec<Range>,
+    },
+}
+
+/// Message from the library on the socket of [`Order::Await`]: a thread of QEMU waits for a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// Host virtual address of the page in QEMU; page-aligned.
+    pub hva: u64,
+}
+
+/// Message from the daemon on the socket of [`Order::Await`], with a read-only descriptor of the
+/// file: pages have arrived. The library maps them as [`Order::MapRuns`] does, except pages for
+/// which it does not wait.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Arrived {
+    /// Ranges that have arrived, 1 to [`MAX_RUNS`].
+    pub runs: Vec<MapRun>,
+}
+
+impl Validate for Wanted {
+    fn validate(&self) -> Result<(), FrameError> {
+        limit(self.hva % 4096 == 0, "an address inside a page")
+    }
+}
+
+impl Validate for Arrived {
+    fn validate(&self) -> Result<(), FrameError> {
+        limit(
+            (1..=MAX_RUNS).contains(&self.runs.len()),
+            "no run or more than 1024 that have arrived",
+        )
+    }
 }
 
 /// Outcome of one run or range of an order. `folded` counts the pages that were folded or released,
@@ -356,7 +397,7 @@ pub enum Reply {
         problem: Option<String>,
     },
     /// Reply to an order that has no other reply (`AddRam`, `RemoveRam`, `AddStore`, `RemoveStore`,
-    /// `Map`, `MapRuns`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`,
+    /// `Map`, `MapRuns`, `Await`, `Stop`, `Continue`, `TrackWrites`, `UntrackWrites`, `KeepPast`,
     /// `ForgetPast`): the library did all of the order.
     Ok,
     /// Reply to [`Order::Fold`] and [`Order::Release`].
@@ -439,6 +480,10 @@ impl Validate for Order {
                     "a range of zero or more than 2^40 pages",
                 )
             }
+            Self::Await { ranges } => limit(
+                ranges.len() <= MAX_RUNS,
+                "more than 1024 ranges in an order",
+            ),
             Self::MapRuns { runs } => limit(
                 (1..=MAX_RUNS).contains(&runs.len()),
                 "no run or more than 1024 in an order",

@@ -1,0 +1,223 @@
+//! Maps a snapshot's pages into RAM when they have arrived on this host, while the VM runs.
+//!
+//! ```text
+//!   vCPU, device     accesses a page that is not there yet: sleeps
+//!                      | event
+//!                      v
+//!   thread "wants"   sends the page's address to the daemon
+//!   daemon           fetches the pages, checks them, writes them to the snapshot's file
+//!                      | Arrived, with the file
+//!                      v
+//!   thread "arrive"  maps the pages privately, and wakes whoever waits for them
+//! ```
+//! A page is mapped once, before anybody could write to it. If the daemon dies, threads wait for the
+//! next daemon, which brings a new socket.
+
+use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memfold_sys::descriptor;
+use memfold_sys::region::Area;
+use memfold_sys::signals;
+use memfold_sys::userfaultfd::Userfaultfd;
+use memfold_units::Hva;
+use memfold_wire::library::{Arrived, MapRun, Wanted};
+use memfold_wire::{Decoder, encode};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use crate::ram::{Kind, Mapped};
+use crate::state::State;
+
+/// Pages that are awaited, and the connection to the daemon that brings them.
+#[derive(Debug)]
+pub(crate) struct Arrivals {
+    shared: Arc<Shared>,
+    /// End of a pipe; closing it ends the thread that reads events.
+    _end: OwnedFd,
+}
+
+#[derive(Debug)]
+struct Shared {
+    uffd: Arc<Userfaultfd>,
+    state: Arc<Mutex<State>>,
+    link: Mutex<Link>,
+}
+
+/// The daemon's socket, and the pages for which threads wait.
+#[derive(Debug, Default)]
+struct Link {
+    socket: Option<Arc<UnixStream>>,
+    wanted: BTreeSet<Hva>,
+}
+
+impl Arrivals {
+    /// Starts the thread that reads which pages are wanted. It ends when this value is dropped.
+    pub(crate) fn start(uffd: Arc<Userfaultfd>, state: Arc<Mutex<State>>) -> Result<Self, String> {
+        let shared = Arc::new(Shared {
+            uffd,
+            state,
+            link: Mutex::default(),
+        });
+        let (ended, end) = pipe_with(PipeFlags::CLOEXEC)
+            .map_err(|errno| format!("cannot create a pipe: {errno}"))?;
+        let watching = Arc::clone(&shared);
+        begin("memfold-wants", move || watching.watch(&ended))?;
+        Ok(Self { shared, _end: end })
+    }
+
+    /// Uses this socket from now on, and sends the daemon at its other end what is wanted.
+    pub(crate) fn connect(&self, socket: UnixStream) -> Result<(), String> {
+        let socket = Arc::new(socket);
+        let mut link = self.shared.link();
+        let wanted: Vec<Hva> = link.wanted.iter().copied().collect();
+        for page in wanted {
+            send(&socket, page);
+        }
+        link.socket = Some(Arc::clone(&socket));
+        drop(link);
+        let shared = Arc::clone(&self.shared);
+        begin("memfold-arrive", move || shared.receive(&socket))
+    }
+}
+
+fn begin(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), String> {
+    let spawn = || std::thread::Builder::new().name(name.to_owned()).spawn(work);
+    let spawned = signals::with_all_blocked(spawn);
+    spawned
+        .map(drop)
+        .map_err(|error| format!("cannot start a thread: {error}"))
+}
+
+/// Tells the daemon that a page is wanted. A daemon that is gone is told nothing: the next one is.
+fn send(socket: &UnixStream, page: Hva) {
+    if let Ok(frame) = encode(&Wanted { hva: page.0 }) {
+        let _ = descriptor::send(socket, &frame, None);
+    }
+}
+
+impl Shared {
+    fn link(&self) -> MutexGuard<'_, Link> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends the daemon each page for which a thread waits, until the other end of `ended` is
+    /// closed.
+    fn watch(&self, ended: &OwnedFd) {
+        loop {
+            let mut ready = [
+                PollFd::new(&*self.uffd, PollFlags::IN),
+                PollFd::new(ended, PollFlags::IN),
+            ];
+            // An interrupted call is repeated.
+            let _ = poll(&mut ready, None);
+            if !ready[1].revents().is_empty() {
+                return;
+            }
+            while let Ok(Some(page)) = self.uffd.next_fault() {
+                self.want(page);
+            }
+        }
+    }
+
+    fn want(&self, page: Hva) {
+        let mut link = self.link();
+        link.wanted.insert(page);
+        // The page may have arrived after the event: then nobody would take it from the list.
+        let is_awaited = {
+            let mut state = self.state();
+            let found = state.ram.find(page.0, 1);
+            found.map(|(block, area)| (block.first_kind(area).0 == Kind::Awaited, area))
+        };
+        match is_awaited {
+            Some((true, _)) => {
+                if let Some(socket) = &link.socket {
+                    send(socket, page);
+                }
+            }
+            Some((false, area)) => {
+                link.wanted.remove(&page);
+                // Whoever waits finds the page there.
+                let _ = self.uffd.wake(area);
+            }
+            None => {
+                link.wanted.remove(&page);
+            }
+        }
+    }
+
+    /// Maps what the daemon brings until it closes the socket or breaks the protocol.
+    fn receive(&self, socket: &UnixStream) {
+        let mut decoder = Decoder::new();
+        let mut buffer = vec![0; 64 << 10];
+        let mut file: Option<OwnedFd> = None;
+        loop {
+            match descriptor::receive(socket, &mut buffer) {
+                Ok((0, _)) => return,
+                Ok((n, came)) => {
+                    decoder.push(&buffer[..n]);
+                    file = came.or(file);
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(_) => return,
+            }
+            loop {
+                match decoder.next::<Arrived>() {
+                    Ok(Some(arrived)) => {
+                        let Some(file) = file.take() else { return };
+                        if let Err(why) = self.map(&arrived.runs, &file) {
+                            // The pages stay awaited, so nobody sees wrong bytes.
+                            crate::say!("memfold: cannot map memory that has arrived: {why}");
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(_) => return,
+                }
+            }
+        }
+    }
+
+    /// Maps the pages of `runs` that are awaited.
+    fn map(&self, runs: &[MapRun], file: &OwnedFd) -> Result<(), String> {
+        let file = Mapped::open(file)?;
+        for run in runs {
+            file.check(run)?;
+            let mut mapped = Vec::new();
+            {
+                let mut state = self.state();
+                let found = state.ram.find(run.hva, run.pages);
+                let (block, all) = found.ok_or("the pages are not inside one RAM block")?;
+                let mut rest = all;
+                while !rest.is_empty() {
+                    let (kind, part) = block.first_kind(rest);
+                    if kind == Kind::Awaited {
+                        let skipped = part.start().pages_since(all.start());
+                        file.map(block, part, run.file_page + skipped)?;
+                        mapped.push(part);
+                    }
+                    rest = rest.after(part.pages());
+                }
+            }
+            self.wake(&mapped);
+        }
+        Ok(())
+    }
+
+    fn wake(&self, mapped: &[Area]) {
+        let mut link = self.link();
+        for &area in mapped {
+            let arrived: Vec<Hva> = link.wanted.range(area.start()..area.end()).copied().collect();
+            for page in arrived {
+                link.wanted.remove(&page);
+            }
+            // The mapping on which they wait is gone; they find the new one.
+            let _ = self.uffd.wake(area);
+        }
+    }
+}
