@@ -221,7 +221,7 @@ mod tests {
         26 22 0:40 / /merged rw - overlay o rw,lowerdir=/a\n";
 
     #[test]
-    fn in_mountinfo_mounts_of_disks_and_overlays_are_listed_and_other_mounts_are_ignored() {
+    fn of_the_mounts_in_mountinfo_only_those_of_disks_and_overlays_are_listed() {
         let mounts = Mounts::parse(TEXT);
         assert_eq!(mounts.list.len(), 4);
         assert_eq!(mounts.list[0].device, 254 << 20);

@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn if_no_history_is_recorded_memory_is_sampled_only_while_a_viewer_is_connected() {
+    fn if_no_ledger_history_is_recorded_memory_is_sampled_only_while_a_viewer_is_connected() {
         let sampling = Arc::new(Samples::new(None));
         let thread = waits(&sampling, None);
         sampling.wake(false);

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn if_a_page_of_a_run_differs_folding_continues_behind_it_and_after_a_timeout_is_retried() {
+    fn folding_a_run_continues_behind_a_page_that_differs_and_is_retried_after_a_timeout() {
         let range = MapRun {
             hva: 0x10_0000,
             pages: 700,

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_a_split_run_begins_equally_far_on_in_memory_page_store_and_file() {
+    fn if_a_run_is_split_the_second_part_has_the_right_memory_store_and_file_positions() {
         let rest = run(10, 8).rest(3).unwrap();
         assert_eq!(
             (rest.index, rest.pages, rest.store_page, rest.page),

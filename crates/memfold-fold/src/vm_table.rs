@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn in_the_tables_a_memory_page_caches_at_most_one_file_page_and_vice_versa() {
+    fn the_tables_of_a_vm_hold_at_most_one_file_page_for_a_memory_page_and_vice_versa() {
         let mut t = table();
         assert!(t.cache(7, 1, 100));
         assert!(t.cache(7, 2, 5));
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_full_list_of_cached_pages_from_the_agent_pages_not_listed_are_forgotten() {
+    fn cached_pages_missing_in_a_full_list_from_the_agent_are_forgotten() {
         let mut t = table();
         t.cache(1, 1, 1);
         t.cache(2, 1, 2);

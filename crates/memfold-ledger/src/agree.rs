@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn if_the_ledger_changes_by_other_bytes_than_mem_available_a_disagreement_is_reported() {
+    fn if_the_ledger_and_mem_available_change_by_different_amounts_this_is_reported() {
         let before = agreeing();
         let mut after = agreeing();
         after.host.unreclaimable_bytes = mib(290);

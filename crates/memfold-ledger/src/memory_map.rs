@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_page_of_a_run_over_several_cells_of_the_memory_map_is_counted_in_one_cell() {
+    fn if_a_run_spans_several_cells_of_the_memory_map_each_page_is_counted_in_one_cell() {
         let mut cells = vec![[0; 7]; 4];
         add(&mut cells, 0, 5, 10, 0);
         add(&mut cells, 5, 31, 10, 2);

@@ -451,7 +451,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn options_of_a_plan_for_kinds_and_numbers_of_vms_are_parsed_or_refused_if_malformed() {
+    fn memfold_plan_parses_kinds_and_numbers_of_vms_and_refuses_malformed_values() {
         let web = ("web".to_owned(), vec!["a".to_owned(), "b".to_owned()]);
         assert_eq!(parse_kind("web=a,b"), Ok(web));
         assert_eq!(parse_number("web=20"), Ok(("web".to_owned(), 20)));
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn of_an_additional_vm_a_plan_counts_only_the_private_memory() {
+    fn a_plan_counts_only_the_private_memory_of_an_additional_vm() {
         let now = planned(&report(), &[]);
         assert_eq!(now.predicted_bytes, 2_000 * MIB);
         assert_eq!(now.plus_minus_bytes, Some(0));

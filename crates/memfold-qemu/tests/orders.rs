@@ -125,7 +125,7 @@ fn folded_pages_can_be_folded_again_or_unfolded_and_their_bytes_do_not_change() 
 }
 
 #[test]
-fn if_a_part_of_a_run_is_folded_already_folding_stops_before_it_and_goes_on_behind_it() {
+fn folding_a_run_stops_before_a_part_that_was_folded_before_and_goes_on_behind_it() {
     let Some(mut bench) = Bench::new(30) else {
         return;
     };
@@ -337,7 +337,7 @@ fn when_zero_pages_of_a_guest_are_freed_all_other_pages_are_kept() {
 }
 
 #[test]
-fn changed_pages_that_equal_a_mapped_snapshot_again_are_folded_back_to_its_file() {
+fn pages_that_equal_the_snapshot_again_after_a_change_are_folded_back_to_its_file() {
     let Some(bench) = Bench::new(16) else { return };
     bench.fill(4);
     let expected: Vec<u8> = (0..16)

@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_file_tree_only_listed_files_and_symbolic_links_are_put_into_a_segment() {
+    fn only_listed_files_and_symbolic_links_of_a_file_tree_are_put_into_a_segment() {
         let from = tempfile::tempdir().unwrap();
         filled(from.path());
         let filter = Filter::new(&[], &[])

@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn adjacent_runs_to_compare_are_joined_and_if_too_many_the_shortest_are_left_out() {
+    fn adjacent_runs_are_joined_and_if_there_are_too_many_the_shortest_are_left_out() {
         let touching = [
             run(10, 2, 0, 7),
             run(12, 3, 0, 9),

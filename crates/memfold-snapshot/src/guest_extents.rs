@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shell_passes_special_characters_in_paths_unchanged() {
+    fn a_path_with_special_characters_that_is_quoted_for_the_shell_arrives_unchanged() {
         let names: Vec<String> = (0..1000)
             .map(|n| format!("/usr/lib/'a' \"b\" $HOME `ls` {n}"))
             .collect();

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn each_clone_is_planned_unique_identities_and_only_those_that_were_requested() {
+    fn each_clone_gets_its_own_unique_identities_and_only_the_requested_kinds() {
         let plans = [Renew::Random, Renew::Network, Renew::Identity].map(plan);
         let scripts = plans.clone().map(|plan| plan.script());
         assert!(scripts.iter().all(|script| is_shell(script)));

@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn an_incremental_save_refers_to_equal_pages_of_the_last_save_even_if_not_mapped() {
+    fn an_incremental_save_refers_to_equal_pages_of_the_last_save_even_if_the_vm_maps_none() {
         let (ram, source) = memory();
         for page in 0..PAGES {
             ram.area().part(page, 1).write(&content(page, 0));

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_the_open_files_of_qemu_only_regular_files_open_for_writing_are_listed() {
+    fn only_regular_files_that_qemu_has_open_for_writing_are_listed() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().canonicalize().unwrap().join(name);
         let open = |name: &str| {

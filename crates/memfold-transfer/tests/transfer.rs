@@ -196,7 +196,7 @@ fn qemu_io(path: &std::ffi::OsStr, command: &str) {
 }
 
 #[test]
-fn a_snapshot_pulled_from_an_object_store_has_the_same_bytes_and_own_base_disks() {
+fn a_snapshot_pulled_from_an_object_store_has_the_same_bytes_and_base_disks_of_its_own() {
     let hosts = Hosts::new();
     let saved = hosts.save("warm", 2, |_| {});
     let pushed = hosts.push("warm");
@@ -769,7 +769,7 @@ impl Drop for SmallDisk {
 }
 
 #[test]
-fn if_the_disk_is_full_a_pull_fails_names_the_missing_space_and_leaves_no_snapshot() {
+fn a_pull_to_a_full_disk_fails_with_the_missing_space_named_and_leaves_no_snapshot() {
     let hosts = Hosts::new();
     let Some(disk) = SmallDisk::mount(hosts.path("there"), 16) else {
         memfold_testkit::skip!("cannot mount a file system; run as root");

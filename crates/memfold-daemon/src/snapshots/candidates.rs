@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn if_one_script_cannot_name_all_files_the_guest_gets_several_and_each_file_once() {
+    fn file_extents_are_requested_in_several_scripts_if_needed_and_once_for_each_file() {
         let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
         let asked = RefCell::new(Vec::new());
         let mut places = Places::default();

@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_successful_automatic_loan_it_counts_as_automatic_until_its_return_succeeds() {
+    fn a_loan_made_automatically_counts_as_automatic_until_its_return_succeeds() {
         for (done, before, by_itself) in [
             (Some(SwapMove::Borrow), false, true),
             (Some(SwapMove::GiveBack), true, false),

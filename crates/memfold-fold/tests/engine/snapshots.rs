@@ -135,7 +135,7 @@ fn a_constantly_writing_guest_loses_no_write_during_fold_back() {
 }
 
 #[test]
-fn in_clones_pages_read_after_the_snapshot_are_folded_and_pages_of_the_snapshot_are_not() {
+fn a_clone_folds_file_pages_read_after_the_snapshot_and_no_pages_of_the_snapshot() {
     let (domain, image) = (domain("clones"), image(23));
     let (mut a, mut b) = (Ram::of_image(&image), Ram::of_image(&image));
     let engine = Running::start();

@@ -628,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn in_an_estimate_zero_pages_need_no_copy_except_for_ksm_without_use_zero_pages() {
+    fn the_estimate_counts_no_copy_for_zero_pages_except_for_ksm_without_use_zero_pages() {
         let mut looked = looked();
         for page in 0..2048 {
             let huge = page >= 1024;

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn when_a_network_backend_is_copied_the_ports_and_interfaces_left_out_are_named() {
+    fn ports_and_interfaces_left_out_of_a_copied_network_backend_are_named() {
         let left = |value: &str| copy("netdev", value).unwrap().1.join("; ");
         assert_eq!(
             left("user,id=n,hostfwd=tcp::1-:1,hostfwd=tcp::2-:2,tftp=/t"),

@@ -482,7 +482,7 @@ fn stream(door: &Door, bearer: &str) -> (TcpStream, u16) {
 }
 
 #[test]
-fn if_too_many_clients_hold_event_streams_open_new_streams_are_refused_and_requests_served() {
+fn too_many_open_event_streams_are_refused_and_other_requests_are_still_served() {
     let mut door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("read"));
     assert_eq!(stream(&door, "Bearer no").1, 401);

@@ -178,7 +178,7 @@ impl Drop for Proxy {
 }
 
 #[test]
-fn login_changes_and_live_figures_of_the_dashboard_work_behind_nginx_and_caddy() {
+fn logins_changes_and_live_figures_of_the_dashboard_work_behind_nginx_and_caddy() {
     for name in ["nginx", "caddy"] {
         let version = if name == "nginx" { "-v" } else { "version" };
         let Some(program) = server(name, name, version) else {
