@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn repeated_work_is_not_due_before_the_interval_has_passed() {
+    fn the_agent_does_not_repeat_work_before_its_interval_has_passed() {
         let mut backoff = Backoff::new((Duration::from_secs(2), Duration::from_secs(3)));
         assert!(!backoff.take());
         backoff.want(Duration::ZERO);

@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn every_message_stays_within_the_protocol_size_limits() {
+    fn if_an_agent_has_20000_files_to_report_each_message_stays_within_the_size_limits() {
         let mut batch = Batch::default();
         for i in 0..20_000 {
             batch.file(FileFacts {

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn a_partition_is_located_on_its_disk_and_a_mapped_device_on_no_disk() {
+    fn a_partition_is_located_on_its_disk_and_a_device_mapper_device_is_located_on_no_disk() {
         let sys = sys();
         let mut devices = BlockDevices::new(sys.path());
         let mut place = |major, minor| devices.place(rustix::fs::makedev(major, minor)).cloned();

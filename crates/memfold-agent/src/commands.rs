@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn the_complete_output_and_the_exit_code_of_a_command_are_returned() {
+    fn the_agent_returns_the_complete_output_and_the_exit_code_of_a_command() {
         let commands = Commands::new().unwrap();
         commands.run(1, "seq 1 200000; echo end >&2; exit 3".into());
         let heard = Heard::of(&commands, 1);
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_of_a_command_names_the_path_of_the_agent() {
+    fn a_command_that_the_agent_runs_finds_the_path_of_the_agent_in_its_environment() {
         let commands = Commands::new().unwrap();
         commands.run(1, "echo \"$MEMFOLD_AGENT\"".into());
         let heard = Heard::of(&commands, 1);
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_ends_although_its_background_child_still_runs() {
+    fn a_command_of_the_agent_ends_although_its_background_child_still_runs() {
         let commands = Commands::new().unwrap();
         commands.run(1, "sleep 30 & echo $!".into());
         let heard = Heard::of(&commands, 1);
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kill_ends_the_children_of_a_command_and_a_17th_command_is_refused() {
+    fn killing_a_command_kills_its_children_and_a_17th_command_at_once_is_refused() {
         let commands = Commands::new().unwrap();
         for i in 0..17 {
             commands.run(i, "sleep 100 & echo $!; wait".into());

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn only_regular_files_are_reported_with_their_disk_extents() {
+    fn disk_extents_are_reported_for_regular_files_and_not_for_links_or_pipes() {
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let at = |name: &str| directory.path().join(name);
         // The file begins with a hole of 64 pages and ends with a part of a page.
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_paths_is_processed_only_up_to_the_size_limit() {
+    fn if_a_list_of_paths_exceeds_the_size_limit_only_the_paths_before_the_limit_are_processed() {
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let file = directory.path().join("f");
         fs::write(&file, vec![1; 8192]).unwrap();

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_table_stays_bounded_and_file_numbers_are_never_reused() {
+    fn the_file_table_of_the_agent_stays_bounded_and_file_numbers_are_never_reused() {
         let mut files = Files::default();
         let mut last = None;
         for i in 0..3 * MAX_FILES as u64 {

@@ -130,7 +130,7 @@ mod tests {
         \tfield:dev_t s_dev;\toffset:32;\tsize:4;\tsigned:0;\n\nprint fmt: \"dev %d\", REC->pfn\n";
 
     #[test]
-    fn field_offsets_are_parsed_from_the_trace_format_file() {
+    fn field_offsets_are_parsed_from_the_format_file_of_a_trace_event() {
         let format = EventFormat::parse(ADD).unwrap();
         assert_eq!(format.id, 600);
         assert_eq!(format.field("pfn"), Some(Field { offset: 8, size: 8 }));
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ring_buffer_page_header_of_a_64_bit_kernel_equals_the_default_format() {
+    fn the_header_page_file_of_a_64_bit_kernel_parses_to_the_default_ring_buffer_format() {
         let text = "\tfield: u64 timestamp;\toffset:0;\tsize:8;\tsigned:0;\n\
             \tfield: local_t commit;\toffset:8;\tsize:8;\tsigned:1;\n\
             \tfield: int overwrite;\toffset:8;\tsize:1;\tsigned:1;\n\
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_beyond_the_end_of_a_record_has_no_value() {
+    fn a_field_beyond_the_end_of_a_trace_record_has_no_value() {
         let field = Field { offset: 4, size: 4 };
         assert_eq!(field.number(&[0; 7]), None);
         assert_eq!(field.number(&[0, 0, 0, 0, 1, 0, 0, 0]), Some(1));
@@ -161,7 +161,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_causes_a_panic(text in "(field:|ID:|offset:|size:|[a-z0-9 ;\\[\n\t]){0,60}") {
+        fn parsing_an_arbitrary_trace_format_file_never_causes_a_panic(text in "(field:|ID:|offset:|size:|[a-z0-9 ;\\[\n\t]){0,60}") {
             let _ = EventFormat::parse(&text);
             let _ = PageFormat::parse(&text);
         }

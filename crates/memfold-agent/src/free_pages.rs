@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_complete_groups_of_free_pages_are_reported() {
+    fn a_group_of_pages_is_reported_as_free_only_if_all_its_pages_are_free() {
         let mut flags = vec![FREE; 100];
         // Frame 20 is in use. Frame 50 looks free because of a race, but is part of a larger page
         // (KPF_COMPOUND_TAIL).

@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_star_matches_within_one_path_component_and_a_double_star_across_components() {
+    fn in_a_glob_a_star_matches_one_path_component_and_a_double_star_matches_several() {
         assert!(m("/usr/lib/*", "/usr/lib/libc.so.6"));
         assert!(!m("/usr/lib/*", "/usr/lib/x/libc.so.6"));
         assert!(m("/usr/lib/**", "/usr/lib/x/libc.so.6"));
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pattern_without_a_slash_is_matched_against_the_file_name() {
+    fn a_glob_without_a_slash_is_matched_against_the_file_name_only() {
         assert!(m("*.o", "/home/u/a.o"));
         assert!(m("[a-c]?[!x]", "/tmp/bzz"));
         assert!(!m("[a-c]?[!x]", "/tmp/bzx"));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exclude_pattern_overrides_an_include_pattern() {
+    fn an_exclude_glob_overrides_an_include_glob() {
         let rules = Rules::new(vec!["/usr/**".into()], vec!["*.pyc".into()]);
         assert!(rules.allow(b"/usr/bin/python3"));
         assert!(!rules.allow(b"/usr/lib/x.pyc"));
@@ -178,12 +178,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_causes_a_panic(pattern in "[ab/*?\\[\\]!\\\\-]{0,24}", path in "[ab/\\[-]{0,40}") {
+        fn matching_an_arbitrary_glob_never_causes_a_panic(pattern in "[ab/*?\\[\\]!\\\\-]{0,24}", path in "[ab/\\[-]{0,40}") {
             m(&pattern, &path);
         }
 
         #[test]
-        fn every_path_used_as_a_pattern_matches_itself(path in "[a-z/]{1,40}") {
+        fn every_path_used_as_a_glob_matches_itself(path in "[a-z/]{1,40}") {
             prop_assert!(whole(path.as_bytes(), path.as_bytes()));
         }
     }

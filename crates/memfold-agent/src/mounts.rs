@@ -221,7 +221,7 @@ mod tests {
         26 22 0:40 / /merged rw - overlay o rw,lowerdir=/a\n";
 
     #[test]
-    fn mounts_of_disks_and_overlays_are_kept_and_other_mounts_are_ignored() {
+    fn of_the_mounts_in_mountinfo_only_those_of_disks_and_overlays_are_listed() {
         let mounts = Mounts::parse(TEXT);
         assert_eq!(mounts.list.len(), 4);
         assert_eq!(mounts.list[0].device, 254 << 20);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bind_mount_of_a_subdirectory_is_not_walked_a_second_time() {
+    fn the_file_walk_does_not_enter_a_bind_mount_of_a_subdirectory_that_it_visits_anyway() {
         let mounts = Mounts::parse(TEXT);
         let points: Vec<_> = mounts.to_walk().iter().map(|m| m.point.clone()).collect();
         assert_eq!(points.len(), 3);
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts_of_segments_and_their_overlays_are_not_walked() {
+    fn the_file_walk_does_not_enter_mounts_of_segments_and_their_overlays() {
         let mounts = Mounts::parse(
             b"22 1 254:0 / / rw - ext4 /dev/vda rw\n\
             27 22 259:0 / /run/memfold/segments/web@1 ro - erofs /dev/pmem0 ro,user_xattr,dax=always\n\
@@ -264,7 +264,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_causes_a_panic(text in "([0-9]{1,12}[ :]|/[a-z\\\\0-9]{0,5} |- (ext4|overlay) |[ \n,=]){0,40}") {
+        fn parsing_an_arbitrary_mountinfo_file_never_causes_a_panic(text in "([0-9]{1,12}[ :]|/[a-z\\\\0-9]{0,5} |- (ext4|overlay) |[ \n,=]){0,40}") {
             let mounts = Mounts::parse(text.as_bytes());
             mounts.to_walk();
         }

@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_virtio_port_is_found_by_its_name_in_sysfs() {
+    fn the_virtio_serial_port_of_the_agent_is_found_by_its_name_in_sysfs() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(find_under(root.path()), None);
         for (port, name) in [

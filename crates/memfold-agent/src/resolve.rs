@@ -134,7 +134,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
 
     #[test]
-    fn a_file_on_disk_is_found_by_its_inode_number() {
+    fn the_path_of_a_file_on_disk_is_found_by_its_inode_number() {
         let mounts = Mounts::read().unwrap();
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let path = directory.path().join("some file");

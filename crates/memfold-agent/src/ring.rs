@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_events_are_counted_if_the_ring_buffer_page_stores_their_number() {
+    fn if_a_ring_buffer_page_stores_a_number_of_lost_events_they_are_counted() {
         let mut body = words(&[1, 0xaaaa]);
         body.extend(77_u64.to_ne_bytes());
         let flags = MISSED_EVENTS | MISSED_STORED;
@@ -200,14 +200,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..4200)) {
+        fn parsing_arbitrary_bytes_as_a_ring_buffer_page_never_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..4200)) {
             if let Some(page) = RingPage::parse(&bytes, &PageFormat::default()) {
                 prop_assert!(page.records().count() <= bytes.len());
             }
         }
 
         #[test]
-        fn an_arbitrary_page_body_with_a_valid_length_never_causes_a_panic(body in proptest::collection::vec(any::<u8>(), 0..4080)) {
+        fn a_ring_buffer_page_with_a_valid_length_and_an_arbitrary_body_never_causes_a_panic(body in proptest::collection::vec(any::<u8>(), 0..4080)) {
             let bytes = page(body.len() as u64, &body);
             let page = RingPage::parse(&bytes, &PageFormat::default()).unwrap();
             for (_, record) in page.records() {

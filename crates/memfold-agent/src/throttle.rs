@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_iowait_and_nice_cpu_time_count_as_idle() {
+    fn idle_time_iowait_and_nice_time_count_as_idle_cpu_time() {
         assert_eq!(
             parse_stat("cpu  10 2 20 300 5 1 1 1 0 0\ncpu0 1"),
             (307, 340)
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_throttle_slows_down_a_busy_loop() {
+    fn the_cpu_throttle_of_the_agent_slows_down_a_busy_loop() {
         let wall = std::time::Instant::now();
         let mut throttle = Throttle::of_this_thread();
         let start = cpu(ClockId::ThreadCPUTime);

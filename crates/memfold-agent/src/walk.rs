@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_walk_finds_newly_written_files_with_their_paths() {
+    fn a_walk_over_a_mounted_file_system_finds_newly_written_files_with_their_paths() {
         if !may_mount() {
             return;
         }
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_walk_finds_files_hidden_under_a_mount_point_and_not_files_of_the_mount() {
+    fn a_walk_finds_files_hidden_under_a_mount_point_and_skips_the_files_of_the_mount() {
         if !may_mount() {
             return;
         }

@@ -59,7 +59,7 @@ fn events(kernel: &str) -> Vec<Event> {
 }
 
 #[test]
-fn all_add_dirty_and_delete_events_of_a_file_are_decoded_on_every_kernel() {
+fn trace_events_of_added_dirtied_and_deleted_pages_are_decoded_for_linux_6_1_and_6_12() {
     for kernel in ["6.1", "6.12"] {
         let events = events(kernel);
         let adds = |inode| {

@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn iscsi_on_a_non_loopback_address_is_refused_without_the_cleartext_option() {
+    fn without_the_option_cleartext_lending_over_iscsi_on_a_non_loopback_address_is_refused() {
         let request = |words: &str| -> LendRequest {
             serde_json::from_str(&format!(r#"{{"max_bytes": 1, {words}}}"#)).unwrap()
         };

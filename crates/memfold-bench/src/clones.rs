@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clone_counts_only_if_its_memory_equals_the_snapshot_and_its_identity_is_unique() {
+    fn a_clone_is_counted_as_correct_only_if_it_has_the_saved_memory_and_a_unique_identity() {
         let guest = |held: &str, own: &str| format!("{held}\nid{own}\nhost{own}\nmac{own}\n");
         let template = guest("h", "0");
         let ok = |said: &[String]| different("h", &template, said);

@@ -221,12 +221,12 @@ mod tests {
     }
 
     #[test]
-    fn the_clap_command_definition_is_valid() {
+    fn the_command_line_definition_of_memfold_bench_is_valid() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn the_json_option_takes_an_optional_file_and_the_last_occurrence_wins() {
+    fn the_option_json_takes_an_optional_file_and_the_last_json_option_wins() {
         assert_eq!(json("fold --quick"), None);
         for line in [
             "fold --json",

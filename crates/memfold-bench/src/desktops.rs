@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_figure_of_the_desktop_study_plots_memory_with_and_without_a_segment() {
+    fn the_chart_of_the_desktop_benchmark_shows_memory_with_and_without_a_segment() {
         let sample = |segment, added: [f64; 2]| json!({ "program": "office", "segment": segment, "added_mib": added });
         let drawn = figures(
             &json!({ "samples": [sample(false, [250.0, 240.0]), sample(true, [180.0, 120.0])] }),

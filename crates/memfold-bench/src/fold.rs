@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folding_time_is_measured_at_every_run_length() {
+    fn the_fold_benchmark_measures_the_folding_time_at_every_run_length() {
         // Unit tests do not measure KSM, because its settings apply to the whole machine.
         let repeats = 3;
         let report = measure_all(repeats, 8192, 0).unwrap();
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ksmd_measurement_restores_the_ksm_settings() {
+    fn after_the_benchmark_of_ksmd_the_previous_ksm_settings_are_restored() {
         // Only one test on the machine may use KSM at a time; tests/ksm_real.rs takes the same
         // lock.
         let lock = std::fs::File::create(std::env::temp_dir().join("memfold-ksm.lock")).unwrap();

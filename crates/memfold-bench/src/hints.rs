@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn study_arms_chosen_by_name_include_their_prerequisites() {
+    fn a_benchmark_variant_chosen_by_name_runs_with_the_variants_that_it_depends_on() {
         let mut options = Plan::quick();
         assert_eq!(names(&options, 0).len(), 7);
         assert_eq!(names(&options, 1), ["fold_5000_beside_none"]);

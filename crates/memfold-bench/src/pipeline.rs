@@ -295,7 +295,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pipeline_ratios_are_computed_within_each_round_and_stages_are_percentages() {
+    fn the_save_benchmark_computes_speed_ratios_within_each_round_and_stages_in_percent() {
         let round = |save: f64, disk: f64, direct: f64| Round {
             speeds: vec![("save", save), ("disk", disk), ("disk_direct", direct)],
             stages: [2.0, 1.0, 1.0],
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn every_speed_of_the_pipeline_is_measured_on_a_small_process() {
+    fn the_save_benchmark_measures_every_speed_on_a_small_process_and_leaves_no_file() {
         let place = tempfile::tempdir().unwrap();
         let found = run(ByteSize::mib(16), 1, place.path()).unwrap();
         for key in ["read", "hash_all", "page_cache", "disk", "save", "verify"] {

@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_result_file_has_every_required_key_and_contains_no_local_path() {
+    fn a_benchmark_result_file_has_every_required_key_and_contains_no_local_path() {
         let value = envelope(
             "fold",
             true,
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn the_median_of_an_even_number_of_values_is_in_the_middle_and_the_largest_may_be_negative() {
+    fn the_median_of_an_even_number_of_values_is_the_mean_of_the_two_middle_values() {
         let all = spread([-4.0, -1.0, -3.0, -2.0]);
         assert_eq!(all, json!({"min": -4.0, "median": -2.5, "max": -1.0}));
         assert!(spread([0.0; 0])["median"].is_null());

@@ -442,7 +442,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_skipped_study_arm_has_null_results() {
+    fn if_the_iscsi_part_of_a_benchmark_was_skipped_its_results_are_null() {
         let results = throughput_ratios(&[]);
         assert!(results["randread_ratio_iscsi"].is_null());
         assert!(results["randread_ratio_iscsi_spread"].is_null());

@@ -334,7 +334,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_reported_by_writer_guests_are_summed_and_a_missing_report_is_an_error() {
+    fn write_counts_of_self_test_guests_are_summed_and_a_missing_count_is_an_error() {
         let stats = EngineStats::default();
         let churn = ["10 20 0\n".to_owned(), "1 2 3".to_owned(), String::new()];
         let figures = figures(&stats, &stats, &churn, 5, -1);

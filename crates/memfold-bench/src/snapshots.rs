@@ -376,13 +376,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_drop_to_a_tenth_of_the_time_is_reported_as_a_90_percent_reduction() {
+    fn if_a_save_takes_a_tenth_of_the_time_a_reduction_of_90_percent_is_reported() {
         assert!((reduction(1.0, 10.0) - 90.0).abs() < 1e-9);
         assert!((reduction(3.0, 2.0) + 50.0).abs() < 1e-9);
     }
 
     #[test]
-    fn figures_compare_snapshots_by_qemu_with_snapshots_by_memfold() {
+    fn the_charts_of_the_snapshot_benchmark_compare_qemu_with_memfold() {
         let way = json!({ "save_s": 9.0, "restore_s": 9.0, "bytes": 1_000_000 });
         let ways = json!({ "qemu": way, "qemu_stream": way, "qemu_savevm": way, "auto": way });
         let sample = |memory| json!({ "memory_mib": memory, "used_mib": 200, "study_disk": false, "ways": ways });

@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_read_between_two_times_are_counted_from_the_log() {
+    fn the_number_of_files_read_between_two_times_is_computed_from_the_guests_log() {
         let log = "9.95 10\n10.05 20\n20.00 520\n39.99 1500\n40.10 1510\n";
         assert_eq!(between(log, 10.0, 40.0), Some(1490));
         assert_eq!(between(log, 15.0, 15.0), Some(0));

@@ -22,7 +22,7 @@ fn run(arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn help_lists_every_study_and_no_internal_subcommand() {
+fn the_help_text_lists_every_benchmark_and_no_internal_subcommand() {
     let output = run(&["--help"]);
     let help = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success());
@@ -40,7 +40,7 @@ fn help_lists_every_study_and_no_internal_subcommand() {
 }
 
 #[test]
-fn wrong_usage_exits_with_code_2() {
+fn wrong_arguments_of_memfold_bench_end_it_with_exit_code_2() {
     for arguments in [
         &[][..],
         &["no-such-study"],
@@ -53,7 +53,7 @@ fn wrong_usage_exits_with_code_2() {
 }
 
 #[test]
-fn an_option_of_another_study_is_refused_and_the_error_names_the_option() {
+fn an_option_that_belongs_to_another_benchmark_is_refused_and_the_error_names_it() {
     for (arguments, words) in [
         (["fold", "--arm", "x"], "'fold' has no arms"),
         (["fold", "--vms", "3"], "--vms is for 'ksm'"),
@@ -98,7 +98,7 @@ fn demo_without_images(prefix: &Path) -> Output {
 }
 
 #[test]
-fn the_demo_has_missing_guest_images_built_and_exits_with_code_3_if_they_cannot_be() {
+fn if_guest_images_are_missing_and_cannot_be_built_the_demo_exits_with_code_3() {
     let prefix = tempfile::tempdir().unwrap();
     let [bin, share] = ["bin", "share/memfold/guest"].map(|name| prefix.path().join(name));
     fs::create_dir_all(&bin).unwrap();

@@ -86,7 +86,7 @@ mod tests {
     use std::sync::mpsc::channel;
 
     #[test]
-    fn the_outcome_of_a_finished_attempt_is_returned_once() {
+    fn after_a_background_attempt_has_finished_its_outcome_is_returned_exactly_once() {
         for outcome in [Some(5), None] {
             let mut tries = Backoff::default();
             let (end, ended) = channel::<()>();
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn each_failure_lengthens_the_wait_before_the_next_attempt() {
+    fn each_failed_background_attempt_lengthens_the_wait_before_the_next_attempt() {
         let mut tries = Backoff::<()>::default();
         let now = Instant::now();
         for wait in [30, 60, 120, 240, 480, 600, 600] {

@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn the_debt_is_the_sum_of_its_parts() {
+    fn the_debt_is_the_sum_of_folded_snapshot_zero_ksm_and_starting_memory() {
         let mut state = state();
         state.owed.vms = vec![
             VmOwed {
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn page_tables_are_read_after_changes_within_a_bounded_share_of_cpu_time() {
+    fn page_tables_are_read_again_after_vms_changed_unless_the_last_read_took_long() {
         let mut state = state();
         let vms = vec!["a".to_owned()];
         assert!(state.look_due(1 << 30, &vms));

@@ -297,14 +297,14 @@ mod tests {
     }
 
     #[test]
-    fn an_unchanged_state_produces_no_event() {
+    fn if_nothing_changed_on_the_host_no_event_is_recorded() {
         let mut seen = Seen::default();
         seen.vms.insert("a".into(), vm(1, true, &["x"]));
         assert_eq!(changes(&seen, &seen), []);
     }
 
     #[test]
-    fn each_change_is_one_event_and_a_restarted_vm_of_the_same_name_is_a_new_vm() {
+    fn each_change_of_a_vm_is_one_event_and_a_restarted_vm_of_the_same_name_is_a_new_vm() {
         let mut old = Seen::default();
         old.vms.insert("a".into(), vm(1, true, &["x"]));
         old.vms.insert("b".into(), vm(2, true, &[]));
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn each_brake_action_and_each_snapshot_change_is_one_event() {
+    fn one_event_is_recorded_for_each_action_of_the_brake_and_each_snapshot_made_or_removed() {
         let done = |level, at_unix_s, what: &str| BrakeEvent {
             at_unix_s,
             level,
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moved_swap_disk_and_a_changed_amount_of_lent_memory_are_events() {
+    fn an_event_is_recorded_if_a_swap_disk_moves_or_the_amount_of_lent_memory_changes() {
         let lender = |max_bytes, lent_bytes, problem: Option<&str>| {
             Some(LenderStatus {
                 max_bytes,

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_time_of_figures_limits_their_cost_to_one_percent_of_a_core() {
+    fn metrics_are_cached_so_long_that_reading_them_costs_at_most_one_percent_of_a_core() {
         assert_eq!(keep_for(Duration::from_millis(3)), LEAST_AGE);
         assert_eq!(
             keep_for(Duration::from_millis(400)),
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_served_from_the_cache_until_they_expire() {
+    fn metrics_are_served_from_the_cache_until_they_expire() {
         let kept = CachedFigures::default();
         let taken = Cell::new(0);
         let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn old_figures_are_served_during_a_new_measurement_and_a_failure_is_returned() {
+    fn while_metrics_are_measured_again_other_requests_get_the_cached_metrics() {
         let kept = CachedFigures::default();
         let old = Instant::now().checked_sub(LEAST_AGE).unwrap();
         let first = kept

@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_of_memory_without_a_disk_copy_lasts_long_enough_to_copy_its_data() {
+    fn if_lent_memory_has_no_disk_copy_its_lease_lasts_long_enough_to_copy_the_data() {
         for (durability, bytes, seconds) in [
             (Durability::Disk, 1 << 40, 60),
             (Durability::Replica, 0, 60),

@@ -247,7 +247,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn an_io_error_names_the_disk_the_file_and_the_fix() {
+    fn if_a_vm_has_an_io_error_the_message_names_the_disk_the_file_and_the_fix() {
         let block = json!([
             { "qdev": "/machine/peripheral/vd0/virtio-backend", "io-status": "ok", "inserted": { "file": "/a" } },
             { "qdev": "/machine/peripheral/vd1/virtio-backend", "io-status": "nospace", "inserted": { "file": "/full/b", "image": { "filename": "/full/b" } } },

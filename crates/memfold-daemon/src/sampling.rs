@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sampling_interval_grows_with_the_cost_of_a_sample() {
+    fn the_interval_between_memory_samples_grows_with_the_cost_of_a_sample() {
         for (cost_ms, watched, wanted_s) in [
             (1, false, 30),
             (60, false, 60),
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_viewer_gets_a_sample_immediately() {
+    fn if_a_new_viewer_connects_memory_is_sampled_immediately() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("history.sqlite");
         let sampling = Arc::new(Samples::new(Some(&path)));
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn without_history_samples_are_taken_only_while_a_viewer_is_connected() {
+    fn if_no_ledger_history_is_recorded_memory_is_sampled_only_while_a_viewer_is_connected() {
         let sampling = Arc::new(Samples::new(None));
         let thread = waits(&sampling, None);
         sampling.wake(false);

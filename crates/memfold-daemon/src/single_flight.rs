@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_after_a_failed_computation_computes_again() {
+    fn after_a_shared_computation_failed_the_next_request_computes_again() {
         let joined = SingleFlight::default();
         assert_eq!(joined.get(|| Err("no")), Err("no"));
         assert_eq!(joined.get(|| Ok::<_, &str>(5)), Ok(5));

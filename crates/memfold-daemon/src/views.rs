@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_is_cached_until_it_expires_and_a_failure_is_not_cached() {
+    fn a_computed_answer_is_cached_until_it_expires_and_a_failure_is_not_cached() {
         let kept: Cached<(), u32> = Mutex::default();
         let life = Duration::from_secs(60);
         let failed = fresh(&kept, (), life, || Err(DaemonError::NoSuchPath));

@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rotated_log_keeps_its_end_and_its_writer_appends_to_the_new_file() {
+    fn after_a_vm_log_is_rotated_its_end_is_kept_and_qemu_appends_to_the_new_file() {
         let directory = tempfile::tempdir().unwrap();
         let log = directory.path().join("console.log");
         let mut writer = File::options()
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn percent_used_counts_all_space_that_is_not_available() {
+    fn the_used_percentage_of_a_disk_counts_all_space_that_is_not_available() {
         assert_eq!(percent_used(1000, 200), 80);
         assert_eq!(percent_used(1000, 0), 100);
         assert_eq!(percent_used(0, 0), 0);

@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn spending_more_than_the_token_bucket_holds_causes_a_wait() {
+    fn if_more_is_spent_than_the_token_bucket_holds_the_next_spending_has_to_wait() {
         let start = Instant::now();
         let mut bucket = TokenBucket::new(100.0, 50.0, start);
         assert_eq!(bucket.wait(start), None);
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_minimum_run_length_grows_near_the_mapping_limit() {
+    fn the_shortest_run_that_is_folded_grows_as_a_process_nears_max_map_count() {
         let lengths: Vec<_> = [0, 500, 700, 850, 950]
             .map(|used| shortest_run(used, 1000))
             .into();

@@ -455,7 +455,7 @@ mod tests {
     const C: Member = Member { vm: 3, file: 30 };
 
     #[test]
-    fn files_with_the_same_path_and_size_share_one_content() {
+    fn files_of_two_vms_with_the_same_path_and_size_are_taken_for_the_same_file() {
         let mut contents = Contents::default();
         assert!(contents.join(A, b"/usr/bin/perl", 100).is_empty());
         assert!(contents.join(B, b"/usr/bin/perl", 100).is_empty());
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_the_same_name_in_another_directory_is_a_candidate_for_sharing() {
+    fn a_file_of_the_same_name_in_another_directory_is_a_candidate_for_sharing() {
         let mut contents = Contents::default();
         contents.join(A, b"/usr/lib/x/libz.so", 100);
         let candidates = contents.join(B, b"/opt/lib/libz.so", 100);
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_differ_from_the_first_content_share_one_variant() {
+    fn two_files_that_differ_from_the_first_file_of_their_path_share_one_second_version() {
         let mut contents = Contents::default();
         for m in [A, B, C] {
             contents.join(m, b"/usr/bin/perl", 100);
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn store_pages_are_indexed_and_their_references_counted_until_removal() {
+    fn a_page_of_the_page_store_is_forgotten_once_it_has_no_content_and_no_reference() {
         let mut contents = Contents::default();
         contents.join(A, b"/f", 1);
         let id = contents.of(A).unwrap();
@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_page_that_leaves_the_index_is_an_orphan_unless_it_was_punched() {
+    fn a_store_page_without_content_is_listed_for_freeing_unless_it_is_mapped_or_punched() {
         let mut contents = Contents::default();
         contents.join(A, b"/f", 1);
         let id = contents.of(A).unwrap();

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_continues_behind_a_page_that_differs_and_is_tried_again_after_a_timeout() {
+    fn folding_a_run_continues_behind_a_page_that_differs_and_is_retried_after_a_timeout() {
         let range = MapRun {
             hva: 0x10_0000,
             pages: 700,

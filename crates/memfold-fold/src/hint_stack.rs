@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_settled_hint_is_processed_first() {
+    fn of_the_hints_that_have_waited_long_enough_the_newest_is_processed_first() {
         let start = Instant::now();
         let mut stack = HintStack::new(8, SETTLE);
         stack.push(hint(1, 0, start));
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_hints_drops_and_counts_the_oldest_hints() {
+    fn if_too_many_hints_arrive_the_oldest_hints_are_dropped_and_counted() {
         let start = Instant::now();
         let mut stack = HintStack::new(4, SETTLE);
         for file in 0..10 {

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn splitting_a_run_advances_its_memory_store_and_file_positions_equally() {
+    fn if_a_run_is_split_the_second_part_has_the_right_memory_store_and_file_positions() {
         let rest = run(10, 8).rest(3).unwrap();
         assert_eq!(
             (rest.index, rest.pages, rest.store_page, rest.page),
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_of_several_files_are_grouped_if_adjacent_in_memory_and_in_the_store() {
+    fn runs_of_several_files_are_grouped_if_adjacent_in_memory_and_in_the_page_store() {
         let next = Run {
             index: 20,
             store_page: 110,

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_copied_sparse_table_is_unaffected_by_later_writes_and_shares_unchanged_pieces() {
+    fn a_copy_of_a_sparse_table_shares_unchanged_pieces_and_is_unaffected_by_later_writes() {
         let mut table = Sparse::new(2048);
         table.set(3, 7);
         table.set(600, 8);

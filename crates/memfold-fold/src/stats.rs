@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn latency_percentiles_are_weighted_by_pages() {
+    fn percentiles_of_the_folding_latency_are_weighted_by_pages() {
         let mut latencies = Latencies::default();
         assert_eq!(latencies.percentile_s(95), None);
         latencies.count(1050, 95);

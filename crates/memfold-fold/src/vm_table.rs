@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn page_indexes_continue_across_memory_slots() {
+    fn page_indexes_of_guest_ram_continue_across_memory_slots() {
         let t = table();
         assert_eq!(t.index_of(Pfn(5)), Some(5));
         assert_eq!(t.index_of(Pfn(1024)), None);
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn a_memory_page_caches_at_most_one_file_page_and_vice_versa() {
+    fn the_tables_of_a_vm_hold_at_most_one_file_page_for_a_memory_page_and_vice_versa() {
         let mut t = table();
         assert!(t.cache(7, 1, 100));
         assert!(t.cache(7, 2, 5));
@@ -562,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copied_cache_table_lists_the_runs_at_the_time_of_the_copy() {
+    fn a_copy_of_the_table_of_cached_pages_lists_the_runs_at_the_time_of_the_copy() {
         let mut t = table();
         // These are the last two pages of a slot and the first of the next slot, which is at
         // another place in guest memory.
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inventory_removes_cached_pages_that_it_does_not_list() {
+    fn cached_pages_missing_in_a_full_list_from_the_agent_are_forgotten() {
         let mut t = table();
         t.cache(1, 1, 1);
         t.cache(2, 1, 2);

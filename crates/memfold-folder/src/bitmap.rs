@@ -78,7 +78,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_bitmap_equals_an_array_of_booleans_after_arbitrary_fills(
+        fn after_arbitrary_fills_a_bitmap_equals_an_array_of_booleans(
             len in 1u64..400,
             fills in proptest::collection::vec((0u64..420, 0u64..200, any::<bool>()), 0..40),
             from in 0u64..400, to in 0u64..400,

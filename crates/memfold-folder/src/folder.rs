@@ -570,7 +570,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_of_pages_not_processed_before_the_time_limit_are_reported_as_late() {
+    fn runs_that_are_not_processed_before_the_time_limit_are_reported_as_late() {
         let slow = |_: &u32| {
             std::thread::sleep(Duration::from_millis(600));
             Outcome::Done

@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_late_monitor_answer_is_not_taken_as_the_answer_to_the_next_command() {
+    fn a_late_answer_of_qemus_monitor_is_not_taken_as_the_answer_to_the_next_command() {
         let (ours, mut qemu) = UnixStream::pair().unwrap();
         let mut monitor = Monitor::connected(ours).unwrap();
         let soon = Duration::from_millis(50);

@@ -40,7 +40,7 @@ macro_rules! tests {
         $(#[test] fn $name() { fuzz(subject(stringify!($name))); })*
 
         #[test]
-        fn every_fuzz_subject_has_a_test_and_a_fuzz_target() {
+        fn every_fuzzed_function_has_a_mutation_test_and_a_fuzz_target() {
             let tested = [$(stringify!($name)),*];
             let targets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/fuzz_targets");
             for subject in SUBJECTS {

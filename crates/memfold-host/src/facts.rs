@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_selected_value_of_a_sysfs_file_is_parsed_from_its_brackets() {
+    fn the_selected_value_of_a_sysfs_file_is_the_word_in_brackets() {
         let file = tempfile::NamedTempFile::new().unwrap();
         for (text, word) in [
             ("always [madvise] never\n", Some("madvise")),

@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn guest_image_entries_of_data_disks_have_no_kernel() {
+    fn in_the_list_of_guest_images_the_entry_of_a_data_disk_has_no_kernel() {
         let text = r#"{"a": {"disk": "d", "kernel": "k", "initrd": "i", "kernel_version": "6.12", "base_key": "x"},
                        "linux-source": {"disk": "s", "kernel_version": "6.12"}}"#;
         let entries: BTreeMap<String, Entry> = serde_json::from_str(text).unwrap();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_is_found_in_the_path_and_an_unknown_program_is_not() {
+    fn a_program_in_path_is_found_and_a_program_outside_path_is_not_found() {
         assert!(program("sh").is_some());
         assert_eq!(program("no-such-program-of-memfold"), None);
     }

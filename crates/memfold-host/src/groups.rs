@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn only_control_groups_that_contain_all_given_processes_are_listed() {
+    fn a_control_group_is_listed_only_if_it_contains_all_given_processes() {
         let root = tempfile::tempdir().unwrap();
         let root = root.path();
         put(root, "1/cgroup", "0::/machine.slice/a.scope\n");

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn the_complete_output_of_a_helper_program_is_collected() {
+    fn the_complete_output_of_an_external_program_is_collected() {
         let said = shell(
             "head -c 300000 /dev/zero; echo no >&2; exit 3",
             Duration::from_secs(60),
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hanging_helper_program_is_killed_at_the_deadline() {
+    fn a_hanging_external_program_is_killed_at_the_deadline() {
         let began = Instant::now();
         let error = shell("trap '' TERM; sleep 60", Duration::from_millis(200)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

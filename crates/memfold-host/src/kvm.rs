@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cached_kvm_verdict_is_shared_between_daemons_and_not_used_for_another_kernel() {
+    fn whether_kvm_works_is_cached_for_all_daemons_and_tested_again_on_another_kernel() {
         let (images, one, other) = (
             tempfile::tempdir().unwrap(),
             tempfile::tempdir().unwrap(),

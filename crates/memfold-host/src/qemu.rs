@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn machine_type_version_10_is_newer_than_version_9() {
+    fn machine_type_version_10_of_qemu_counts_as_newer_than_version_9() {
         let help = "pc-q35-9.2  Standard PC\nq35  Standard PC (alias of pc-q35-10.0)\npc-q35-10.0  Standard PC\npc-q35-4.0.1  x\n";
         assert_eq!(newest_q35(help).as_deref(), Some("pc-q35-10.0"));
         assert_eq!(newest_q35("microvm"), None);

@@ -78,7 +78,7 @@ fn causes(facts: &Facts) -> Vec<(Cause, u64)> {
 }
 
 #[test]
-fn unmerged_pages_are_split_into_unique_and_volatile_by_the_ratio_of_the_host() {
+fn ksm_explain_splits_unmerged_pages_into_unique_and_volatile_by_the_ratio_of_the_host() {
     assert_eq!(
         causes(&facts()),
         [
@@ -89,7 +89,7 @@ fn unmerged_pages_are_split_into_unique_and_volatile_by_the_ratio_of_the_host() 
 }
 
 #[test]
-fn a_stopped_ksmd_is_reported_as_the_first_cause_of_missing_merges() {
+fn if_ksmd_is_stopped_ksm_explain_names_that_as_the_first_cause() {
     for (run, cause) in [(0, Cause::Stopped), (2, Cause::Unmerged)] {
         let mut facts = facts();
         facts
@@ -126,7 +126,7 @@ fn ksm_explain_names_the_reason_why_steering_stopped_ksm() {
 }
 
 #[test]
-fn explain_reports_a_cause_and_a_page_count_for_each_kind_of_memory() {
+fn ksm_explain_reports_a_cause_and_a_page_count_for_each_kind_of_memory() {
     for (flags, path, cause) in [
         (
             "rd wr sh",
@@ -147,7 +147,7 @@ fn explain_reports_a_cause_and_a_page_count_for_each_kind_of_memory() {
 }
 
 #[test]
-fn explain_distinguishes_the_reasons_why_memory_is_not_mergeable() {
+fn ksm_explain_distinguishes_the_reasons_why_memory_is_not_mergeable() {
     let steered = |domain: &str| {
         Some(Steered {
             domain: domain.into(),
@@ -181,7 +181,7 @@ fn explain_distinguishes_the_reasons_why_memory_is_not_mergeable() {
 }
 
 #[test]
-fn explain_predicts_the_time_of_the_first_merge_of_a_new_vm() {
+fn ksm_explain_predicts_when_pages_of_a_new_vm_are_first_merged() {
     let mut young = facts();
     young.process.status.ksm_rmap_items = Some(0);
     let host = host(&mut young);
@@ -207,7 +207,7 @@ fn explain_predicts_the_time_of_the_first_merge_of_a_new_vm() {
 }
 
 #[test]
-fn explain_counts_missing_swapped_unvisited_and_huge_pages() {
+fn ksm_explain_counts_untouched_swapped_unscanned_and_huge_pages() {
     let mut facts = facts();
     let ram = &mut facts.mappings[0];
     ram.anonymous_pages = 50 * MIB_PAGES;
@@ -238,7 +238,7 @@ fn explain_counts_missing_swapped_unvisited_and_huge_pages() {
 }
 
 #[test]
-fn ksm_explain_names_the_limits_of_the_host_on_merging() {
+fn ksm_explain_names_the_ksm_settings_of_the_host_that_limit_merging() {
     let mut facts = facts();
     let host = host(&mut facts);
     host.settings.merge_across_nodes = Some(0);

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_ksm_files_are_left_out_and_unknown_ksm_files_are_listed() {
+    fn a_ksm_file_that_the_kernel_lacks_has_no_value_and_an_unknown_ksm_file_is_listed() {
         let tree = tempfile::tempdir().unwrap();
         for (name, text) in [
             ("run", "1"),
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn every_ksm_file_of_the_running_kernel_is_known() {
+    fn memfold_knows_every_ksm_file_of_the_running_kernel() {
         let Ok(entries) = entries(&Controls::default()) else {
             memfold_testkit::skip!("no KSM here");
         };

@@ -36,7 +36,7 @@ fn fast() -> Settings {
 }
 
 #[test]
-fn settings_of_an_unchanged_kernel_equal_the_ksm_defaults() {
+fn ksm_settings_read_from_an_unchanged_kernel_equal_the_kernel_defaults() {
     let tree = tree();
     let now = Controls::new(tree.path()).settings().unwrap();
     let expected = Settings {
@@ -71,7 +71,7 @@ fn a_kernel_without_ksm_is_reported_as_an_error() {
 }
 
 #[test]
-fn ksm_settings_are_restored_on_drop_and_on_panic() {
+fn ksm_settings_are_restored_after_a_run_of_ksm_ends_or_panics() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());
     let before = controls.settings().unwrap();
@@ -87,7 +87,7 @@ fn ksm_settings_are_restored_on_drop_and_on_panic() {
 }
 
 #[test]
-fn a_pause_stops_a_running_ksm_and_starts_it_again_afterwards() {
+fn during_a_pause_ksm_is_stopped_and_afterwards_it_runs_again_if_it_ran_before() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());
     let run = || controls.text("run").unwrap().unwrap();

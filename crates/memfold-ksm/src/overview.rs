@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ksm_overview_names_vms_as_the_daemon_does_and_sums_all_processes() {
+    fn ksm_status_names_vms_as_the_daemon_does_and_sums_up_all_processes() {
         let tree = tempfile::tempdir().unwrap();
         let root = tree.path();
         std::fs::create_dir(root.join("ksm")).unwrap();

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_avg10_value_of_some_is_parsed_from_pressure_files() {
+    fn the_avg10_value_of_partial_pressure_is_parsed_from_a_psi_file() {
         let tree = tempfile::tempdir().unwrap();
         let text = "some avg10=1.17 avg60=4.06 avg300=4.69 total=9\nfull avg10=0.50 avg60=0.00 avg300=0.00 total=0\n";
         fs::write(tree.path().join("cpu"), text).unwrap();

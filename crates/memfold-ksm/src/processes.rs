@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn mergeable_processes_and_qemu_processes_are_found_on_new_and_old_kernels() {
+    fn processes_with_mergeable_memory_and_qemu_processes_are_found_on_new_and_old_kernels() {
         let tree = tempfile::tempdir().unwrap();
         let root = tree.path();
         let statm = "100 60 20 1 0 50 0";
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hanging_process_is_named_and_is_read_again_once_it_responds() {
+    fn if_a_proc_file_of_a_process_hangs_the_error_names_it_until_the_file_can_be_read() {
         let tree = tempfile::tempdir().unwrap();
         let root = tree.path();
         let statm = "100 60 20 1 0 50 0";

@@ -178,7 +178,7 @@ VmFlags: rd wr ex mr mw me ac
 ";
 
     #[test]
-    fn guest_ram_is_found_with_the_files_mapped_into_it() {
+    fn guest_ram_is_found_in_smaps_with_the_files_mapped_into_it() {
         let found = guest_of(parse(SMAPS), &[]);
         assert_eq!(found.len(), 2, "{found:?}");
         let ram = &found[0];
@@ -197,7 +197,7 @@ VmFlags: rd wr ex mr mw me ac
     }
 
     #[test]
-    fn guest_ram_below_the_minimum_size_is_found_at_a_known_address() {
+    fn a_small_mapping_in_smaps_counts_as_guest_ram_if_its_address_is_known() {
         let ram = [(0x55d0_0000_0000, 0x55d0_0000_1000)];
         let smaps = SMAPS.replace("[heap]", "");
         assert_eq!(guest_of(parse(&smaps), &ram).len(), 3);

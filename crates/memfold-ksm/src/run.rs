@@ -256,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_computed_pace_yields_the_requested_cpu_share() {
+    fn the_computed_scan_rate_of_ksmd_yields_the_requested_cpu_share() {
         for rate in [0.0001, 0.01, 0.05, 0.5, 0.9] {
             let cost = 3e-6;
             let (pages, sleep_ms) = pace(rate, cost).unwrap();

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn merged_pages_of_live_processes_are_summed() {
+    fn the_numbers_of_ksm_pages_of_all_processes_are_added_up() {
         let tree = tree(&[
             ("5/ksm_merging_pages", "8\n"),
             ("6/ksm_merging_pages", "0\n"),
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_and_negative_ksm_counters_are_read() {
+    fn a_negative_ksm_counter_is_read_and_a_missing_ksm_counter_has_no_value() {
         let tree = tree(&[
             ("run", "0\n"),
             ("pages_sharing", "12\n"),

@@ -92,7 +92,7 @@ fn goal(cpu_percent: f64, target_s: u64) -> Goal {
 const GIB_PAGES: u64 = 1 << 18;
 
 #[test]
-fn a_ksm_boost_uses_the_whole_cpu_budget_until_two_full_scans_are_done() {
+fn after_a_start_ksmd_uses_its_whole_cpu_budget_until_two_full_scans_are_done() {
     let mut ksmd = Ksmd::new(GIB_PAGES, GIB_PAGES / 2);
     ksmd.visited_twice = 1;
     let mut steer = Steer::new(goal(20.0, 600));
@@ -109,7 +109,7 @@ fn a_ksm_boost_uses_the_whole_cpu_budget_until_two_full_scans_are_done() {
 }
 
 #[test]
-fn a_full_scan_takes_the_target_time_if_the_cpu_budget_suffices() {
+fn if_the_cpu_budget_suffices_a_full_scan_of_ksmd_takes_the_target_time() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 60));
     ksmd.steer(&mut steer, 20);
@@ -128,7 +128,7 @@ fn a_full_scan_takes_the_target_time_if_the_cpu_budget_suffices() {
 }
 
 #[test]
-fn a_scan_target_beyond_the_cpu_budget_is_missed_and_the_reason_is_reported() {
+fn if_the_cpu_budget_is_too_small_for_the_scan_target_the_reported_reason_says_so() {
     let mut ksmd = Ksmd::new(64 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(5.0, 10));
     let decisions = ksmd.steer(&mut steer, 60);
@@ -142,7 +142,7 @@ fn a_scan_target_beyond_the_cpu_budget_is_missed_and_the_reason_is_reported() {
 }
 
 #[test]
-fn ksm_idles_after_two_full_scans_without_merges_until_a_new_vm_starts() {
+fn after_two_full_scans_without_merges_ksmd_slows_down_until_a_new_vm_starts() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 20));
     let decisions = ksmd.steer(&mut steer, 90);
@@ -158,7 +158,7 @@ fn ksm_idles_after_two_full_scans_without_merges_until_a_new_vm_starts() {
 }
 
 #[test]
-fn a_changed_number_of_merged_pages_ends_ksm_idling() {
+fn if_the_number_of_merged_pages_changes_ksmd_scans_at_the_normal_rate_again() {
     for merged in [0, 20_000] {
         let mut ksmd = Ksmd::new(GIB_PAGES, 0);
         ksmd.merged = 10_000;
@@ -170,7 +170,7 @@ fn a_changed_number_of_merged_pages_ends_ksm_idling() {
 }
 
 #[test]
-fn growth_of_mergeable_memory_starts_a_ksm_boost() {
+fn if_mergeable_memory_grows_by_a_tenth_ksmd_scans_at_its_full_cpu_budget_again() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 20));
     assert_eq!(ksmd.steer(&mut steer, 90)[89].mode, Mode::Idle);
@@ -181,7 +181,7 @@ fn growth_of_mergeable_memory_starts_a_ksm_boost() {
 }
 
 #[test]
-fn host_pressure_slows_ksm_to_a_tenth_and_the_end_of_pressure_restores_the_rate() {
+fn under_host_pressure_ksmd_scans_at_a_tenth_of_its_rate_and_afterwards_at_the_full_rate() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 20));
     let free = ksmd.steer(&mut steer, 3)[2].pages_per_second;
@@ -223,7 +223,7 @@ fn ksm_stays_within_the_cpu_budget_when_scanning_a_page_becomes_slower() {
 }
 
 #[test]
-fn the_estimated_scan_cost_falls_again_after_a_short_slowdown() {
+fn after_a_short_slowdown_the_estimated_cost_of_scanning_a_page_falls_again() {
     let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 600));
     ksmd.steer(&mut steer, 5);
@@ -237,7 +237,7 @@ fn the_estimated_scan_cost_falls_again_after_a_short_slowdown() {
 }
 
 #[test]
-fn steering_uses_the_requested_pages_if_the_kernel_does_not_count_scanned_pages() {
+fn on_kernels_without_a_count_of_scanned_pages_ksmd_stays_within_its_cpu_budget() {
     let mut ksmd = Ksmd::new(4 * GIB_PAGES, 0);
     let mut steer = Steer::new(goal(20.0, 600));
     for _ in 0..30 {
@@ -253,7 +253,7 @@ fn steering_uses_the_requested_pages_if_the_kernel_does_not_count_scanned_pages(
 }
 
 #[test]
-fn ksmd_scans_one_page_every_ten_seconds_if_no_memory_is_mergeable() {
+fn if_no_memory_is_mergeable_ksmd_scans_one_page_every_ten_seconds() {
     let ksmd = Ksmd::new(0, 0);
     let mut steer = Steer::new(goal(20.0, 60));
     steer.step(&ksmd.sample());
@@ -266,7 +266,7 @@ fn ksmd_scans_one_page_every_ten_seconds_if_no_memory_is_mergeable() {
 }
 
 #[test]
-fn a_reset_of_the_full_scan_counter_starts_a_new_boost() {
+fn if_the_full_scan_counter_is_reset_ksmd_scans_at_its_full_cpu_budget_again() {
     let mut ksmd = Ksmd::new(GIB_PAGES, 0);
     ksmd.full_scans = 1000;
     let mut steer = Steer::new(goal(20.0, 20));

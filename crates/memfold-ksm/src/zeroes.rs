@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn zero_pages_are_counted_in_mergeable_memory_only() {
+    fn zero_pages_in_a_sample_are_counted_only_if_their_memory_is_mergeable() {
         let page = PAGE_BYTES;
         let mut memory = vec![1_u8; 2001 * page];
         let first = (memory.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE_SIZE);

@@ -65,7 +65,7 @@ fn fast() -> Settings {
 /// A page that KSM merges loses its write protection, so writes to it go unnoticed. A copy of such
 /// a page must not be trusted.
 #[test]
-fn a_page_that_ksm_merged_during_copy_before_write_is_not_trusted() {
+fn if_ksm_merges_a_page_during_a_live_save_the_saved_copy_of_the_page_is_not_trusted() {
     let _alone = alone();
     let Some(controls) = controls() else { return };
     let me = rustix::process::getpid();
@@ -168,7 +168,7 @@ fn ksmd_ticks() -> u64 {
 }
 
 #[test]
-fn equal_regions_are_merged_and_counted_and_a_panic_restores_the_ksm_settings() {
+fn ksm_merges_equal_memory_and_after_a_panic_the_ksm_settings_are_restored() {
     const PAGES: u64 = 1024;
     const FIRST: u64 = 0x6d65_6d66_0000_0000;
     let _alone = alone();
@@ -286,7 +286,7 @@ fn ksmd_does_not_scan_folded_ranges_and_the_ledger_counts_each_page_once() {
 }
 
 #[test]
-fn the_equal_cpu_study_arm_limits_ksmd_to_the_cpu_budget() {
+fn the_benchmark_of_ksm_at_equal_cpu_time_limits_ksmd_to_the_given_cpu_time() {
     const PAGES: u64 = 1 << 15;
     const BUDGET: Duration = Duration::from_millis(700);
     const TICK: Duration = Duration::from_millis(10);
@@ -340,7 +340,7 @@ fn the_equal_cpu_study_arm_limits_ksmd_to_the_cpu_budget() {
 
 #[test]
 #[ignore = "the process that the next test kills; does nothing by itself"]
-fn helper_process_for_the_other_tests() {
+fn helper_process_that_changes_the_ksm_settings_until_another_test_kills_it() {
     let Ok(state) = std::env::var(ROLE) else {
         return;
     };
@@ -350,7 +350,7 @@ fn helper_process_for_the_other_tests() {
 }
 
 #[test]
-fn ksm_settings_changed_by_a_killed_run_are_restored_by_the_next_run() {
+fn after_a_run_of_ksm_was_killed_the_next_run_restores_the_original_ksm_settings() {
     let _alone = alone();
     let Some(controls) = controls() else { return };
     let state = tempfile::tempdir().unwrap();
@@ -358,7 +358,7 @@ fn ksm_settings_changed_by_a_killed_run_are_restored_by_the_next_run() {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args([
             "--exact",
-            "helper_process_for_the_other_tests",
+            "helper_process_that_changes_the_ksm_settings_until_another_test_kills_it",
             "--include-ignored",
             "--nocapture",
         ])
@@ -384,7 +384,7 @@ fn ksm_settings_changed_by_a_killed_run_are_restored_by_the_next_run() {
 /// KSM must save as much as an estimate has promised, and a second estimate must not promise it
 /// again.
 #[test]
-fn an_estimate_predicts_what_ksm_merges_and_excludes_merged_pages_afterwards() {
+fn ksm_merges_as_much_as_the_estimate_predicted_and_a_new_estimate_predicts_no_more() {
     const PAGES: u64 = 4096;
     const FIRST: u64 = 0x6573_7469_0000_0000;
     let _alone = alone();

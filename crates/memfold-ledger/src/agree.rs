@@ -213,12 +213,12 @@ mod tests {
     }
 
     #[test]
-    fn matching_ledger_sums_produce_no_disagreement() {
+    fn if_all_sums_of_the_ledger_match_the_kernels_no_disagreement_is_reported() {
         assert_eq!(check(&agreeing()), []);
     }
 
     #[test]
-    fn each_mismatched_ledger_sum_is_named() {
+    fn if_a_sum_of_the_ledger_does_not_match_the_kernels_the_sum_is_named() {
         type Break = fn(&mut Report);
         let cases: [(&str, Break); 6] = [
             ("sum of its parts", |r| r.vms[0].free_bytes = mib(361)),
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_the_ledger_is_compared_with_the_change_of_mem_available() {
+    fn if_the_ledger_and_mem_available_change_by_different_amounts_this_is_reported() {
         let before = agreeing();
         let mut after = agreeing();
         after.host.unreclaimable_bytes = mib(290);

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_brake_level_rises_immediately_with_the_debt() {
+    fn when_the_debt_rises_the_level_of_the_brake_rises_immediately() {
         let mut brake = Brake::default();
         // 11 GiB are available, ten GiB more than the reserve.
         for (debt, level) in [
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cover_of_50_percent_allows_twice_as_much_debt() {
+    fn if_only_half_of_the_debt_must_be_covered_the_brake_allows_twice_as_much_debt() {
         let half = BrakePolicy {
             cover_percent: 50.0,
             ..whole()
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn below_the_reserve_any_debt_activates_the_brake() {
+    fn if_available_memory_is_below_the_reserve_any_debt_activates_the_brake() {
         assert_eq!(
             Brake::default().judge(&whole(), &look(0, 1, GIB)),
             Level::Braked
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_brake_level_falls_only_after_ten_seconds_of_lower_debt() {
+    fn the_level_of_the_brake_falls_only_after_the_debt_was_lower_for_ten_seconds() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         // Conditions are better, but not enough better, for however long.
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn alternating_debt_does_not_toggle_the_brake() {
+    fn while_the_debt_alternates_every_few_seconds_the_brake_stays_active() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         let mut changes = 0;
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn the_brake_level_falls_to_the_highest_level_of_the_last_ten_seconds() {
+    fn the_level_of_the_brake_falls_to_the_highest_level_of_the_last_ten_seconds() {
         let mut brake = Brake::default();
         brake.judge(&whole(), &look(0, 11 * GIB, 11 * GIB));
         for second in 1..=10 {
@@ -354,7 +354,7 @@ mod tests {
     /// Guests rewrite all pages that they share, as fast as they can. Each rewritten page reduces
     /// the available memory and the debt by one page.
     #[test]
-    fn during_a_storm_of_writes_the_brake_activates_before_the_reserve_is_used() {
+    fn if_guests_rewrite_all_shared_pages_the_brake_activates_before_the_reserve_is_used() {
         let policy = BrakePolicy {
             cover_percent: 50.0,
             ..whole()
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reserve_is_parsed_as_a_size_or_a_percentage() {
+    fn the_option_for_reserved_memory_takes_a_size_or_a_percentage() {
         assert_eq!("2G".parse(), Ok(Reserve::Bytes(ByteSize(2 * GIB))));
         assert_eq!("10%".parse(), Ok(Reserve::Percent(10.0)));
         assert_eq!(Reserve::Percent(10.0).of(50), 5);

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn doctor_reports_the_state_of_the_brake_and_the_fix() {
+    fn doctor_reports_the_state_of_the_brake_and_the_fix_if_it_is_near_or_active() {
         let report = |level, sharing_held, cover_percent| DebtReport {
             level,
             sharing_held,

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn every_page_is_counted_in_exactly_one_class() {
+    fn the_ledger_counts_each_page_of_a_vm_in_exactly_one_class() {
         let template = StoreIdentity { dev: 9, ino: 9 };
         let vmas = [
             vma(0, 14, None),
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn untouched_page_store_pages_and_huge_pages_are_counted() {
+    fn the_ledger_counts_page_store_pages_that_the_vm_has_not_touched_and_huge_pages() {
         let vmas = [vma(0, 8, Some(STORE)), vma(8, 1032, None)];
         let stretches = stretches(&vmas, Hva(0), Hva(1032 * PAGE_SIZE), &[STORE]);
         let places = sort_pages(
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_blocks_and_memory_slots_are_counted_once() {
+    fn ram_that_is_in_a_ram_block_and_in_two_memory_slots_is_counted_once() {
         let mut layout = RamLayout::default();
         layout.blocks.push(memfold_vm::RamBlock {
             name: "ram".into(),

@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_is_split_over_the_cells_of_the_memory_map_without_losing_a_page() {
+    fn if_a_run_spans_several_cells_of_the_memory_map_each_page_is_counted_in_one_cell() {
         let mut cells = vec![[0; 7]; 4];
         add(&mut cells, 0, 5, 10, 0);
         add(&mut cells, 5, 31, 10, 2);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_memory_map_cell_after_an_address_gap_records_its_address() {
+    fn the_first_cell_of_the_memory_map_after_an_address_gap_records_its_address() {
         let place = |(cell, address)| CellPlace { cell, address };
         let mut places = Vec::new();
         // The cells: a hole in the guest's addresses, one outside the guest's address space, and

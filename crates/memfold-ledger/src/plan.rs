@@ -451,7 +451,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn vm_kinds_and_counts_are_parsed_and_malformed_values_are_refused() {
+    fn memfold_plan_parses_kinds_and_numbers_of_vms_and_refuses_malformed_values() {
         let web = ("web".to_owned(), vec!["a".to_owned(), "b".to_owned()]);
         assert_eq!(parse_kind("web=a,b"), Ok(web));
         assert_eq!(parse_number("web=20"), Ok(("web".to_owned(), 20)));
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_extrapolates_recent_vm_growth_up_to_the_ram_size() {
+    fn a_plan_for_a_later_time_adds_the_recent_memory_growth_of_vms_up_to_their_ram_size() {
         let growths = |bytes| Growths::from([("a".to_owned(), bytes)]);
         let of = |bytes: i64, hours| {
             let order = Order {
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn the_plan_counts_only_the_private_memory_of_an_additional_vm() {
+    fn a_plan_counts_only_the_private_memory_of_an_additional_vm() {
         let now = planned(&report(), &[]);
         assert_eq!(now.predicted_bytes, 2_000 * MIB);
         assert_eq!(now.plus_minus_bytes, Some(0));
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_vms_that_fit_is_limited_by_memory_and_by_debt_and_by_the_error_bar() {
+    fn the_number_of_vms_a_plan_allows_is_limited_by_memory_and_debt_and_the_error_bar() {
         let mut exact = report();
         exact.vms[1] = vm("b", 150);
         let kind = planned(&exact, &[]).kinds.remove(0);

@@ -43,7 +43,7 @@ VmFlags: rd wr ex mr mw me
 ";
 
 #[test]
-fn mappings_and_their_page_counts_are_parsed_from_smaps() {
+fn memory_mappings_and_their_resident_sizes_are_parsed_from_smaps() {
     let (_tree, proc) = tree(&[("5/smaps", SMAPS)]);
     let smaps = proc.smaps(5).unwrap();
     let store = StoreIdentity {
@@ -87,7 +87,7 @@ fn malformed_smaps_text_is_an_error() {
 }
 
 #[test]
-fn smaps_rollup_is_parsed_and_is_absent_for_a_kernel_thread() {
+fn smaps_rollup_is_parsed_and_an_empty_one_of_a_kernel_thread_has_no_value() {
     let rollup = "563a07f38000-7ffd66250000 ---p 00000000 00:00 0    [rollup]\nRss:  1764 kB\nPss:  266 kB\nPss_Dirty: 112 kB\nPss_Anon:  112 kB\nPss_File:  154 kB\nPss_Shmem:  0 kB\n";
     let (_tree, proc) = tree(&[("5/smaps_rollup", rollup), ("6/smaps_rollup", "")]);
     let read = proc.rollup(5).unwrap().unwrap();
@@ -99,7 +99,7 @@ fn smaps_rollup_is_parsed_and_is_absent_for_a_kernel_thread() {
 }
 
 #[test]
-fn zone_reserves_are_computed_with_the_formula_of_the_kernel() {
+fn the_reserves_of_memory_zones_are_computed_with_the_formula_of_the_kernel() {
     // The zone DMA keeps its protection (6091), but at most its managed pages, and so does DMA32.
     // The lists of a CPU have a field `high`, too.
     let zoneinfo = "\
@@ -143,7 +143,7 @@ Node 0, zone   Normal
 }
 
 #[test]
-fn eight_thousand_mappings_are_read_in_well_under_a_second() {
+fn an_smaps_file_with_8000_mappings_is_parsed_in_at_most_half_a_second() {
     let text = SMAPS.repeat(4000);
     let (_tree, proc) = tree(&[("5/smaps", &text)]);
     let start = std::time::Instant::now();

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn shared_pages_of_two_vms_are_the_file_pages_mapped_by_each_vm() {
+    fn two_vms_share_those_file_pages_that_both_of_them_map() {
         let a = of(
             "a",
             vec![

@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ledger_table_columns_are_aligned_and_negative_savings_have_a_minus_sign() {
+    fn in_the_table_of_the_ledger_columns_are_aligned_and_negative_savings_have_a_minus_sign() {
         let mut report = Report::default();
         for (name, mib) in [("web", 512), ("database", 2)] {
             report.vms.push(VmAccount {

@@ -55,7 +55,7 @@ fn the_pss_of_qemu_is_split_into_guest_ram_and_other_memory() {
 }
 
 #[test]
-fn a_store_page_counts_once_on_the_host_although_many_vms_map_it() {
+fn the_ledger_of_the_host_counts_a_page_store_page_once_even_if_several_vms_map_it() {
     let tree = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(tree.path().join("sys/vm")).unwrap();
     std::fs::write(tree.path().join("sys/vm/max_map_count"), "65530\n").unwrap();

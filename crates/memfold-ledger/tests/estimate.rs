@@ -42,7 +42,7 @@ const PAGES: u64 = SMALL + HUGE;
 /// Runs in the child process; [`Actor`] is the other side.
 #[test]
 #[ignore = "the other process of the tests here; does nothing by itself"]
-fn helper_process_for_the_other_tests() {
+fn helper_process_whose_memory_the_other_tests_estimate() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
     };
@@ -110,7 +110,7 @@ impl Actor {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
-                "helper_process_for_the_other_tests",
+                "helper_process_whose_memory_the_other_tests_estimate",
                 "--include-ignored",
                 "--nocapture",
             ])
@@ -196,7 +196,7 @@ fn exact(estimate: Estimate) -> u64 {
 }
 
 #[test]
-fn the_estimate_assigns_every_page_to_the_correct_class() {
+fn an_estimate_counts_every_page_of_a_process_in_the_correct_class() {
     if !root() {
         return;
     }

@@ -40,7 +40,7 @@ fn memfd(name: &str, pages: u64) -> std::fs::File {
 /// Runs in the child process; [`Actor`] is the other side.
 #[test]
 #[ignore = "the other process of the tests here; does nothing by itself"]
-fn helper_process_for_the_other_tests() {
+fn helper_process_whose_memory_the_other_tests_count() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
     };
@@ -99,7 +99,7 @@ impl Actor {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
-                "helper_process_for_the_other_tests",
+                "helper_process_whose_memory_the_other_tests_count",
                 "--include-ignored",
                 "--nocapture",
             ])
@@ -186,7 +186,7 @@ fn in_a_quiet_moment<E: std::fmt::Debug>(mut attempt: impl FnMut() -> Result<(),
 }
 
 #[test]
-fn every_page_is_counted_in_the_correct_class_and_ledger_sums_match_the_kernel() {
+fn the_ledger_counts_every_page_in_the_correct_class_and_its_sums_match_the_kernels() {
     let store = memfd("store", STORE_PAGES);
     let id = StoreIdentity::of(&store).unwrap();
     let (a, b) = (
@@ -239,7 +239,7 @@ fn every_page_is_counted_in_the_correct_class_and_ledger_sums_match_the_kernel()
 }
 
 #[test]
-fn the_ledger_sum_changes_with_mem_available() {
+fn when_processes_take_memory_the_ledgers_sum_changes_by_as_much_as_mem_available() {
     in_a_quiet_moment(|| {
         let before = Report::new(host(&[], &[]), vec![]);
         let store = memfd("store", STORE_PAGES);
@@ -262,7 +262,7 @@ fn the_ledger_sum_changes_with_mem_available() {
 }
 
 #[test]
-fn page_frames_are_shared_within_one_page_store_and_never_between_two_page_stores() {
+fn processes_share_page_frames_only_if_they_map_the_same_page_store() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("frame numbers need root");
     }
@@ -288,7 +288,7 @@ fn page_frames_are_shared_within_one_page_store_and_never_between_two_page_store
 }
 
 #[test]
-fn a_vm_with_eight_thousand_mappings_is_read_in_well_under_a_second() {
+fn the_ledger_reads_a_process_with_8000_mappings_in_at_most_a_second() {
     let store = memfd("store", STORE_PAGES);
     let id = StoreIdentity::of(&store).unwrap();
     let a = Actor::start(&store, 64, 16, 4000);
@@ -303,7 +303,7 @@ fn a_vm_with_eight_thousand_mappings_is_read_in_well_under_a_second() {
 }
 
 #[test]
-fn reading_the_memory_of_an_ended_vm_is_an_error() {
+fn if_a_vm_has_ended_reading_its_memory_is_an_error() {
     let store = memfd("store", STORE_PAGES);
     let actor = Actor::start(&store, 1, 16, 0);
     let (pid, layout) = (actor.pid(), actor.layout.clone());
@@ -313,7 +313,7 @@ fn reading_the_memory_of_an_ended_vm_is_an_error() {
 
 /// A QEMU without a guest runs its firmware under TCG, which ends in "no bootable device".
 #[test]
-fn ledger_sums_of_a_real_qemu_match_the_kernel_and_tcg_code_is_counted_separately() {
+fn the_ledgers_sums_of_a_real_qemu_match_the_kernels_and_tcg_code_counts_separately() {
     const RAM_MIB: u64 = 256;
     let Ok(mut qemu) = Command::new("qemu-system-x86_64")
         .args([

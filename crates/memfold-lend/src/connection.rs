@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_of_another_process_can_be_watched_and_shut_down() {
+    fn the_daemon_can_watch_and_shut_down_a_socket_connection_of_another_process() {
         let process = myself();
         let (listener, address) = tcp();
         assert!(Wire::find(&process, &address).unwrap().is_none());
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_read_from_a_silent_peer_ends_at_the_deadline() {
+    fn at_the_deadline_the_connection_to_a_silent_peer_is_shut_down_so_that_a_read_ends() {
         let (listener, address) = tcp();
         let begun = Instant::now();
         let got = within(&myself(), &address, Duration::from_millis(300), || {

@@ -174,7 +174,7 @@ fn advance(more: Duration) -> Box<dyn Fn(Duration)> {
 }
 
 #[test]
-fn the_etcd_registry_passes_the_lease_test_suite() {
+fn a_lease_registry_in_etcd_passes_the_test_suite_of_lease_registries() {
     let Some(cluster) = Cluster::start(1) else {
         return;
     };
@@ -190,7 +190,7 @@ fn the_etcd_registry_passes_the_lease_test_suite() {
 
 /// Several clients share the registry; each client may see a key later than the others.
 #[test]
-fn several_clients_of_one_etcd_pass_the_lease_test_suite() {
+fn several_clients_of_one_etcd_pass_the_test_suite_of_lease_registries() {
     let Some(cluster) = Cluster::start(1) else {
         return;
     };
@@ -362,7 +362,7 @@ fn offer_until(registry: &EtcdRegistry) {
 }
 
 #[test]
-fn an_unreachable_etcd_member_is_skipped() {
+fn if_one_member_of_an_etcd_cluster_is_down_leases_are_granted_through_the_others() {
     let Some(mut cluster) = Cluster::start(3) else {
         return;
     };
@@ -380,7 +380,7 @@ fn an_unreachable_etcd_member_is_skipped() {
 }
 
 #[test]
-fn no_export_outlives_its_deadline_while_etcd_is_stopped() {
+fn while_etcd_is_stopped_an_export_of_lent_memory_still_ends_at_its_deadline() {
     const MIB: u64 = 1 << 20;
     let nbdkit = Command::new("nbdkit").arg("--version").output();
     if nbdkit.is_err() {

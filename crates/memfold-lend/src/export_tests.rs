@@ -59,7 +59,7 @@ fn wait(what: &str, ready: impl FnMut() -> bool) {
 }
 
 #[test]
-fn an_export_uses_locked_memory_and_serves_one_client_and_leaves_no_file() {
+fn an_export_of_lent_memory_uses_locked_memory_serves_one_client_and_leaves_no_file() {
     if !there() {
         return;
     }
@@ -106,7 +106,7 @@ fn an_export_uses_locked_memory_and_serves_one_client_and_leaves_no_file() {
 }
 
 #[test]
-fn a_tcp_export_requires_a_tls_key_that_is_stored_in_a_private_file() {
+fn an_export_over_tcp_refuses_clients_without_its_tls_key_which_is_in_a_private_file() {
     if !there() {
         return;
     }
@@ -161,7 +161,7 @@ fn a_tcp_export_requires_a_tls_key_that_is_stored_in_a_private_file() {
 }
 
 #[test]
-fn exports_use_only_the_given_ports_and_announce_the_given_address() {
+fn exports_of_lent_memory_use_only_the_given_ports_and_announce_the_given_address() {
     if !there() {
         return;
     }
@@ -190,7 +190,7 @@ fn exports_use_only_the_given_ports_and_announce_the_given_address() {
 }
 
 #[test]
-fn an_export_process_stopped_by_a_signal_is_detected_and_ended() {
+fn if_the_process_of_an_export_is_stopped_by_a_signal_it_is_detected_and_ended() {
     if !there() {
         return;
     }
@@ -204,7 +204,7 @@ fn an_export_process_stopped_by_a_signal_is_detected_and_ended() {
 }
 
 #[test]
-fn an_export_that_exceeds_the_available_memory_fails_and_leaves_no_files() {
+fn an_export_larger_than_the_available_memory_fails_and_leaves_no_files() {
     if !there() {
         return;
     }
@@ -223,7 +223,7 @@ fn an_export_that_exceeds_the_available_memory_fails_and_leaves_no_files() {
 }
 
 #[test]
-fn an_export_with_a_silent_client_ends_with_the_process_that_started_it() {
+fn an_export_ends_when_the_daemon_that_started_it_ends_even_if_its_client_is_silent() {
     if !there() {
         return;
     }
@@ -238,7 +238,7 @@ fn an_export_with_a_silent_client_ends_with_the_process_that_started_it() {
 }
 
 #[test]
-fn the_watcher_process_of_an_export_ends_with_the_export() {
+fn when_an_export_ends_its_watcher_process_ends_too() {
     if !there() {
         return;
     }

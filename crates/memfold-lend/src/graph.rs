@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_lost_qmp_answer_the_node_in_use_is_read_from_the_device() {
+    fn if_the_answer_to_a_disk_switch_is_lost_qemu_is_asked_which_block_node_is_in_use() {
         for used in [Some("swap1"), Some("swap0"), None] {
             let place = tempfile::tempdir().unwrap();
             let path = place.path().join("q");
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_writes_faster_than_the_mirror_is_throttled_until_the_disk_switch() {
+    fn a_guest_that_writes_faster_than_its_disk_is_mirrored_is_throttled_until_the_switch() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("q");
         let listener = UnixListener::bind(&path).unwrap();
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn the_generation_is_parsed_from_a_block_node_name() {
+    fn the_generation_number_is_parsed_from_the_name_of_a_swap_disks_block_node() {
         for (name, generation) in [
             ("swap0", Some(0)),
             ("swap12", Some(12)),
@@ -612,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn a_borrow_record_of_a_daemon_version_without_relays_is_read() {
+    fn a_record_of_a_loan_that_an_older_daemon_version_wrote_is_read() {
         let note = r#"{"generation":1,"durability":"disk","bytes":4096,
             "parts":[{"lease":7,"lender":"a","address":{"tcp":{"ip":"127.0.0.1","port":1}},"lost":false}],
             "copy":"/c","copy_failed":false,"copy_unwatched":false,"phase":"lent"}"#;

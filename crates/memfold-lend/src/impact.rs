@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn the_impact_of_a_lost_lender_lists_the_affected_vms_and_their_data_loss() {
+    fn the_report_on_losing_a_lender_lists_the_affected_vms_and_which_of_them_lose_data() {
         let picture = Picture {
             lenders: Vec::new(),
             leases: vec![

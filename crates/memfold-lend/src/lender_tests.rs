@@ -106,7 +106,7 @@ impl Host {
 }
 
 #[test]
-fn borrowers_with_a_copy_return_memory_first_and_others_get_time_to_copy() {
+fn borrowers_with_a_disk_copy_return_lent_memory_first_and_others_get_time_to_copy() {
     let (disk, replica, none) = (Durability::Disk, Durability::Replica, Durability::None);
     let mut leases = [(none, 8), (disk, 1), (replica, 4), (disk, 2)];
     leases.sort_by_key(|&(durability, gib)| hurt(durability, gib));
@@ -119,7 +119,7 @@ fn borrowers_with_a_copy_return_memory_first_and_others_get_time_to_copy() {
 }
 
 #[test]
-fn a_borrower_with_a_copy_gets_a_shorter_deadline_if_memory_is_short() {
+fn if_the_lender_is_short_of_memory_a_borrower_with_a_copy_gets_a_shorter_deadline() {
     let (disk, none) = (Durability::Disk, Durability::None);
     for (durability, recall_ms, hurries) in [
         (disk, Some(9_000), true),
@@ -150,7 +150,7 @@ fn a_borrower_with_a_copy_gets_a_shorter_deadline_if_memory_is_short() {
 }
 
 #[test]
-fn a_lease_is_exported_and_its_memory_is_freed_when_released() {
+fn leased_memory_is_exported_and_is_freed_when_the_lease_is_released() {
     let Some(host) = host(64 * MIB) else { return };
     let first = host.take(16 * MIB, Duration::from_secs(60));
     let second = host.take(16 * MIB, Duration::from_secs(60));
@@ -166,7 +166,7 @@ fn a_lease_is_exported_and_its_memory_is_freed_when_released() {
 }
 
 #[test]
-fn an_export_ends_at_its_deadline_or_after_its_process_is_killed_or_stopped() {
+fn the_lender_frees_lent_memory_when_its_lease_expires_or_its_export_process_fails() {
     let Some(host) = host(64 * MIB) else { return };
     let short = host.take(16 * MIB, Duration::from_secs(12));
     let path = host.wait_exported(short.id);
@@ -197,7 +197,7 @@ fn process_with(log: &Path) -> Pid {
 }
 
 #[test]
-fn a_lender_that_ends_recalls_all_leases_and_a_dropped_lender_leaves_no_export() {
+fn a_lender_told_to_end_recalls_all_leases_and_one_that_stops_at_once_leaves_no_export() {
     let Some(host) = host(64 * MIB) else { return };
     let lease = host.take(16 * MIB, Duration::from_secs(60));
     host.wait_exported(lease.id);
@@ -289,7 +289,7 @@ fn look_until_exported(registry: &SqliteRegistry, work: &mut Work, id: LeaseId) 
 }
 
 #[test]
-fn an_export_whose_publication_answer_was_lost_is_recognised_as_published() {
+fn if_the_registrys_answer_is_lost_the_lender_notices_that_its_export_is_registered() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -303,7 +303,7 @@ fn an_export_whose_publication_answer_was_lost_is_recognised_as_published() {
 }
 
 #[test]
-fn a_lease_that_holds_the_only_copy_is_not_ended_if_memory_is_short() {
+fn if_memory_is_short_only_leases_with_a_copy_elsewhere_are_ended() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -320,7 +320,7 @@ fn a_lease_that_holds_the_only_copy_is_not_ended_if_memory_is_short() {
 }
 
 #[test]
-fn a_slow_registry_does_not_stop_the_lender_from_checking_host_memory() {
+fn while_the_registry_is_slow_the_lender_still_checks_the_memory_of_its_host() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {
         return;
@@ -378,7 +378,7 @@ fn a_released_lease_is_not_recalled() {
 }
 
 #[test]
-fn an_export_missing_from_a_new_registry_is_kept_until_its_deadline() {
+fn if_the_registry_loses_a_lease_the_lender_keeps_the_lent_memory_until_the_deadline() {
     let Some(host) = host(64 * MIB) else { return };
     let lease = host.take(16 * MIB, Duration::from_secs(20));
     let path = host.wait_exported(lease.id);
@@ -396,7 +396,7 @@ fn an_export_missing_from_a_new_registry_is_kept_until_its_deadline() {
 }
 
 #[test]
-fn a_lender_registers_although_the_clock_was_set_back() {
+fn if_the_clock_was_set_back_a_restarted_lender_still_counts_as_the_newer_one() {
     let Some(host) = host(64 * MIB) else { return };
     let directory = host.directory.path().join("others");
     let lender = LenderId {
@@ -423,7 +423,7 @@ fn a_lender_registers_although_the_clock_was_set_back() {
 }
 
 #[test]
-fn an_ending_lender_waits_for_the_return_of_lent_memory_unless_interrupted() {
+fn a_lender_ends_only_after_lent_memory_is_returned_unless_it_is_interrupted() {
     for hurried in [false, true] {
         let Some(host) = host(64 * MIB) else { return };
         let lease = host.take(16 * MIB, Duration::from_secs(60));

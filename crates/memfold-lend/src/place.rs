@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_registry_address_is_a_socket_path_a_daemon_url_or_an_etcd_url() {
+    fn the_address_of_a_lease_registry_is_a_socket_path_a_daemon_url_or_an_etcd_url() {
         assert_eq!(plain("/run/s").unwrap(), "/run/s");
         let local = "etcd+http://127.0.0.1:2379,[::1]:2379";
         assert_eq!(plain(local).unwrap(), local);
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_registry_options_and_world_readable_token_files_are_refused() {
+    fn unused_options_of_the_lease_registry_and_world_readable_token_files_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("token");
         let files = RegistryFiles {

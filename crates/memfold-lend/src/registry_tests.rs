@@ -359,7 +359,7 @@ fn advance(clock: Arc<AtomicI64>, kept: tempfile::TempDir) -> Box<dyn Fn(Duratio
 }
 
 #[test]
-fn the_sqlite_registry_passes_the_lease_test_suite() {
+fn a_lease_registry_in_sqlite_passes_the_test_suite_of_lease_registries() {
     suite(&|| {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         Fixture {
@@ -370,7 +370,7 @@ fn the_sqlite_registry_passes_the_lease_test_suite() {
 }
 
 #[test]
-fn a_registry_called_by_messages_passes_the_lease_test_suite() {
+fn a_lease_registry_called_over_the_network_passes_the_test_suite_of_lease_registries() {
     suite(&|| {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         let behind = sqlite_in(directory.path(), &clock);
@@ -439,7 +439,7 @@ impl<R: Registry> Registry for Several<R> {
 
 /// Several clients of one database never lend the same bytes twice.
 #[test]
-fn several_connections_to_one_database_pass_the_lease_test_suite() {
+fn several_connections_to_one_database_pass_the_test_suite_of_lease_registries() {
     suite(&|| {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         let all = (0..3)
@@ -453,7 +453,7 @@ fn several_connections_to_one_database_pass_the_lease_test_suite() {
 }
 
 #[test]
-fn leases_survive_a_daemon_restart_and_database_files_are_private() {
+fn leases_survive_a_daemon_restart_in_database_files_that_only_their_owner_can_read() {
     use std::os::unix::fs::PermissionsExt;
     let directory = tempfile::tempdir().unwrap();
     let clock = Arc::new(AtomicI64::new(1));
@@ -472,7 +472,7 @@ fn leases_survive_a_daemon_restart_and_database_files_are_private() {
 }
 
 #[test]
-fn after_a_host_reboot_leases_are_valid_for_one_more_minute_and_lease_numbers_are_never_reused() {
+fn after_a_registry_reboot_leases_last_one_more_minute_and_their_numbers_are_not_reused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("registry.db");
     let open =
@@ -567,7 +567,7 @@ proptest! {
     /// After any steps, a lease was only given if the lender's offer at that time had room for it
     /// and for all leases that have not ended.
     #[test]
-    fn a_lease_is_granted_only_if_the_offer_has_room_beside_all_active_leases(steps in steps()) {
+    fn a_lease_is_granted_only_if_the_offer_has_room_for_all_active_leases_too(steps in steps()) {
         let (directory, clock) = (tempfile::tempdir().unwrap(), Arc::new(AtomicI64::new(1)));
         let registry = sqlite_in(directory.path(), &clock);
         let mut runs = [1_u64; 3];

@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn new_surplus_memory_is_offered_after_ten_seconds_and_withdrawn_immediately() {
+    fn surplus_memory_is_offered_for_lending_after_ten_seconds_and_withdrawn_at_once() {
         let mut judge = Judge::new(64 * GIB);
         judge.judge(calm(0, 4 * GIB), 0);
         for second in 1..=10 {
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_with_memory_pressure_or_swapping_offers_only_the_memory_already_lent() {
+    fn a_host_that_swaps_or_has_memory_pressure_offers_only_the_memory_already_lent() {
         type Change = fn(&mut Sample);
         let busy: [(&str, Change); 4] = [
             ("wait for memory", |s| s.some_avg10 = Some(3.0)),
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn recalls_get_less_time_below_a_quarter_of_the_reserve_and_no_time_below_an_eighth() {
+    fn the_less_of_the_reserve_is_available_the_less_time_borrowers_get_at_a_recall() {
         let mut judge = Judge::new(64 * GIB);
         for (second, available, lent, recalled, hurry) in [
             (0, 8 * GIB, 3 * GIB, false, Hurry::No),
@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sudden_allocation_or_a_new_export_does_not_count_as_a_steady_loss() {
+    fn a_sudden_allocation_or_a_new_loan_does_not_count_as_a_steady_loss_of_memory() {
         // The host loses 5 GiB within a second, and then nothing more.
         let stroke = |half| if half < 22 { 5 * GIB } else { 0 };
         assert_eq!(taken_back(stroke), None);
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn leased_memory_that_is_not_allocated_yet_is_not_lent_twice() {
+    fn leased_memory_that_is_not_allocated_yet_is_not_offered_a_second_time() {
         let mut judge = Judge::new(64 * GIB);
         assert_eq!(judge.judge(calm(0, 10 * GIB), 0).offer_bytes, 9 * GIB);
         // A lease of 8 GiB is taken: none of it is allocated yet, then half, then all.
@@ -477,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_local_vms_may_claim_is_not_offered_and_is_recalled() {
+    fn memory_that_the_debt_of_local_vms_may_need_is_not_offered_and_is_recalled() {
         let owing = |second, available, owed_bytes| Sample {
             owed_bytes,
             ..calm(second, available)
@@ -506,7 +506,7 @@ mod tests {
 
     /// Uses the recorded host as if it had lent almost all memory that the program leaves free.
     #[test]
-    fn a_recorded_allocation_of_11_gib_recalls_only_the_missing_memory() {
+    fn when_a_program_allocates_11_gib_only_the_missing_memory_is_recalled_from_borrowers() {
         let samples = recorded();
         let mut judge = Judge::new(64 * GIB);
         let reserve = Judge::reserve(samples[0].total_bytes);

@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_error_about_a_tls_key_file_names_an_encrypted_or_missing_key() {
+    fn if_a_tls_key_is_encrypted_or_missing_the_error_says_so() {
         let directory = tempfile::tempdir().unwrap();
         let why = |text: &str| {
             let file = directory.path().join("key");

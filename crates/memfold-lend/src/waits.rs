@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn disk_requests_are_counted_by_latency_from_the_qemu_histogram() {
+    fn slow_disk_requests_are_counted_by_latency_from_qemus_histogram() {
         let histogram = |bins: [u64; 4]| json!({ "boundaries": BOUNDS, "bins": bins });
         let stats = json!({
             "rd_latency_histogram": histogram([100, 10, 2, 1]),

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_pm_and_mem_lock_are_recognised_in_the_qemu_arguments_of_a_domain() {
+    fn in_the_xml_of_a_libvirt_domain_the_qemu_arguments_cpu_pm_and_mem_lock_are_recognised() {
         let with = |kind: &str, value: &str| {
             let xml = format!(
                 "<domain type='{kind}' xmlns:qemu='{QEMU}'><qemu:commandline><qemu:arg value='-overcommit'/><qemu:arg value='{value}'/></qemu:commandline></domain>"

@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_xml_of_another_domain_is_refused() {
+    fn if_virsh_returns_the_xml_of_another_libvirt_domain_it_is_refused() {
         let xml = "<domain id='3'><name>web</name></domain>".to_owned();
         assert_eq!(of_name("web", xml.clone()).unwrap(), xml);
         assert!(matches!(of_name("3", xml), Err(VirshError::Another { .. })));

@@ -144,7 +144,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn the_wrapper_script_is_in_the_directory_of_its_qemu() {
+    fn the_libvirt_wrapper_script_is_in_the_directory_of_the_qemu_that_it_starts() {
         let wrapper = Path::new("/usr/bin/memfold-qemu-system-x86_64");
         let qemu = Path::new("/usr/bin/qemu-system-x86_64");
         assert_eq!(of(qemu), wrapper);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wrapper_preloads_the_library_for_a_domain_and_not_for_a_capability_probe() {
+    fn the_libvirt_wrapper_preloads_the_library_for_a_vm_and_not_for_a_capability_probe() {
         let (place, wrapper) = wrapped("domain-1-a,b c");
         let directory = place.path().join("domain-1-a,b c");
         let at = place.path().display();
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wrapper_starts_plain_qemu_if_a_part_of_memfold_is_missing() {
+    fn if_a_part_of_memfold_is_missing_the_libvirt_wrapper_starts_qemu_unchanged() {
         let (place, wrapper) = wrapped(&"d".repeat(107));
         let name = ["-name", "guest=a"];
         let plain = "none|none|-name|guest=a|";
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_file_at_the_path_of_the_wrapper_is_not_overwritten() {
+    fn a_foreign_file_at_the_path_of_the_libvirt_wrapper_is_not_overwritten() {
         let place = tempfile::tempdir().unwrap();
         let qemu = place.path().join("qemu");
         assert!(matches!(ensure(&qemu), Err(WrapperError::Emulator(_))));

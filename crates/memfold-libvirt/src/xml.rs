@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn disable_restores_the_domain_xml_byte_for_byte() {
+    fn libvirt_disable_restores_the_domain_xml_byte_for_byte() {
         for before in [
             PLAIN.to_owned(),
             PLAIN.replace("  <os>", "  <metadata>\n    <a:b xmlns:a=\"u\" c='d'>  x\n</a:b>\n  </metadata>\n  <os>"),
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn disable_removes_controllers_that_libvirt_added_unless_another_device_uses_them() {
+    fn libvirt_disable_removes_added_controllers_unless_another_device_uses_them() {
         let after = with_controllers(&enabled(PLAIN, None));
         let noted = note_controllers(&after).unwrap();
         // The daemon that was to record the controllers died before; the next one records them.
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn disable_restores_single_function_pci_slots_that_libvirt_made_multifunction() {
+    fn libvirt_disable_makes_a_pci_slot_single_function_again_if_libvirt_changed_it() {
         let port = |index: u32, function: u32, more: &str| {
             format!(
                 "    <controller type='pci' index='{index}' model='pcie-root-port'>\n      <address type='pci' domain='0x0000' bus='0x00' slot='0x02' function='0x{function}'{more}/>\n    </controller>\n"
@@ -565,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn disable_keeps_an_emulator_that_the_owner_set_after_enable() {
+    fn libvirt_disable_keeps_an_emulator_that_the_owner_set_after_libvirt_enable() {
         let on = enabled(PLAIN, Some("shop"));
         let other = on.replace(WRAPPER, "/usr/bin/qemu-system-x86_64");
         let off = disable(&other).unwrap();

@@ -323,7 +323,7 @@ impl Client {
 }
 
 #[test]
-fn a_vm_stopped_for_folding_resumes_after_the_daemon_dies() {
+fn if_the_daemon_dies_while_a_vm_is_stopped_for_folding_the_vm_resumes() {
     let Some(vm) = Vm::start("tcg", &[]) else {
         return;
     };
@@ -496,7 +496,7 @@ fn a_guest_under_tcg_in_a_sandbox_loses_no_memory_write_during_folding() {
 }
 
 #[test]
-fn the_library_does_nothing_without_its_environment_variable() {
+fn without_its_environment_variable_the_preload_library_does_nothing() {
     let output = Command::new("qemu-system-x86_64")
         .env("LD_PRELOAD", library())
         .env_remove("MEMFOLD_QEMU_SOCKET")

@@ -7,7 +7,7 @@ use memfold_wire::library::{Freeze, Outcome};
 use support::Bench;
 
 #[test]
-fn a_run_stays_unfolded_and_unfrozen_if_max_map_count_is_reached() {
+fn if_max_map_count_is_reached_a_run_stays_unfolded_and_writable() {
     let limit: u64 = std::fs::read_to_string("/proc/sys/vm/max_map_count")
         .unwrap()
         .trim()

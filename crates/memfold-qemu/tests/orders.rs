@@ -35,7 +35,7 @@ fn equal_pages_are_folded_and_a_write_to_a_folded_page_makes_a_private_copy() {
 }
 
 #[test]
-fn a_fold_stops_before_a_page_that_differs_and_the_page_keeps_its_bytes() {
+fn folding_stops_before_a_page_that_differs_and_the_page_keeps_its_bytes() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -56,7 +56,7 @@ fn a_fold_stops_before_a_page_that_differs_and_the_page_keeps_its_bytes() {
 }
 
 #[test]
-fn a_fold_stops_before_a_missing_page() {
+fn folding_stops_before_a_page_that_is_not_in_memory() {
     let Some(mut bench) = Bench::new(8) else {
         return;
     };
@@ -75,7 +75,7 @@ fn a_fold_stops_before_a_missing_page() {
 }
 
 #[test]
-fn folded_pages_are_refolded_and_released_with_unchanged_bytes() {
+fn folded_pages_can_be_folded_again_or_unfolded_and_their_bytes_do_not_change() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -125,7 +125,7 @@ fn folded_pages_are_refolded_and_released_with_unchanged_bytes() {
 }
 
 #[test]
-fn a_run_of_folded_and_unfolded_pages_is_folded_in_parts() {
+fn folding_a_run_stops_before_a_part_that_was_folded_before_and_goes_on_behind_it() {
     let Some(mut bench) = Bench::new(30) else {
         return;
     };
@@ -178,7 +178,7 @@ fn a_run_across_several_mappings_is_folded() {
 }
 
 #[test]
-fn pages_folded_before_their_ram_block_was_added_count_as_folded() {
+fn pages_that_were_folded_before_the_library_knew_their_ram_block_count_as_folded() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -216,7 +216,7 @@ fn mappings_in(area: Area) -> usize {
 }
 
 #[test]
-fn discarded_folded_and_unfolded_pages_read_as_zeroes() {
+fn after_the_guest_discards_pages_they_read_as_zeroes_whether_folded_or_not() {
     let Some(mut bench) = Bench::new(64) else {
         return;
     };
@@ -259,7 +259,7 @@ fn discarded_folded_and_unfolded_pages_read_as_zeroes() {
 }
 
 #[test]
-fn written_pages_are_reported_and_no_page_is_folded_during_write_tracking() {
+fn while_writes_are_tracked_written_pages_are_reported_and_no_page_is_folded() {
     let Some(mut bench) = Bench::new(1024) else {
         return;
     };
@@ -315,7 +315,7 @@ fn written_pages_are_reported_and_no_page_is_folded_during_write_tracking() {
 }
 
 #[test]
-fn zero_pages_are_freed_and_other_pages_are_kept() {
+fn when_zero_pages_of_a_guest_are_freed_all_other_pages_are_kept() {
     let Some(bench) = Bench::new(1024) else {
         return;
     };
@@ -337,7 +337,7 @@ fn zero_pages_are_freed_and_other_pages_are_kept() {
 }
 
 #[test]
-fn pages_of_a_mapped_file_are_folded_back_to_the_file() {
+fn pages_that_equal_the_snapshot_again_after_a_change_are_folded_back_to_its_file() {
     let Some(bench) = Bench::new(16) else { return };
     bench.fill(4);
     let expected: Vec<u8> = (0..16)
@@ -388,7 +388,7 @@ fn pages_of_a_mapped_file_are_folded_back_to_the_file() {
 }
 
 #[test]
-fn runs_of_a_disk_file_are_mapped_over_an_image_up_to_the_first_invalid_run() {
+fn blocks_of_a_disk_are_mapped_over_a_snapshot_image_up_to_the_first_invalid_run() {
     let Some(bench) = Bench::new(16) else { return };
     let write = |file: &std::fs::File, seed, pages: std::ops::Range<u64>, at: u64| {
         let bytes: Vec<u8> = pages
@@ -450,7 +450,7 @@ fn runs_beyond_the_end_of_the_page_store_are_refused() {
 }
 
 #[test]
-fn shared_and_unmapped_memory_is_refused_as_guest_ram() {
+fn the_preload_library_refuses_shared_or_unmapped_memory_as_guest_ram() {
     let Some(bench) = Bench::new(4) else { return };
     let add = |hva, pages| {
         let order = Order::AddRam {
@@ -494,7 +494,7 @@ fn freezes() -> impl Strategy<Value = Freeze> {
 /// Sends random orders for addresses near the edges of RAM and far from them. The library must not
 /// crash, and no byte may change.
 #[test]
-fn no_valid_or_invalid_order_changes_a_byte_of_guest_ram() {
+fn no_valid_or_invalid_request_to_the_preload_library_changes_a_byte_of_guest_ram() {
     let bench = |qemu: &FakeQemu| {
         let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
         Bench::with(Box::leak(Box::new(folder)), 32, 1)

@@ -28,7 +28,7 @@ fn bench(monitor: Option<Monitor>) -> Option<(Bench, u64)> {
 }
 
 #[test]
-fn a_vm_is_stopped_for_one_order_and_resumed_afterwards() {
+fn if_folding_needs_a_stopped_vm_the_vm_is_stopped_once_for_all_runs_and_resumed() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -57,7 +57,7 @@ fn a_vm_is_stopped_for_one_order_and_resumed_afterwards() {
 }
 
 #[test]
-fn a_fold_order_does_not_resume_a_vm_that_was_already_stopped() {
+fn if_a_vm_was_stopped_before_folding_it_is_not_resumed_afterwards() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -69,7 +69,7 @@ fn a_fold_order_does_not_resume_a_vm_that_was_already_stopped() {
 }
 
 #[test]
-fn no_run_is_started_after_the_time_limit_of_an_order() {
+fn after_the_time_limit_of_a_vm_stop_no_further_run_is_folded() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -90,7 +90,7 @@ fn no_run_is_started_after_the_time_limit_of_an_order() {
 }
 
 #[test]
-fn the_cont_command_is_repeated_if_the_monitor_closes_the_connection() {
+fn if_qemus_monitor_closes_the_connection_the_command_cont_is_repeated() {
     let qemu = FakeQemu::start();
     let Some((bench, again)) = bench(Some(Monitor::new(qemu.path.clone()))) else {
         return;
@@ -103,7 +103,7 @@ fn the_cont_command_is_repeated_if_the_monitor_closes_the_connection() {
 }
 
 #[test]
-fn an_order_that_stops_the_vm_is_refused_without_a_monitor() {
+fn without_a_qemu_monitor_folding_that_stops_the_vm_is_refused() {
     let Some((bench, again)) = bench(None) else {
         return;
     };
@@ -118,7 +118,7 @@ fn an_order_that_stops_the_vm_is_refused_without_a_monitor() {
 }
 
 #[test]
-fn a_held_vm_resumes_on_request_or_at_the_end_of_the_connection() {
+fn a_vm_stopped_by_the_daemon_resumes_on_request_or_when_the_connection_ends() {
     let qemu = FakeQemu::start();
     let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
     let runs = || qemu.running.load(Ordering::SeqCst);

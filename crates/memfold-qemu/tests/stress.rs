@@ -222,7 +222,7 @@ fn no_memory_write_is_lost_while_pages_are_folded_released_and_discarded() {
 }
 
 #[test]
-fn direct_io_reads_into_pages_being_folded_lose_no_byte() {
+fn if_pages_are_folded_during_a_direct_io_read_into_them_no_byte_is_lost() {
     const PAGES: u64 = 8192;
     let Some(mut bench) = Bench::new(PAGES) else {
         return;

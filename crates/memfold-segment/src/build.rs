@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn segment_images_of_the_same_files_are_identical_in_every_directory() {
+    fn if_a_segment_is_built_twice_from_the_same_files_both_images_are_identical() {
         if !has_mkfs() {
             return;
         }
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_segment_build_makes_a_new_generation_only_if_the_files_changed() {
+    fn building_a_segment_again_makes_a_new_generation_only_if_its_files_changed() {
         if !has_mkfs() {
             return;
         }
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_segment_is_copied_to_memory_and_cannot_be_truncated() {
+    fn a_segment_that_is_pinned_in_memory_is_copied_to_memory_and_cannot_be_truncated() {
         if !has_mkfs() {
             return;
         }
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_ranked_files_are_chosen_up_to_the_segment_size() {
+    fn the_files_that_save_most_are_put_into_a_segment_up_to_its_size() {
         let file = |path: &str, bytes, net| Ranked {
             path: path.into(),
             file_bytes: bytes,

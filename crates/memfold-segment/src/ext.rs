@@ -226,7 +226,7 @@ mod tests {
     use memfold_host::files::program;
 
     #[test]
-    fn modification_times_are_parsed_from_the_output_of_debugfs() {
+    fn modification_times_of_files_are_parsed_from_the_output_of_debugfs() {
         assert_eq!(
             modified(" mtime: 0x68f3b2a1:5f5e1000 -- Sat Oct 18 15:30:09 2025"),
             Some((0x68f3_b2a1, 400_000_000))
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn unreadable_security_attributes_are_an_error_and_user_attributes_are_ignored() {
+    fn if_debugfs_prints_a_malformed_security_attribute_this_is_an_error() {
         let file = "Inode: 12   Type: regular    Mode:  0755   Flags: 0x80000\n";
         let with = |line: &str| facts(&format!("{file}  {line}\n"));
         assert_eq!(

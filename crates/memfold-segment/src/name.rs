@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn segment_references_are_parsed_and_printed_and_malformed_references_are_refused() {
+    fn a_segment_name_with_a_generation_is_parsed_and_a_malformed_one_is_refused() {
         for text in ["web", "web@1", "a.b-c_d@4294967295"] {
             assert_eq!(Reference::parse(text).unwrap().to_string(), text);
         }

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_used_by_one_vm_saves_nothing_and_densely_used_files_rank_first() {
+    fn files_that_several_vms_use_and_cache_completely_rank_first_for_a_segment() {
         let uses = [
             used("a", "/usr/alone", 10, 10),
             used("a", "/usr/sparse", 10_000, 200),

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_confined_unpacking_program_writes_only_to_its_directory() {
+    fn a_sandboxed_program_that_unpacks_files_can_write_only_to_its_own_directory() {
         if program("bwrap").is_none() || !rustix::process::getuid().is_root() {
             memfold_testkit::skip!("no bwrap (package bubblewrap), or not root");
         }
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_of_a_failed_program_contains_its_last_output() {
+    fn if_a_program_fails_that_builds_a_segment_the_error_contains_its_last_output() {
         let error = run(
             "sh",
             Command::new("sh").args(["-c", "echo one >&2; echo two >&2; exit 3"]),

@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copied_tree_has_the_chosen_files_with_modes_times_and_links() {
+    fn the_file_tree_for_a_segment_has_the_chosen_files_with_their_modes_times_and_links() {
         let from = tempfile::tempdir().unwrap();
         filled(from.path());
         let (to, contents, tree) = built(from.path(), &["/usr/**"]);
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_trees_have_the_same_digest_and_a_changed_tree_has_another_digest() {
+    fn equal_file_trees_have_the_same_digest_and_a_changed_file_tree_has_another_digest() {
         let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         filled(one.path());
         filled(two.path());
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn only_listed_files_and_symbolic_links_are_chosen() {
+    fn only_listed_files_and_symbolic_links_of_a_file_tree_are_put_into_a_segment() {
         let from = tempfile::tempdir().unwrap();
         filled(from.path());
         let filter = Filter::new(&[], &[])
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn a_glob_without_a_leading_slash_is_refused() {
+    fn a_segment_glob_without_a_leading_slash_is_refused() {
         let refusal = |glob: &str| {
             let error = Filter::new(&[glob.to_owned()], &[]).unwrap_err();
             error.to_string()

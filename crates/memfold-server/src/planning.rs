@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plan_query_parameters_are_parsed_like_the_command_line_options() {
+    fn query_parameters_of_a_plan_are_parsed_like_the_options_of_memfold_plan() {
         let pairs = |all: &[(&str, &str)]| {
             let all = all.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned()));
             order(&all.collect::<Vec<_>>())

@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn vendored_files_have_the_recorded_digests() {
+    fn third_party_files_of_the_dashboard_have_the_recorded_digests() {
         let notes = include_str!("../../../web/vendor/README.md");
         let vendored = FILES.iter().filter(|f| f.0.starts_with("/vendor/"));
         let noted = notes.lines().filter(|l| l.ends_with("` |"));

@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn only_uncompressed_aligned_disk_pages_are_located_in_an_image_file() {
+    fn a_disk_page_is_located_in_the_image_file_only_if_it_is_aligned_and_uncompressed() {
         let map = map();
         let place = |disk_page, pages| {
             let found = map.place(&candidate(1000, pages, 0, disk_page));
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn adjacent_runs_are_joined_and_the_shortest_runs_are_left_out() {
+    fn adjacent_runs_are_joined_and_if_there_are_too_many_the_shortest_are_left_out() {
         let touching = [
             run(10, 2, 0, 7),
             run(12, 3, 0, 9),
@@ -621,7 +621,7 @@ mod tests {
     }
 
     #[test]
-    fn disk_pages_are_located_in_an_overlay_and_its_base_by_qemu_img_map() {
+    fn with_qemu_img_map_disk_pages_are_located_in_an_overlay_and_in_its_base() {
         let place = tempfile::tempdir().unwrap();
         let (base, top) = (
             place.path().join("base.img"),

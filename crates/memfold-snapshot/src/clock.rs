@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_uncertainty_of_a_clock_offset_is_half_of_the_answer_time() {
+    fn a_measured_guest_clock_offset_is_uncertain_by_half_of_the_guests_answer_time() {
         let found = Offset::of(
             b"1700000000.250000000\n",
             at(1_700_000_101_000_000_000),
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_guest_is_not_mistaken_for_a_guest_whose_clock_another_program_sets() {
+    fn if_a_guest_is_too_busy_to_set_its_clock_no_other_program_is_blamed_for_it() {
         let ms = SECOND / 1000;
         let (quick, steps) = set_in(102 * SECOND, 4 * ms, ms, 0);
         assert_eq!((quick.problem, steps), (None, 1));
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_adds_the_offset_to_its_own_clock() {
+    fn after_a_restore_the_guest_is_told_to_add_the_offset_to_its_own_clock() {
         let offset = |behind| Offset {
             behind,
             uncertainty: 0,

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cpu_with_additional_features_is_accepted_and_missing_features_are_named() {
+    fn a_restore_accepts_a_cpu_with_more_features_and_names_the_features_that_are_missing() {
         let words = |bits: &[u64]| -> Vec<(String, u64)> {
             let names = ["1 EDX", "7.0 EBX"].map(str::to_owned);
             names.into_iter().zip(bits.iter().copied()).collect()

@@ -266,7 +266,7 @@ mod tests {
     use crate::manifest::tests::manifest;
 
     #[test]
-    fn a_layer_of_forks_whose_memory_cannot_be_synced_is_unusable() {
+    fn if_the_saved_memory_of_a_fork_cannot_be_synced_to_disk_the_saved_memory_is_unusable() {
         let place = tempfile::tempdir().unwrap();
         let draft = |name: &str, fork: bool| {
             let draft = Draft::begin(place.path(), place.path().join(name), name).unwrap();

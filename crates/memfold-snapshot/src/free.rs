@@ -198,7 +198,7 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_input_never_causes_a_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn parsing_an_arbitrary_list_of_free_guest_pages_never_causes_a_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
             if let Ok(frames) = parse(&text, 1024) {
                 for run in frames {
                     addresses(&layout(), &run);

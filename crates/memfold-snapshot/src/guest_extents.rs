@@ -142,7 +142,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn paths_are_escaped_and_added_to_the_guest_script_up_to_its_size_limit() {
+    fn in_the_script_for_the_guest_paths_are_escaped_and_added_up_to_the_size_limit() {
         let (text, asked) = script([&b"/usr/bin/a b"[..], b"/x\n\\\xff'$(y)", b"END", b""]);
         let wanted = "exec /proc/$PPID/exe --extents <<'END'\n\
             /usr/bin/a b\n/x\\012\\134\\377'$(y)\n\n\nEND\n";
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shell_passes_special_characters_in_paths_unchanged() {
+    fn a_path_with_special_characters_that_is_quoted_for_the_shell_arrives_unchanged() {
         let names: Vec<String> = (0..1000)
             .map(|n| format!("/usr/lib/'a' \"b\" $HOME `ls` {n}"))
             .collect();
@@ -221,7 +221,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_causes_a_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn parsing_an_arbitrary_list_of_file_extents_from_a_guest_never_causes_a_panic(text in proptest::collection::vec(any::<u8>(), 0..200)) {
             let _ = parse(&text, 8);
         }
     }

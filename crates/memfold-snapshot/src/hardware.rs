@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_writable_disk_missing_from_the_vm_description_is_a_foreign_disk() {
+    fn a_save_refuses_a_writable_disk_that_is_not_in_the_description_of_the_vm() {
         let file = json!({ "ro": false });
         let fine = json!([
             { "device": "", "qdev": "/machine/peripheral/vd0/virtio-backend", "inserted": file },

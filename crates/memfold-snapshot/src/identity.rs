@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn each_plan_of_new_identities_is_unique_and_contains_only_the_requested_steps() {
+    fn each_clone_gets_its_own_unique_identities_and_only_the_requested_kinds() {
         let plans = [Renew::Random, Renew::Network, Renew::Identity].map(plan);
         let scripts = plans.clone().map(|plan| plan.script());
         assert!(scripts.iter().all(|script| is_shell(script)));
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn the_report_of_a_guest_about_its_new_identities_is_parsed() {
+    fn the_report_of_a_clones_guest_about_its_new_identities_is_parsed() {
         let steps = "report one true; report two sh -c 'echo not here >&2; false'";
         let said = std::process::Command::new("/bin/sh")
             .args(["-c", &format!("{REPORT}{steps}; echo {END}")])
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_of_new_identities_is_stored_until_it_is_executed() {
+    fn the_plan_for_new_identities_of_a_clone_is_stored_until_it_is_executed() {
         let state = tempfile::tempdir().unwrap();
         let directory = VmDirectory::of(state.path(), "a");
         directory.create().unwrap();

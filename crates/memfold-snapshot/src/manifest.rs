@@ -486,7 +486,7 @@ pub(super) mod tests {
     use super::*;
 
     #[test]
-    fn a_saved_disk_has_the_facts_about_its_file_beside_its_own() {
+    fn a_disk_in_the_json_manifest_of_a_snapshot_reads_back_equal() {
         let text = r#"{"path":"disk0.qcow2","bytes":7,"modified_ns":1764210000123456789,"format":"qcow2","read_only":false,"xxh3_128":null,"backing":[{"path":"/base","bytes":8,"modified_ns":-1}]}"#;
         let value: serde_json::Value = serde_json::from_str(text).unwrap();
         let disk: SavedDisk = serde_json::from_value(value).unwrap();
@@ -496,7 +496,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn blocks_outside_the_image_and_blocks_that_overlap_are_refused() {
+    fn a_snapshot_manifest_with_ram_blocks_that_overlap_or_exceed_the_image_is_refused() {
         let chunk = CHUNK_PAGES;
         let with = |blocks: &[(u64, u64)]| {
             let block = |&(first_page, pages): &(u64, u64)| ImageBlock {

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_overlay_that_a_process_has_mapped_is_not_written() {
+    fn a_disk_overlay_that_a_process_has_mapped_is_not_written() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[7; 8192]).unwrap();
         assert!(refuse_mapped(0, file.path()).is_ok());

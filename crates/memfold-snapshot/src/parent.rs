@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn ten_layers_hold_only_what_changed_and_show_the_memory_of_their_instant() {
+    fn each_of_ten_incremental_saves_stores_only_changed_pages_and_shows_all_memory() {
         for is_copied in [false, true] {
             let (ram, source) = memory();
             // Data, zeroes and holes.
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_of_memory_that_does_not_map_its_parent_refers_to_equal_pages() {
+    fn an_incremental_save_refers_to_equal_pages_of_the_last_save_even_if_the_vm_maps_none() {
         let (ram, source) = memory();
         for page in 0..PAGES {
             ram.area().part(page, 1).write(&content(page, 0));
@@ -543,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_parent_fails_the_layers_checksums() {
+    fn if_an_earlier_save_is_damaged_the_checksums_of_a_save_built_on_it_fail() {
         let (ram, source) = memory();
         for page in 0..PAGES {
             ram.area().part(page, 1).write(&content(page, 0));
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn a_view_of_the_parent_at_another_place_is_read() {
+    fn an_incremental_save_reads_pages_that_map_the_last_save_at_another_offset() {
         let (ram, source) = memory();
         for page in 0..PAGES {
             ram.area().part(page, 1).write(&content(page, 0));
@@ -586,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_of_an_older_layer_that_the_vm_still_maps_are_not_read() {
+    fn an_incremental_save_does_not_read_holes_of_an_older_save_that_the_vm_maps() {
         let (ram, source) = memory();
         for page in 10..20 {
             ram.area().part(page, 1).write(&content(page, 0));
@@ -612,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn the_places_of_an_image_are_its_data_without_the_pages_that_references_cover() {
+    fn the_data_ranges_of_a_snapshot_image_exclude_pages_stored_as_disk_references() {
         let ram = tempfile::tempfile().unwrap();
         ram.set_len(bytes(1024) as u64).unwrap();
         ram.write_all_at(&vec![1; bytes(10)], 100 * PAGE_SIZE)

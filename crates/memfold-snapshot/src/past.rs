@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn copy_before_write_ranges_are_whole_huge_pages_within_their_ram_block() {
+    fn a_live_save_write_protects_whole_huge_pages_within_their_ram_block() {
         let blocks = [pages(100, 10 * UNIT), pages(10 * UNIT, 20 * UNIT)];
         let wanted = [
             pages(101, 102),
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_a_page_returns_its_saved_copy_and_fails_if_an_unprotected_page_has_none() {
+    fn during_a_live_save_reading_an_unprotected_page_without_a_saved_copy_fails() {
         let me = rustix::process::getpid();
         let memory = memfold_sys::region::Mapping::anonymous(UNIT, true).unwrap();
         memory.area().write(&vec![7; 512 * 8]);

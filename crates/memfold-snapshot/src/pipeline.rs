@@ -232,7 +232,7 @@ mod tests {
     const TASKS: u64 = 1 << 40;
 
     #[test]
-    fn the_pipeline_executes_each_task_once() {
+    fn parallel_workers_execute_each_task_of_a_save_once() {
         let done = Mutex::new(Vec::new());
         run(1000, 16, |task, buffer| {
             assert_eq!(buffer.len(), 16);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_stops_all_pipeline_workers() {
+    fn the_first_error_of_a_worker_stops_all_parallel_workers_of_a_save() {
         let ended = run(TASKS, 16, |task, _| match task {
             1000 => Err(io::Error::from_raw_os_error(28)),
             _ => Ok(()),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_of_one_pipeline_worker_stops_all_workers() {
+    fn a_panic_of_one_worker_stops_all_parallel_workers_of_a_save() {
         let caught = std::panic::catch_unwind(|| {
             run(TASKS, 16, |task, _| {
                 assert!(task != 1000, "as a test wants it");
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_any_length_are_read_ahead_in_order() {
+    fn reading_ahead_returns_the_bytes_of_a_file_of_any_length_in_order() {
         let piece = AHEAD_BYTES as u64;
         for length in [0, 1, piece - 1, piece, piece + 1, 4 * piece, 9 * piece + 5] {
             let file = tempfile::tempfile().unwrap();
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn written_bytes_are_written_back_to_the_disk_without_a_sync() {
+    fn during_a_save_the_kernel_writes_new_bytes_to_the_disk_without_a_sync() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let writeback = Writeback::start(&file).unwrap();
         write_all_at(&file, &vec![7; 2 << 20], 0).unwrap();

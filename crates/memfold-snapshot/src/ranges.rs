@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn adjacent_ranges_are_joined() {
+    fn adjacent_or_overlapping_ranges_are_joined_into_one_range() {
         let ranges = vec![0..2, 2..4, 6..8, 7..9];
         assert_eq!(joined(ranges), [0..4, 6..9]);
         assert_eq!(joined(Vec::<Range<u64>>::new()), []);

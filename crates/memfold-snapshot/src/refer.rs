@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reference_table_that_does_not_match_the_image_is_refused() {
+    fn a_table_of_disk_references_that_does_not_match_its_ram_image_is_refused() {
         let good = Reference {
             page: 510,
             pages: 2,

@@ -395,7 +395,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn views_of_a_ram_block_contain_all_data_and_leave_out_large_holes() {
+    fn a_restore_maps_all_data_of_a_ram_block_and_leaves_out_large_holes() {
         let mut of = manifest("a", ByteSize::mib(1024));
         let pages = 12 << 18;
         let block = ImageBlock {

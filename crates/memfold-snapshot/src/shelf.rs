@@ -573,7 +573,7 @@ mod tests {
     }
 
     #[test]
-    fn drafts_of_interrupted_saves_are_removed_and_drafts_of_running_saves_are_kept() {
+    fn a_restarted_daemon_removes_unfinished_snapshots_unless_their_save_still_runs() {
         let (_directory, shelf) = shelf();
         save(&shelf, "whole");
         let under_way = shelf.draft("under-way").unwrap();
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_is_verified_unless_this_process_saved_the_image_and_its_files_are_unchanged() {
+    fn a_snapshot_is_verified_unless_this_process_saved_it_and_its_files_are_unchanged() {
         let (_directory, shelf) = shelf();
         // Reading the image would show that its checksums are wrong.
         let saved = save(&shelf, "a");

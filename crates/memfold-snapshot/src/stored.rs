@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ram_image_stored_in_parts_is_reassembled_into_an_unwritable_file() {
+    fn a_ram_image_with_references_or_compression_is_rebuilt_in_an_unwritable_file() {
         for packed in [false, true] {
             let (ram, disk) = image();
             let stored = stored(&ram, disk, packed);
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_or_truncated_source_disk_is_reported_with_the_affected_chunks() {
+    fn if_a_disk_that_a_snapshot_refers_to_changed_the_affected_memory_is_reported() {
         let (ram, disk) = image();
         let stored = stored(&ram, disk.try_clone().unwrap(), false);
         disk.write_all_at(&[0x55], 5 << 12).unwrap();
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_or_truncated_compressed_frame_is_reported_with_its_chunk() {
+    fn if_compressed_snapshot_memory_is_changed_or_truncated_its_place_is_reported() {
         let (ram, disk) = image();
         let mut stored = stored(&ram, disk, true);
         let Pages::Packed(packed, frames) = &stored.pages else {

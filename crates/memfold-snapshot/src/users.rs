@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mapping_is_found_by_the_identity_of_its_file() {
+    fn whether_a_process_maps_a_file_is_found_by_the_device_and_inode_of_the_file() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(&[1; 4096]).unwrap();
         assert!(can_find_users(file.as_file()).unwrap());

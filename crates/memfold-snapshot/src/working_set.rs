@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_touched_by_one_vm_are_prefetched_into_the_page_tables_of_the_next_vm() {
+    fn pages_that_one_clone_touched_are_mapped_in_advance_for_the_next_clone() {
         let me = rustix::process::getpid();
         let image = tempfile::tempfile().unwrap();
         image

@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn present_pages_are_saved_and_zero_pages_take_no_space_in_the_image() {
+    fn a_save_writes_present_pages_and_zero_pages_take_no_space_in_the_image() {
         let (a, b) = (block(700), block(10));
         let (ram, sums) = (file(), file());
         let told = Progress::default();
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn parallel_workers_save_each_page_at_its_correct_image_offset() {
+    fn parallel_workers_of_a_save_write_each_page_at_its_correct_image_offset() {
         // The blocks consist of whole chunks and parts of chunks, full pieces and pieces of single
         // pages.
         let made: Vec<(Mapping, Source)> = [5 * CHUNK_PAGES + 77, 3, 2 * CHUNK_PAGES]
@@ -543,7 +543,7 @@ mod tests {
     }
 
     #[test]
-    fn free_pages_become_holes_of_the_image_and_other_pages_are_saved() {
+    fn a_save_makes_free_guest_pages_holes_of_the_image_and_writes_all_other_pages() {
         let (_memory, source) = block(700);
         let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);
         // The ranges are within a chunk, across two chunks, before the block, and beyond its end.
@@ -577,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn verify_finds_a_flipped_bit_at_any_position_of_the_image() {
+    fn a_flipped_bit_at_any_position_of_a_snapshot_image_is_found_by_its_checksums() {
         let (_memory, source) = block(2000);
         let (ram, sums) = (file(), file());
         write(me(), &[source], &[], &ram, &sums, &Progress::default()).unwrap();
@@ -608,7 +608,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_that_a_disk_file_contains_are_saved_as_references_and_restored_unchanged() {
+    fn pages_that_a_disk_contains_too_are_saved_as_references_and_restored_unchanged() {
         let (memory, source) = block(2000);
         for page in 100..1500 {
             let words: Vec<u64> = (1..=512).map(|word| page << 10 | word).collect();
@@ -733,7 +733,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_in_swap_are_saved() {
+    fn guest_pages_in_the_swap_of_the_host_are_saved() {
         let _swap = match Swap::on() {
             Ok(swap) => swap,
             Err(why) => memfold_testkit::skip!("no swap: {why}"),
@@ -769,7 +769,7 @@ mod tests {
     }
 
     #[test]
-    fn untouched_pages_of_a_mapped_file_are_saved() {
+    fn guest_pages_that_map_a_file_are_saved_even_if_they_were_never_touched() {
         let content = file();
         let bytes: Vec<u8> = (1..=250).cycle().take(4 * PAGE_BYTES).collect();
         content.write_all_at(&bytes, 0).unwrap();

@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_regular_files_open_for_writing_are_listed() {
+    fn only_regular_files_that_qemu_has_open_for_writing_are_listed() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().canonicalize().unwrap().join(name);
         let open = |name: &str| {
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_written_file_is_saved_only_if_an_argument_of_qemu_names_it() {
+    fn a_save_copies_a_file_that_qemu_writes_only_if_an_argument_of_qemu_names_it() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("vars");
         fs::write(&path, "v").unwrap();

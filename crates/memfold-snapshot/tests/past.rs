@@ -251,7 +251,7 @@ fn seconds() -> Duration {
 }
 
 #[test]
-fn pages_written_during_a_live_save_are_saved_with_their_previous_content() {
+fn a_live_save_stores_pages_written_meanwhile_with_their_previous_content() {
     let ram = Ram::new();
     let end = Instant::now() + seconds();
     let (mut rounds, mut kept, mut writes) = (0, 0, 0);
@@ -292,7 +292,7 @@ fn pages_written_during_a_live_save_are_saved_with_their_previous_content() {
 }
 
 #[test]
-fn folding_is_refused_during_a_live_save_and_works_again_afterwards() {
+fn during_a_live_save_folding_is_refused_and_afterwards_it_works_again() {
     let ram = Ram::new();
     let plan = ram.plan();
     let past = ram.keep(&plan);
@@ -367,7 +367,7 @@ fn if_its_copy_file_is_unwritable_a_live_save_fails_and_the_vm_goes_on() {
 }
 
 #[test]
-fn a_live_save_fails_if_no_copy_slot_is_left_and_the_vm_continues_to_write() {
+fn if_the_space_for_copied_pages_is_used_up_a_live_save_fails_and_the_vm_goes_on() {
     let ram = Ram::new();
     let past = ram.keep_some(&ram.plan(), 1);
     let settled = |page| {
@@ -386,7 +386,7 @@ fn a_live_save_fails_if_no_copy_slot_is_left_and_the_vm_continues_to_write() {
 }
 
 #[test]
-fn a_live_save_fails_when_the_connection_to_the_library_ends() {
+fn when_the_connection_to_the_preload_library_ends_a_live_save_fails() {
     let ram = Ram::new();
     let past = ram.keep(&ram.plan());
     ram.folder.disconnected();
@@ -397,7 +397,7 @@ fn a_live_save_fails_when_the_connection_to_the_library_ends() {
 }
 
 #[test]
-fn copy_before_write_ranges_outside_ram_are_refused() {
+fn the_preload_library_refuses_to_copy_pages_outside_guest_ram_before_writes() {
     let ram = Ram::new();
     let plan = ram.plan();
     let whole = ram.area().start()..ram.area().end();

@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn appended_pages_read_back_equal_and_punched_pages_are_not_reused_next() {
+    fn pages_appended_to_a_page_store_read_back_equal_and_freed_places_are_not_used_next() {
         for mut store in stores("t1", ByteSize::mib(64)) {
             let source = pattern(3);
             let (first, copied) = store.append(me(), address(&source), 3).unwrap();
@@ -556,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_at_the_end_of_its_file_reuses_gaps_and_the_file_never_shrinks() {
+    fn when_a_page_store_can_grow_no_more_it_reuses_gaps_and_its_file_never_shrinks() {
         for mut store in stores("t9", ByteSize::mib(64)) {
             let source = pattern(1024);
             store.append(me(), address(&source), 1024).unwrap();
@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_from_many_sources_are_copied_to_the_store_and_unreadable_pages_are_reported() {
+    fn the_page_store_copies_pages_of_several_processes_and_reports_unreadable_pages() {
         for mut store in stores("t8", ByteSize::mib(64)) {
             let source = pattern(700);
             let at = |page: u64| address(&source).add_pages(page);
@@ -662,7 +662,7 @@ mod tests {
     }
 
     #[test]
-    fn punched_store_pages_are_freed_and_adjacent_pages_are_kept() {
+    fn punching_a_hole_in_the_page_store_frees_its_pages_and_keeps_adjacent_pages() {
         for mut store in stores("t6", ByteSize::mib(64)) {
             let source = pattern(1024);
             store.append(me(), address(&source), 1024).unwrap();
@@ -687,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_never_holds_more_pages_than_its_limit() {
+    fn a_page_store_never_holds_more_pages_than_its_limit() {
         for mut store in stores("t2", ByteSize(8 * PAGE_SIZE)) {
             let source = vec![1; PAGE_BYTES * 9];
             assert!(matches!(
@@ -705,7 +705,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_store_descriptor_passed_to_vms_is_not_writable() {
+    fn the_file_descriptor_of_the_page_store_that_qemu_gets_is_not_writable() {
         for store in stores("t3", ByteSize::mib(1)) {
             assert_eq!(
                 rustix::io::write(store.read_only(), b"x").unwrap_err(),
@@ -739,14 +739,14 @@ mod tests {
     }
 
     #[test]
-    fn a_store_in_a_memfd_cannot_shrink() {
+    fn a_page_store_in_a_memfd_cannot_be_truncated() {
         let file = memfd("t5").unwrap();
         file.set_len(PAGE_SIZE).unwrap();
         assert!(file.set_len(0).is_err());
     }
 
     #[test]
-    fn a_store_is_created_for_any_trust_domain_name() {
+    fn a_page_store_is_created_for_a_trust_domain_with_any_name() {
         for domain in ["", "a/b", "../x", &"n".repeat(200)] {
             let mut store = Store::create(domain, ByteSize::mib(1)).unwrap();
             let source = vec![9; PAGE_BYTES];

@@ -152,7 +152,7 @@ mod tests {
 ";
 
     #[test]
-    fn only_private_mappings_of_the_given_store_are_listed() {
+    fn only_private_mappings_of_the_given_page_store_are_listed() {
         let store = StoreIdentity {
             dev: rustix::fs::makedev(0, 1),
             ino: 1043,
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_lines_of_a_maps_file_are_skipped() {
+    fn malformed_lines_of_proc_pid_maps_are_skipped() {
         let store = StoreIdentity { dev: 1, ino: 7 };
         let broken = parse(
             "x 7 y\n-  7 \n zz-zz rw-p 7 7 7 \n2-1 rw-p 0 0:1 7 x\n",

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_locked_file_is_in_locked_memory_reads_as_zeroes_and_cannot_be_resized() {
+    fn a_new_memory_file_for_lending_is_locked_and_full_of_zeroes_and_cannot_be_resized() {
         let lent = LockedFile::new("lent", 3 * PAGE_SIZE - 1).unwrap();
         let file = std::fs::File::from(lent.as_fd().try_clone_to_owned().unwrap());
         assert_eq!(file.metadata().unwrap().len(), 3 * PAGE_SIZE);

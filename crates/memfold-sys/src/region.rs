@@ -390,7 +390,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_of_a_memory_area_never_exceeds_the_area() {
+    fn if_a_part_of_a_memory_area_would_exceed_the_area_it_is_cut_off_at_its_end() {
         let mapping = Mapping::anonymous(8, false).unwrap();
         let area = mapping.area();
         assert_eq!(area.part(6, 10).pages(), 2);
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_moved_over_another_mapping_keeps_its_bytes() {
+    fn a_memory_mapping_that_is_moved_over_another_one_keeps_its_bytes() {
         let target = Mapping::anonymous(4, false).unwrap();
         target.area().write(&[1; 2048]);
         let source = Mapping::anonymous(4, false).unwrap();

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_sealed_is_refused() {
+    fn a_file_that_cannot_be_sealed_is_refused_as_shared_memory() {
         let file = tempfile();
         assert!(SharedWords::map(&file, 1).is_err());
     }

@@ -4,7 +4,7 @@
 use memfold_sys::userfaultfd::Userfaultfd;
 
 #[test]
-fn write_protection_is_not_trusted_if_ksm_may_merge_all_memory_of_the_process() {
+fn if_ksm_may_merge_all_memory_of_a_process_its_write_protection_is_not_trusted() {
     let Ok(before) = Userfaultfd::open(None) else {
         memfold_testkit::skip!("no userfaultfd");
     };

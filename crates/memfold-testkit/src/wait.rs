@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_ends_with_the_value_of_its_condition() {
+    fn a_wait_of_a_test_ends_with_the_value_of_its_condition() {
         let mut looks = 0;
         let found = wait_for("three looks", Duration::from_secs(5), || {
             looks += 1;
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "a condition that never comes; last seen: \"still not\"")]
-    fn a_wait_without_success_fails_with_the_last_observed_state() {
+    fn a_wait_of_a_test_that_times_out_fails_with_the_last_observed_state() {
         wait_for(
             "a condition that never comes",
             Duration::from_millis(30),
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn measured_slowness_is_a_factor_that_lengthens_deadlines() {
+    fn on_a_slow_machine_the_deadlines_of_tests_are_lengthened_by_the_measured_factor() {
         let factor = measure_slowness();
         assert!((1.0..=MOST).contains(&factor), "{factor}");
         assert!(patience(Duration::from_secs(1)) >= Duration::from_secs(1));

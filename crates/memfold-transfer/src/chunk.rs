@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunks_of_zeroes_and_holes_are_not_stored() {
+    fn a_push_to_an_object_store_leaves_out_chunks_of_zeroes_and_holes() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4 * CHUNK_BYTES + 10).unwrap();
         file.write_all_at(&[0; 4096], CHUNK_BYTES).unwrap();
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_does_not_match_its_name_or_length_is_refused() {
+    fn an_object_from_an_object_store_is_refused_if_its_digest_or_length_does_not_match() {
         let bytes: Vec<u8> = (0..10_000_u32).flat_map(u32::to_le_bytes).collect();
         let (packed, name) = (pack(&bytes).unwrap(), blake3::hash(&bytes));
         assert_eq!(unpack(&packed, bytes.len(), &name).unwrap(), bytes);
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_has_32_bytes_for_each_chunk() {
+    fn the_index_of_a_file_in_an_object_store_has_32_bytes_for_each_chunk() {
         let chunks = [Some(blake3::hash(b"a")), None, Some(blake3::hash(b"b"))];
         let index = encode(&chunks);
         assert_eq!(index.len(), 96);

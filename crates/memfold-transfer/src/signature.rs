@@ -58,7 +58,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_the_signature_of_these_bytes_by_this_key_is_right() {
+    fn a_signature_is_accepted_only_for_the_signed_bytes_and_the_key_that_signed_them() {
         let ((private, public), (other, _)) = (keys(), keys());
         let signature = sign(b"text", &private).unwrap();
         assert!(is_right(b"text", &signature, &public).unwrap());

@@ -196,7 +196,7 @@ fn qemu_io(path: &std::ffi::OsStr, command: &str) {
 }
 
 #[test]
-fn a_pulled_snapshot_has_the_same_bytes_and_its_disks_are_built_on_files_of_its_own() {
+fn a_snapshot_pulled_from_an_object_store_has_the_same_bytes_and_base_disks_of_its_own() {
     let hosts = Hosts::new();
     let saved = hosts.save("warm", 2, |_| {});
     let pushed = hosts.push("warm");
@@ -237,7 +237,7 @@ fn a_pulled_snapshot_has_the_same_bytes_and_its_disks_are_built_on_files_of_its_
 }
 
 #[test]
-fn only_chunks_that_the_store_lacks_are_sent_and_only_missing_ones_are_fetched() {
+fn a_push_sends_only_chunks_missing_in_the_object_store_and_a_pull_fetches_only_new_ones() {
     let hosts = Hosts::new();
     hosts.save("first", 2, |_| {});
     hosts.save("second", 3, |_| {});
@@ -266,7 +266,7 @@ fn only_chunks_that_the_store_lacks_are_sent_and_only_missing_ones_are_fetched()
 }
 
 #[test]
-fn a_damaged_or_missing_chunk_is_never_visible_and_a_later_pull_continues() {
+fn if_a_chunk_is_damaged_or_missing_the_pull_of_a_snapshot_fails_and_a_later_one_goes_on() {
     let hosts = Hosts::new();
     hosts.save("warm", 2, |_| {});
     hosts.push("warm");
@@ -312,7 +312,7 @@ fn a_damaged_or_missing_chunk_is_never_visible_and_a_later_pull_continues() {
 }
 
 #[test]
-fn an_interrupted_push_shows_nothing_and_a_later_one_sends_the_rest() {
+fn after_an_interrupted_push_no_snapshot_is_listed_and_a_later_push_sends_the_rest() {
     let hosts = Hosts::new();
     hosts.save("warm", 2, |_| {});
     let all = hosts.push("warm");
@@ -371,7 +371,7 @@ fn set(pointer: &str, value: impl Into<Value>) -> impl Fn(&mut Value) {
 }
 
 #[test]
-fn a_description_that_names_files_of_this_host_is_refused() {
+fn a_pulled_snapshot_whose_description_names_files_of_this_host_is_refused() {
     let (hosts, good) = pushed();
     let with = |change: &dyn Fn(&mut Value)| refusal(&hosts, &good, change);
     let disk = "/manifest/disks/0";
@@ -425,7 +425,7 @@ fn a_description_that_names_files_of_this_host_is_refused() {
 }
 
 #[test]
-fn a_description_with_other_disks_options_or_sizes_than_a_save_makes_is_refused() {
+fn a_pulled_snapshot_with_other_disks_options_or_sizes_than_a_save_makes_is_refused() {
     let (hosts, good) = pushed();
     let with = |change: &dyn Fn(&mut Value)| refusal(&hosts, &good, change);
     // Disks that no snapshot has: one more than was saved, a raw one of its own, a base that can be
@@ -486,7 +486,7 @@ fn a_description_with_other_disks_options_or_sizes_than_a_save_makes_is_refused(
 }
 
 #[test]
-fn a_disk_whose_header_names_another_file_of_this_host_is_refused() {
+fn a_pulled_disk_whose_qcow2_header_names_another_file_of_this_host_is_refused() {
     let hosts = Hosts::new();
     let secret = hosts.path("secret");
     fs::write(&secret, random(5, MIB)).unwrap();
@@ -523,7 +523,7 @@ fn a_disk_whose_header_names_another_file_of_this_host_is_refused() {
 }
 
 #[test]
-fn only_the_signature_of_the_trusted_key_lets_a_snapshot_in() {
+fn if_a_trusted_key_is_given_only_a_snapshot_signed_with_it_is_pulled() {
     let hosts = Hosts::new();
     hosts.save("warm", 2, |manifest| {
         manifest["spec"]["qemu_args"] = json!(["-device", "pvpanic"]);
@@ -578,7 +578,7 @@ fn keys() -> (String, String) {
 }
 
 #[test]
-fn a_removal_takes_old_chunks_that_no_other_snapshot_has() {
+fn removing_a_snapshot_from_an_object_store_removes_old_chunks_no_other_snapshot_uses() {
     let hosts = Hosts::new();
     hosts.save("first", 2, |_| {});
     hosts.save("second", 3, |_| {});
@@ -647,7 +647,7 @@ fn a_snapshot_is_pushed_listed_pulled_and_removed_through_an_s3_server() {
 }
 
 #[test]
-fn a_pull_does_not_write_to_a_base_that_another_snapshot_has() {
+fn a_pull_does_not_write_to_a_base_disk_that_another_snapshot_uses() {
     let hosts = Hosts::new();
     hosts.save("first", 2, |_| {});
     hosts.push("first");
@@ -687,7 +687,7 @@ fn a_pull_does_not_write_to_a_base_that_another_snapshot_has() {
 }
 
 #[test]
-fn bases_are_shared_within_a_trust_domain_only_and_go_with_the_last_snapshot() {
+fn pulled_snapshots_share_base_disks_only_within_a_trust_domain() {
     let hosts = Hosts::new();
     hosts.save("warm", 2, |_| {});
     hosts.push("warm");
@@ -718,7 +718,7 @@ fn bases_are_shared_within_a_trust_domain_only_and_go_with_the_last_snapshot() {
 }
 
 #[test]
-fn a_store_that_is_not_there_and_files_of_others_in_it_are_left_alone() {
+fn a_missing_object_store_is_not_created_and_foreign_files_in_a_store_are_kept() {
     let hosts = Hosts::new();
     let missing = format!("file://{}/none", hosts.path("store").display());
     let told = Remote::open(&missing).unwrap_err();
@@ -769,7 +769,7 @@ impl Drop for SmallDisk {
 }
 
 #[test]
-fn a_pull_to_a_full_disk_says_what_is_missing_and_leaves_no_snapshot() {
+fn a_pull_to_a_full_disk_fails_with_the_missing_space_named_and_leaves_no_snapshot() {
     let hosts = Hosts::new();
     let Some(disk) = SmallDisk::mount(hosts.path("there"), 16) else {
         memfold_testkit::skip!("cannot mount a file system; run as root");

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn adding_pages_works_in_every_address_type() {
+    fn adding_pages_to_an_address_adds_whole_pages_in_every_address_type() {
         assert_eq!(Hva(0x1000).add_pages(2), Hva(0x3000));
         assert_eq!(Pfn(1).add_pages(2), Pfn(3));
         assert_eq!(Hva(0x5000).pages_since(Hva(0x3000)), 2);

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_device_is_recognised_after_a_reboot_and_changes_are_named() {
+    fn a_saved_block_device_is_recognised_after_a_reboot_and_changes_of_it_are_named() {
         let saved = device("disk a");
         let mut now = saved.clone();
         assert_eq!(saved.differs(&now), None);
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn every_sample_affects_the_checksum_and_a_short_device_is_read_completely() {
+    fn each_sampled_byte_of_a_block_device_changes_its_checksum() {
         let file = tempfile::tempfile().unwrap();
         let sum = |bytes: u64| {
             file.set_len(bytes).unwrap();
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_of_a_partition_is_detected_on_a_large_disk() {
+    fn if_a_partition_of_a_block_device_was_mounted_meanwhile_the_change_is_detected() {
         for (is_gpt, sector_bytes) in [(false, 512), (true, 512), (true, 4096)] {
             let file = partitioned(is_gpt, sector_bytes);
             let (before, sampled) = (heads(&file, 8 << 30).unwrap(), samples(&file, 8 << 30));

@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_has_private_anonymous_ram_and_a_versioned_machine_type() {
+    fn the_qemu_command_line_has_private_anonymous_ram_and_a_versioned_machine_type() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         spec.memory_max = Some(ByteSize(1 << 30));
         let line = text(&spec, &[]);
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_ram_of_a_vm_with_a_trust_domain_is_mergeable_by_ksm() {
+    fn the_ram_of_a_vm_is_mergeable_by_ksm_only_if_the_vm_has_a_trust_domain() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         assert!(text(&spec, &[]).contains(",mem-merge=off,"));
         spec.domain = Some("d".into());
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn the_swap_disk_is_the_last_disk_and_uses_the_last_temporary_file() {
+    fn on_the_qemu_command_line_the_swap_disk_is_the_last_disk() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         let mut disk = DiskSpec::new("/img/d.raw");
         disk.snapshot = true;
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_of_an_attached_vm_is_created_with_its_drive_option_and_our_block_nodes() {
+    fn a_copy_of_an_attached_vm_gets_its_drive_options_and_block_nodes_of_memfold() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         let mut disk = DiskSpec::new("/img/d,1.raw");
         disk.snapshot = true;
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_disk_writes_only_to_its_overlay() {
+    fn a_vm_with_a_disk_in_snapshot_mode_writes_only_to_the_overlay() {
         let mut spec = VmSpec::new("a", ByteSize::mib(512));
         let mut disk = DiskSpec::new("/img/d.raw");
         disk.snapshot = true;

@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn a_direct_or_unknown_block_node_forbids_live_refolding() {
+    fn a_disk_with_direct_io_or_an_unknown_driver_forbids_folding_again_without_a_pause() {
         let node = |drv: &str, direct: bool| json!({"node-name": "n", "drv": drv, "cache": {"direct": direct, "no-flush": false, "writeback": true}});
         assert!(of_nodes(&json!([node("qcow2", false), node("file", false)])).may_refold_live());
         for bad in [
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_that_pin_memory_forbid_folding() {
+    fn a_vm_with_a_device_that_pins_memory_is_not_folded() {
         for (kind, fold, refold) in [
             ("virtio-blk-pci", true, true),
             ("vhost-vsock-pci", true, true),

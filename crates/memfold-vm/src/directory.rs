@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vm_directory_is_created_once_and_locked_once() {
+    fn the_state_directory_of_a_vm_can_be_created_only_once_and_locked_by_one_process() {
         let state = tempfile::tempdir().unwrap();
         assert!(VmDirectory::all(state.path()).unwrap().is_empty());
         let directory = VmDirectory::of(state.path(), "a");

@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_guest_name_is_parsed_from_a_qemu_command_line() {
+    fn the_vm_name_is_parsed_from_a_qemu_command_line() {
         let line = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
         assert_eq!(
             guest_name(&line("q -name guest=a,debug-threads=on")).as_deref(),
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn madvise_flags_of_ram_are_read_from_its_anonymous_mapping() {
+    fn the_madvise_flags_of_guest_ram_are_read_from_smaps() {
         let smaps = "7f0000000000-7f0000001000 r--p 00000000 00:01 77 /memfd:store\nVmFlags: rd mr mw me ac dc dd mg\n\
                      7f0000001000-7f0000003000 rw-p 00000000 00:00 0\nRss: 4 kB\nVmFlags: rd wr mr mw me ac dd hg mg\n";
         let (start, end) = (Hva(0x7f00_0000_0000), Hva(0x7f00_0000_3000));
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn an_environment_variable_is_found_by_its_complete_name() {
+    fn in_proc_pid_environ_a_variable_is_found_by_its_complete_name_only() {
         assert_eq!(
             variable(b"A=1\0MEMFOLD_QEMU_SOCKET=/run/l=x\0", SOCKET_VARIABLE),
             Some("/run/l=x".into())

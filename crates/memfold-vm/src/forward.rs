@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn forwarded_ports_are_parsed_and_printed() {
+    fn the_option_for_a_forwarded_port_is_parsed_and_printed_back_equal() {
         for (text, shown, rule) in [
             ("2222:22", "127.0.0.1:2222:22", "tcp:127.0.0.1:2222-:22"),
             (
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_used_by_another_process_cannot_be_claimed() {
+    fn a_port_that_another_process_uses_cannot_be_forwarded() {
         let other = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = other.local_addr().unwrap().port();
         let taken: Forward = format!("{port}:22").parse().unwrap();

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_format_is_detected_and_a_contradicting_option_is_refused() {
+    fn the_format_of_a_disk_image_is_detected_and_an_option_that_contradicts_is_refused() {
         let place = tempfile::tempdir().unwrap();
         let mut vdi = vec![0; 512];
         vdi[0x40..0x44].copy_from_slice(b"\x7f\x10\xda\xbe");

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_copy_in_qemu_memory_is_found_only_if_it_is_complete() {
+    fn qemus_copy_of_the_guest_kernel_file_is_found_in_its_memory_only_if_complete() {
         let (file, all) = image(3_000_003, 1);
         let body = &all[SETUP..];
         let copy = Copy::of(&file).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn each_trust_domain_and_each_kernel_image_version_has_a_separate_copy() {
+    fn each_trust_domain_and_each_version_of_a_kernel_file_has_a_separate_shared_copy() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("vmlinuz");
         let put = |seed| {
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn only_private_anonymous_memory_is_searched_for_kernel_copies() {
+    fn only_private_anonymous_memory_of_qemu_is_searched_for_a_copy_of_the_kernel_file() {
         let line = "7f0000000000-7f0000b34000 rw-p 00000000 00:00 0 ";
         assert_eq!(anonymous(line), Some((0x7f00_0000_0000, 0x7f00_00b3_4000)));
         for other in [

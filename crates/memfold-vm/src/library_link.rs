@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn library_orders_get_their_replies_and_descriptors_are_passed() {
+    fn each_request_to_the_preload_library_gets_its_reply_and_passes_its_descriptor() {
         let (_dir, path, thread) = library(vec![
             hello(VERSION),
             Reply::Ok,
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_without_a_userfaultfd_gets_the_userfaultfd_device() {
+    fn a_preload_library_that_cannot_open_userfaultfd_gets_the_device_from_the_daemon() {
         if File::options().read(true).write(true).open(DEVICE).is_err() {
             memfold_testkit::skip!("{DEVICE} can't be opened");
         }
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_reply_with_a_wrong_number_of_outcomes_closes_the_link() {
+    fn if_the_preload_library_replies_with_a_wrong_number_of_outcomes_the_link_is_closed() {
         let (_dir, path, _thread) = library(vec![
             hello(VERSION),
             Reply::Outcomes {
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_of_another_version_and_a_silent_library_are_different_errors() {
+    fn a_preload_library_of_another_version_and_a_silent_one_are_different_errors() {
         let (_dir, path, _thread) = library(vec![hello(VERSION + 1)]);
         let error = LibraryLink::connect(&path, Duration::from_secs(5), None).unwrap_err();
         assert!(matches!(error, LibraryError::Version { .. }), "{error}");

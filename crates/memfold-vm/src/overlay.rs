@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overlay_has_the_size_of_its_disk_and_is_created_once() {
+    fn a_qcow2_overlay_has_the_size_of_its_disk_and_an_existing_one_is_not_overwritten() {
         let place = tempfile::tempdir().unwrap();
         let disk = place.path().join("disk");
         File::create(&disk).unwrap().set_len(1 << 20).unwrap();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn an_overlay_on_a_missing_disk_needs_a_size_and_a_failure_leaves_no_file() {
+    fn without_a_size_an_overlay_on_a_missing_disk_is_refused_and_leaves_no_file() {
         let place = tempfile::tempdir().unwrap();
         let disk = place.path().join("nowhere");
         let overlay = place.path().join("overlay");

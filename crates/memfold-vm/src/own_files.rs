@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_found_in_every_form_of_qemu_argument() {
+    fn the_name_of_a_file_is_found_in_every_form_of_qemu_argument() {
         let is_it = |path: &Path| path == Path::new("/v,1");
         for (argument, renamed) in [
             ("/v,1", "T"),
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn placeholders_in_arguments_are_replaced_by_file_names() {
+    fn placeholders_in_qemu_arguments_are_replaced_by_file_names() {
         let files = [PathBuf::from("/a,b"), PathBuf::from("/c")];
         for (argument, wanted) in [
             (token(0), "/a,b"),

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn the_backing_file_of_images_from_qemu_img_is_read() {
+    fn the_backing_file_is_read_from_the_header_of_a_qcow2_image_made_by_qemu_img() {
         if Command::new("qemu-img").arg("--version").output().is_err() {
             memfold_testkit::skip!("no qemu-img");
         }
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_headers_are_left_to_qemu_img() {
+    fn a_qcow2_image_with_a_damaged_header_is_left_to_qemu_img() {
         let image = |name: &[u8], offset: u64, length: u32| {
             let mut bytes = vec![0; 512];
             bytes[..4].copy_from_slice(b"QFI\xfb");
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn qemu_img_finds_empty_images_right() {
+    fn qemu_img_finds_no_error_in_an_empty_qcow2_image_that_memfold_wrote() {
         let info = |image: &Path| {
             let run = |args: &[&str]| {
                 let mut command = Command::new("qemu-img");

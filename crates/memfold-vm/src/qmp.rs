@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn qmp_queries_are_repeated_on_a_new_connection_and_commands_are_not() {
+    fn after_a_lost_qmp_connection_queries_are_repeated_and_commands_are_not() {
         let (_dir, path) = server(vec![vec![], vec![r#"{"return": 3, "id": ID}"#]]);
         let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
         assert_eq!(qmp.query("query-status").unwrap(), 3);

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn qemu_arguments_that_only_one_vm_can_use_are_removed() {
+    fn qemu_arguments_that_only_one_vm_can_use_are_removed_from_a_copy() {
         let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
         let before = "-S -netdev user,id=n,hostfwd=tcp::80-:80 -device e1000,netdev=n -chardev socket,id=c,path=/s,server=on,mux=on \
             -serial chardev:c -serial file:/log -monitor unix:/m,server -qmp unix:/q -vnc :1 -s -pidfile /p -cdrom /iso \

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn the_layout_of_5_gib_and_a_dimm_has_a_hole_below_4_gib() {
+    fn the_ram_layout_of_a_vm_with_5_gib_and_a_dimm_has_a_hole_below_4_gib() {
         let blocks = parse_blocks(DIMM_BLOCKS).unwrap();
         let layout = assemble(&blocks, &names(&["ram0", "mem1"]), DIMM_TREE).unwrap();
         let (ram0, mem1) = (Hva(0x7fd5_27e0_0000), Hva(0x7fd4_dfe0_0000));
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn ram_blocks_of_devices_on_a_bus_are_found_by_their_backend() {
+    fn a_ram_block_of_a_device_on_a_bus_is_found_by_the_id_of_its_memory_backend() {
         let of = |name: &str| DIMM_BLOCKS.replacen("mem1", name, 1);
         for (name, is_there) in [("0000:00:01.0/mem1", true), ("0000:00:01.0/xmem1", false)] {
             let blocks = parse_blocks(&of(name)).unwrap();
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn unexpected_monitor_output_is_an_error() {
+    fn unexpected_output_of_qemus_monitor_about_ram_is_an_error() {
         let of_blocks = |answer: &str| parse_blocks(answer).unwrap_err().to_string();
         assert!(of_blocks("").contains("columns are ''"));
         let old = of_blocks("Block Name PSize Offset Used Total\n x 4 KiB 0x0 0x0 0x0");
@@ -404,7 +404,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn damaged_monitor_output_never_causes_a_panic(at in 0..DIMM_TREE.len(), byte in 32u8..127, cut in 0..DIMM_BLOCKS.len()) {
+        fn damaged_output_of_qemus_monitor_about_ram_never_causes_a_panic(at in 0..DIMM_TREE.len(), byte in 32u8..127, cut in 0..DIMM_BLOCKS.len()) {
             let mut tree = DIMM_TREE.as_bytes().to_vec();
             tree[at] = byte;
             let tree = String::from_utf8(tree).unwrap();

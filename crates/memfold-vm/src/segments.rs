@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_command_line_names_the_segments_and_keeps_user_settings() {
+    fn the_kernel_command_line_of_a_guest_names_its_segments_and_keeps_user_settings() {
         assert_eq!(cmdline(&with(&[])).unwrap(), "root=/dev/vda rw quiet");
         assert_eq!(
             cmdline(&with(&["web@3", "office"])).unwrap(),
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_root_segment_replaces_the_root_disk_and_the_disk_becomes_the_overlay_upper_layer() {
+    fn a_guest_boots_from_a_root_segment_and_its_disk_becomes_the_writable_overlay_layer() {
         let mut spec = with(&["debian@1"]);
         spec.segments[0].root = true;
         let root = "root=/dev/pmem0 rootfstype=erofs rootflags=dax=always";

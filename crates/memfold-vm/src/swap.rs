@@ -157,7 +157,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn a_swap_disk_has_its_space_allocated_and_a_header_that_blkid_recognises() {
+    fn a_new_swap_disk_has_its_space_allocated_and_blkid_recognises_it() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         create(&path, 8 << 20, true).unwrap();
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_swap_disk_with_a_boot_snapshot_or_an_invalid_size_is_refused() {
+    fn a_swap_disk_is_refused_if_its_size_is_invalid_or_the_vm_has_a_boot_snapshot() {
         let mut spec = VmSpec::new("a", ByteSize::mib(128));
         spec.swap = Some(ByteSize::mib(64));
         check(&spec).unwrap();

@@ -184,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_and_additional_devices_of_a_trial_start_are_named() {
+    fn devices_that_a_copy_of_a_vm_would_lack_or_have_in_addition_are_named() {
         let before =
             devices("  dev: e1000, id \"n\"\n    x = 1\n  dev: VGA, id \"\"\n  dev: VGA, id \"\"");
         let after = devices("  dev: VGA, id \"\"\n  dev: isa-serial, id \"\"");

@@ -147,7 +147,7 @@ mod tests {
     use crate::DiskSpec;
 
     #[test]
-    fn contradictions_in_a_vm_description_are_refused_and_named() {
+    fn a_vm_description_with_a_contradiction_is_refused_and_the_error_names_the_field() {
         type Damage = fn(&mut VmSpec);
         let broken: [(&str, Damage); 13] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),

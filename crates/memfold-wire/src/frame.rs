@@ -114,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_message_is_decoded_from_any_split_of_the_stream() {
+    fn a_message_is_decoded_however_the_stream_is_split_into_pieces() {
         let sent = FromAgent::Hints(vec![
             HintRun {
                 file: 7,
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_above_the_size_limit_is_an_error_before_its_body_arrives() {
+    fn a_message_above_the_size_limit_is_an_error_before_its_body_arrives() {
         let mut decoder = Decoder::new();
         decoder.push(&u32::MAX.to_le_bytes());
         assert!(matches!(
@@ -148,7 +148,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..2048)) {
+        fn decoding_arbitrary_bytes_as_messages_never_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..2048)) {
             let mut decoder = Decoder::new();
             decoder.push(&bytes);
             while let Ok(Some(_)) = decoder.next::<FromAgent>() {}

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_entry_table_and_the_page_slots_do_not_overlap() {
+    fn in_the_copy_file_of_a_live_save_the_entry_table_and_the_page_slots_do_not_overlap() {
         for pages in [1, 1023, 1024, 1025, 1 << 20] {
             let layout = Layout::new(pages).unwrap();
             let last_entry = layout.entry_word(pages - 1);

@@ -129,7 +129,7 @@ fn wait_folded(lab: &Lab) {
 }
 
 #[test]
-fn ledger_sums_of_two_real_guests_equal_the_kernel_counts_before_and_after_folding() {
+fn the_ledgers_sums_of_two_real_guests_equal_the_kernels_before_and_after_folding() {
     if let Some(why) = missing() {
         assert!(
             std::env::var_os("MEMFOLD_REAL").is_none(),

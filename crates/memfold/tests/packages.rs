@@ -45,7 +45,7 @@ fn packages_are_installed_upgraded_and_purged_in_clean_root_directories() {
 }
 
 #[test]
-fn the_bill_of_materials_lists_every_crate_of_the_lock_file_that_a_program_is_linked_with() {
+fn the_bill_of_materials_lists_every_crate_that_a_program_is_linked_with() {
     let output = script("sbom").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let bom: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -87,7 +87,7 @@ fn the_bill_of_materials_lists_every_crate_of_the_lock_file_that_a_program_is_li
 }
 
 #[test]
-fn vms_keep_running_when_the_hardened_daemon_is_restarted_or_killed_under_systemd() {
+fn if_systemd_restarts_or_kills_the_hardened_daemon_vms_keep_running() {
     let library = Path::new(PROGRAM).with_file_name("libmemfold_qemu.so");
     // This host may be a container in which no other container can run.
     let Some(done) = said(script("test-unit").arg(PROGRAM).arg(library), true) else {
@@ -101,7 +101,7 @@ mod soak {
     use super::*;
 
     #[test]
-    fn the_ansible_roles_install_configure_and_remove_and_change_nothing_when_repeated() {
+    fn the_ansible_roles_install_configure_and_remove_memfold_and_repeated_change_nothing() {
         let Some(done) = said(&mut script("test-ansible"), true) else {
             return;
         };

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_usage_of_the_segment_command_exits_with_code_2() {
+    fn wrong_arguments_of_the_agents_segment_command_end_it_with_exit_code_2() {
         for words in [
             &[][..],
             &["web"],

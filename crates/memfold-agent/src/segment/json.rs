@@ -114,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_json_object_is_written_with_correct_commas_and_escapes() {
+    fn the_agent_writes_a_json_object_with_correct_commas_and_escapes() {
         let text = Object::new()
             .text("a", "x\"\\\n")
             .number("b", 7)

@@ -172,7 +172,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn name_generation_and_directories_are_parsed_from_a_manifest() {
+    fn the_name_the_generation_and_the_directories_are_parsed_from_a_segment_manifest() {
         let text = b"format 1\nname web\ngeneration 3\nlay /usr\nlay /opt/x-1\n";
         let manifest = Manifest::parse(text).unwrap();
         assert_eq!(manifest.name, "web");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_segment_manifests_are_refused() {
+    fn a_segment_manifest_with_dangerous_directories_or_duplicate_keys_is_refused() {
         let base = "format 1\nname web\ngeneration 3\n";
         let many = "lay /usr/".to_string() + &"x".repeat(200);
         let refused = |text: &str, why: &str| {
@@ -254,12 +254,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_causes_a_panic(text in "((format|name|generation|lay) ?[/a-z0-9.: ]{0,12}\n?){0,6}") {
+        fn parsing_an_arbitrary_segment_manifest_never_causes_a_panic(text in "((format|name|generation|lay) ?[/a-z0-9.: ]{0,12}\n?){0,6}") {
             let _ = Manifest::parse(text.as_bytes());
         }
 
         #[test]
-        fn only_normalised_directories_below_the_root_are_accepted(path in "(/?[a.]{0,3}){0,4}") {
+        fn a_segment_directory_is_accepted_only_if_its_path_is_absolute_and_normalised(path in "(/?[a.]{0,3}){0,4}") {
             let parts: Vec<_> = path.strip_prefix('/').into_iter().flat_map(|p| p.split('/')).collect();
             let stays = !parts.is_empty() && !parts.iter().any(|p| ["", ".", ".."].contains(p));
             prop_assert_eq!(check_directory(path.as_bytes()).is_ok(), stays);

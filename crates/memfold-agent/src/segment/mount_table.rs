@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lookup_returns_the_newest_mount_at_a_path() {
+    fn if_several_mounts_cover_a_path_the_newest_mount_is_returned() {
         let table = MountTable::parse(
             b"22 1 254:0 / / rw shared:1 - ext4 /dev/vda rw\n\
               23 22 0:40 / /usr rw - overlay memfold:web rw\n\

@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_command_line_selects_named_segments_or_all_segments() {
+    fn the_kernel_command_line_selects_the_segments_that_are_mounted_at_boot() {
         let wanted = Wanted::parse("quiet memfold.lay=web,db x.memfold.lay=no");
         assert!(wanted.has("web") && wanted.has("db") && !wanted.has("no"));
         assert!(Wanted::parse("memfold.lay=*").has("anything"));

@@ -283,7 +283,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_directory_path_is_recovered_from_its_escaped_file_name(path in proptest::collection::vec(any::<u8>(), 1..66)) {
+        fn a_directory_path_that_is_escaped_to_a_file_name_unescapes_to_the_same_path(path in proptest::collection::vec(any::<u8>(), 1..66)) {
             let mut directory = vec![b'/'];
             directory.extend(&path);
             let name = escape(&directory);
@@ -292,13 +292,13 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_input_never_causes_a_panic(name in proptest::collection::vec(any::<u8>(), 0..20)) {
+        fn unescaping_an_arbitrary_file_name_never_causes_a_panic(name in proptest::collection::vec(any::<u8>(), 0..20)) {
             unescape(&name);
         }
     }
 
     #[test]
-    fn a_saved_segment_record_reads_back_equal() {
+    fn a_record_of_a_mounted_segment_reads_back_equal_after_it_was_saved() {
         let directory = tempfile::tempdir().unwrap();
         let places = Places {
             state: directory.path().into(),

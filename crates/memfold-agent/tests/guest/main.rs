@@ -141,7 +141,7 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
 }
 
 #[test]
-fn files_on_xfs_btrfs_erofs_and_overlay_are_found() {
+fn hints_name_the_right_files_on_xfs_btrfs_erofs_and_overlay_mounts() {
     let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
         memfold_testkit::skip!("needs guest images and MEMFOLD_AGENT (the static agent)");
     };

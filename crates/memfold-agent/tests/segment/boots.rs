@@ -41,7 +41,7 @@ fn a_segment_mount_that_fails_at_any_step_is_undone() {
 }
 
 #[test]
-fn the_next_boot_cleans_up_after_a_crash_at_any_step_of_a_segment_mount() {
+fn after_a_crash_at_any_step_of_a_segment_mount_the_next_boot_removes_all_traces() {
     if !private_mounts() {
         return;
     }
@@ -92,7 +92,7 @@ fn write_to(opt: &Path) {
 }
 
 #[test]
-fn the_next_boot_completes_an_interrupted_merge_of_written_files() {
+fn after_a_crash_while_a_segment_is_unmounted_the_next_boot_restores_all_written_files() {
     if !private_mounts() {
         return;
     }
@@ -132,7 +132,7 @@ fn the_next_boot_completes_an_interrupted_merge_of_written_files() {
 }
 
 #[test]
-fn a_reboot_merges_the_written_files_and_mounts_the_segment_again() {
+fn after_a_reboot_files_written_over_a_segment_are_kept_and_it_is_mounted_again() {
     if !private_mounts() {
         return;
     }

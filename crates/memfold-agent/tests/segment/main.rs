@@ -119,7 +119,7 @@ fn only_files_equal_to_the_guest_files_are_read_from_the_segment() {
 }
 
 #[test]
-fn a_content_comparison_finds_a_file_with_different_bytes() {
+fn with_content_comparison_a_guest_file_with_other_bytes_is_not_read_from_the_segment() {
     if !private_mounts() {
         return;
     }
@@ -163,7 +163,7 @@ fn writes_to_a_mounted_segment_are_kept_after_it_is_unmounted() {
 }
 
 #[test]
-fn files_open_for_writing_are_not_replaced_by_segment_files() {
+fn a_guest_file_that_is_open_for_writing_is_not_replaced_by_the_file_of_a_segment() {
     if !private_mounts() {
         return;
     }
@@ -206,7 +206,7 @@ fn refused(guest: &Guest, request: &Request, expected: &str) {
 }
 
 #[test]
-fn a_refused_segment_mount_names_the_reason_and_leaves_the_guest_unchanged() {
+fn if_a_segment_mount_is_refused_the_error_names_the_reason_and_the_guest_is_unchanged() {
     if !private_mounts() {
         return;
     }
@@ -320,7 +320,7 @@ proptest! {
     /// The same operations on a mounted segment and on a plain directory give the same tree,
     /// through the overlay and after it was unmounted.
     #[test]
-    fn file_operations_on_a_mounted_segment_give_the_same_tree_as_on_a_plain_directory(
+    fn file_operations_give_the_same_tree_on_a_mounted_segment_as_on_a_plain_directory(
         operations in proptest::collection::vec(operations::operation(), 1..40),
         crash in proptest::option::of(0..40_u64),
     ) {

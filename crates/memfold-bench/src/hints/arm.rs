@@ -502,7 +502,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_curve_is_interpolated_linearly_and_is_constant_outside_its_points() {
+    fn a_measured_curve_is_interpolated_linearly_and_is_constant_outside_its_points() {
         let curve = [(1.0, 10.0), (3.0, 20.0)];
         for (t, value) in [
             (0.0, 10.0),

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn headline_results_of_the_hints_study_are_computed_from_its_arms() {
+    fn the_hints_benchmark_computes_ratios_and_slowdowns_from_its_measured_runs() {
         let results = of(&runs());
         assert!(near(&results["ratio_over_ksm_default"], 12.0));
         assert_eq!(
@@ -307,14 +307,14 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_with_a_different_build_output_counts_as_a_build_error() {
+    fn if_one_guest_of_the_hints_benchmark_builds_other_output_one_build_error_is_counted() {
         let mut runs = runs();
         runs[3].work[1].output = "other".into();
         assert_eq!(of(&runs)["guest_build_errors"], 1);
     }
 
     #[test]
-    fn figures_of_the_hints_study_show_folding_and_ksm() {
+    fn the_charts_of_the_hints_benchmark_show_folding_and_ksm() {
         let runs = runs();
         let samples: Vec<Value> = runs.iter().flat_map(ArmRun::samples_json).collect();
         let drawn = figures(&json!({ "samples": samples }));

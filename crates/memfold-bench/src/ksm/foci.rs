@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn savings_are_reported_by_kind_of_work_and_number_of_vms() {
+    fn the_ksm_benchmark_reports_savings_for_each_kind_of_work_and_number_of_vms() {
         let took = |seconds, major_faults, host_major_faults| Took {
             seconds,
             major_faults,

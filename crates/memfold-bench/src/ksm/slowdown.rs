@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slowdowns_are_relative_to_ksm_off_in_the_same_round() {
+    fn the_ksm_benchmark_computes_slowdowns_relative_to_the_run_without_ksm_of_the_same_round() {
         let rounds = vec![vec![10.0, 11.0], vec![20.0, 30.0], vec![10.0, 10.0]];
         let found = slowdowns("cpu", &rounds, &SPEEDS[..2]);
         let [(key, percent)] = &found[..] else {

@@ -234,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_reported_ratio_is_the_median_of_the_ratios_within_each_round() {
+    fn the_ksm_benchmark_reports_the_median_of_the_ratios_of_all_rounds() {
         let one = |arm, seconds| Reached {
             arm,
             seconds,

@@ -373,7 +373,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn foreign_processes_with_mergeable_memory_are_named() {
+    fn if_foreign_processes_have_mergeable_memory_the_message_names_them() {
         let process = |pid, mergeable| Process {
             pid,
             comm: format!("p{pid}"),

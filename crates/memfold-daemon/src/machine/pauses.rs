@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_by_other_programs_are_reported_and_pauses_by_a_save_are_not() {
+    fn a_vm_pause_by_another_program_is_reported_and_a_pause_by_a_save_is_not_reported() {
         let event = |name: &str, ms: u64| json!({ "event": name, "timestamp": { "seconds": ms / 1000, "microseconds": ms % 1000 * 1000 } });
         let mut pauses = Pauses::default();
         let (stop, resume) = (event("STOP", 5_200), event("RESUME", 7_900));

@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn resume_attempts_become_rarer_if_the_vm_fills_the_free_space_at_once() {
+    fn if_a_resumed_vm_fills_the_disk_again_at_once_the_next_attempt_to_resume_waits_longer() {
         let soon = Duration::from_secs(3);
         let mut pauses = vec![next_pause(Duration::ZERO, LONGEST)];
         for _ in 0..7 {

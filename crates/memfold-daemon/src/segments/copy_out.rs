@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_to_copy_are_the_distinct_literal_prefixes_of_the_globs() {
+    fn the_directories_copied_for_a_segment_are_the_distinct_literal_prefixes_of_its_globs() {
         let of = |globs: &[&str]| tops(&globs.iter().map(ToString::to_string).collect::<Vec<_>>());
         assert_eq!(of(&[]), ["/opt", "/usr"]);
         assert_eq!(

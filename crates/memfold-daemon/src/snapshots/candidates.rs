@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn candidate_ranges_never_overlap_and_their_total_size_does_not_overflow() {
+    fn ram_ranges_that_may_equal_disk_blocks_never_overlap_even_if_the_guest_lies() {
         let places = said(
             "0 0 4294967295 254:0 1125899906842624\n1 4294967290 6 254:0 0\n2 0 1 254:0 1\n2 1 1 254:0 7\n",
         );
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endless_list_of_disks_and_runs_from_a_guest_is_truncated() {
+    fn if_a_guest_reports_an_endless_list_of_disks_and_extents_the_list_is_truncated() {
         let mut places = Places::default();
         let mut answer = String::new();
         for n in 0..30_000 {
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_of_files_with_the_most_cached_pages_are_requested_first() {
+    fn the_guest_is_asked_first_for_the_extents_of_the_files_with_the_most_cached_pages() {
         let runs = [
             run(0, 10, 1, 0),
             run(20, 30, 2, 0),
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_of_every_file_are_requested_once_in_several_scripts() {
+    fn file_extents_are_requested_in_several_scripts_if_needed_and_once_for_each_file() {
         let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
         let asked = RefCell::new(Vec::new());
         let mut places = Places::default();
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn extents_reported_before_a_guest_failure_are_kept() {
+    fn if_the_guest_fails_while_it_lists_file_extents_the_extents_listed_before_are_used() {
         let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
         for failure in [Ok(b"0 0 4 254:0".to_vec()), Err("gone".to_owned())] {
             let times = Cell::new(0);
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_is_queried_for_extents_only_while_the_query_saves_time() {
+    fn a_guest_is_asked_for_file_extents_only_as_long_as_the_answers_save_time() {
         let asked = Cell::new(0);
         let slow = |_: &str, limit: Duration| {
             assert!(limit <= Duration::from_secs(60));

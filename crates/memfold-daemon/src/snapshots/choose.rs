@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_that_is_on_the_disks_is_saved_as_references() {
+    fn a_save_stores_page_cache_that_is_on_the_disks_as_references_to_the_disks() {
         assert_chosen(FACTS, Keep::Hot);
         let (_, reason) = FACTS.choose();
         assert_eq!(
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_is_dropped_if_dropping_is_faster_than_comparing_or_saving() {
+    fn a_save_drops_the_page_cache_if_this_is_faster_than_comparing_or_writing_it() {
         let cold = Facts {
             on_host: 0.0,
             ..FACTS
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn page_cache_without_a_copy_on_a_disk_is_saved_if_that_is_faster_than_dropping_it() {
+    fn a_save_writes_page_cache_without_a_disk_copy_if_this_is_faster_than_dropping_it() {
         let fast = Facts {
             on_disks: 0,
             disk_per_s: 5e9,
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_limit_for_dropping_page_cache_equals_the_estimated_write_time() {
+    fn the_time_limit_for_dropping_page_cache_is_the_estimated_time_to_write_it() {
         assert_eq!(drop_limit(0, 1e9), SHORTEST_DROP);
         assert_eq!(drop_limit(GIB, 107_374_182.4), Duration::from_secs(10));
         assert_eq!(drop_limit(GIB, 0.0), LONGEST_DROP);
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn the_write_speed_of_a_disk_is_measured_and_no_file_is_left() {
+    fn measuring_the_write_speed_of_a_disk_leaves_no_file_on_it() {
         let place = tempfile::tempdir_in("/var/tmp").unwrap();
         let began = Instant::now();
         let speed = measure_disk(place.path()).unwrap();

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_new_loan_waits_one_minute_after_a_loss_and_ten_minutes_after_a_recall() {
+    fn a_lost_loan_is_replaced_after_one_minute_and_a_recalled_loan_after_ten_minutes() {
         for (place, lost_a_copy, minutes) in [
             (SwapPlace::OnCopy, false, Some(1)),
             (SwapPlace::OnDisk, true, Some(1)),
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wait_for_a_new_loan_ends_after_a_success_and_continues_after_a_failure() {
+    fn only_a_successful_attempt_to_borrow_again_ends_the_series_of_attempts() {
         let now = Instant::now();
         let mut waiting = BTreeMap::new();
         for (id, outcome) in [(1, Some(())), (2, None)] {

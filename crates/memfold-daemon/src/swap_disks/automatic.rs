@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn continuous_swapping_starts_a_loan_and_a_burst_does_not() {
+    fn a_vm_that_swaps_for_seconds_borrows_memory_and_a_vm_that_swaps_in_bursts_does_not() {
         let mut vm = Vm::new();
         for look in 0..300 {
             // The device is busy for eight of the ten seconds that a loan needs.
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn the_outcome_of_an_automatic_loan_or_return_is_recorded() {
+    fn a_loan_made_automatically_counts_as_automatic_until_its_return_succeeds() {
         for (done, before, by_itself) in [
             (Some(SwapMove::Borrow), false, true),
             (Some(SwapMove::GiveBack), true, false),
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn an_automatic_loan_is_returned_after_ten_idle_minutes_and_a_manual_loan_is_not() {
+    fn after_ten_idle_minutes_an_automatic_loan_is_returned_and_a_manual_loan_is_kept() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
         vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk);
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn automatic_borrowing_waits_after_a_recall_and_longer_after_each_failure() {
+    fn after_a_recall_automatic_borrowing_waits_and_each_failure_lengthens_the_wait() {
         let mut vm = Vm::new();
         vm.look(0, SwapPlace::OnDisk);
         vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk);

@@ -162,7 +162,7 @@ mod tests {
     use memfold_lend::LeaseId;
 
     #[test]
-    fn a_volume_whose_only_copy_is_lent_moves_to_the_local_disk_at_half_of_its_lease() {
+    fn an_lvm_volume_only_in_lent_memory_moves_to_disk_when_half_of_its_lease_has_passed() {
         let bytes = 200 << 20;
         for (durability, left, has_to_end) in [
             (Durability::None, 41, false),

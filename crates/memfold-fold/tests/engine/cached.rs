@@ -19,7 +19,7 @@ fn cached(engine: &Running, id: VmId) -> Option<CachedPages> {
 }
 
 #[test]
-fn cached_runs_and_file_paths_of_a_vm_are_looked_up_by_its_file_numbers() {
+fn the_cached_pages_and_file_paths_of_a_vm_are_found_by_the_file_numbers_of_its_agent() {
     let domain = domain("cached");
     let (a, b) = (Ram::new(), Ram::new());
     let engine = Running::start();

@@ -34,7 +34,7 @@ fn braked(engine: &Running, why: Option<&str>) {
 }
 
 #[test]
-fn folded_pages_count_as_debt_until_written_and_a_request_frees_the_store() {
+fn folded_pages_count_as_debt_until_a_guest_writes_them() {
     let domain = domain("owed");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 256, 31);
@@ -70,7 +70,7 @@ fn folded_pages_count_as_debt_until_written_and_a_request_frees_the_store() {
 }
 
 #[test]
-fn a_braked_engine_keeps_folded_pages_and_folds_again_after_the_brake_is_released() {
+fn while_the_brake_is_active_folded_pages_stay_folded_and_no_further_pages_are_folded() {
     let domain = domain("braked");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     for ram in [&mut a, &mut b] {
@@ -115,7 +115,7 @@ fn a_braked_engine_keeps_folded_pages_and_folds_again_after_the_brake_is_release
 }
 
 #[test]
-fn unwritten_pages_of_a_snapshot_image_count_as_debt_and_holes_do_not() {
+fn snapshot_pages_that_a_clone_has_not_written_count_as_debt_and_holes_do_not() {
     let domain = domain("owed-image");
     let image = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     let image = File::from(image);

@@ -63,7 +63,7 @@ fn vms_of_two_trust_domains_share_no_page() {
 }
 
 #[test]
-fn vms_with_a_different_version_of_a_file_share_that_version_with_each_other() {
+fn two_vms_with_a_second_version_of_a_file_share_that_version_with_each_other() {
     let domain = domain("versions");
     let (mut a, mut b, mut c) = (Ram::new(), Ram::new(), Ram::new());
     a.fill(0, 200, 3);
@@ -83,7 +83,7 @@ fn vms_with_a_different_version_of_a_file_share_that_version_with_each_other() {
 }
 
 #[test]
-fn store_pages_of_an_earlier_agent_session_are_freed() {
+fn after_an_agent_reconnects_page_store_pages_of_its_earlier_session_are_freed() {
     let domain = domain("sessions");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     let engine = Running::start();
@@ -110,7 +110,7 @@ fn store_pages_of_an_earlier_agent_session_are_freed() {
 }
 
 #[test]
-fn the_same_file_under_another_path_is_detected_and_shared() {
+fn equal_files_under_different_paths_in_two_vms_are_detected_and_shared() {
     let domain = domain("alias");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 128, 5);
@@ -126,7 +126,7 @@ fn the_same_file_under_another_path_is_detected_and_shared() {
 }
 
 #[test]
-fn written_pages_are_unfolded_and_unused_store_pages_are_freed() {
+fn pages_that_a_guest_writes_are_unfolded_and_unused_page_store_pages_are_freed() {
     let domain = domain("reclaim");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 256, 6);
@@ -167,7 +167,7 @@ fn written_pages_are_unfolded_and_unused_store_pages_are_freed() {
 }
 
 #[test]
-fn a_vm_with_direct_io_is_refolded_only_while_it_is_paused() {
+fn pages_of_a_vm_with_direct_io_are_folded_a_second_time_only_while_it_is_paused() {
     let domain = domain("direct");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 64, 10);
@@ -194,7 +194,7 @@ fn a_vm_with_direct_io_is_refolded_only_while_it_is_paused() {
 }
 
 #[test]
-fn a_vm_with_a_busy_monitor_is_refolded_later_without_a_pause() {
+fn a_vm_with_a_busy_qemu_monitor_is_folded_again_later_without_a_pause() {
     let domain = domain("busy");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 64, 10);
@@ -219,7 +219,7 @@ fn a_vm_with_a_busy_monitor_is_refolded_later_without_a_pause() {
 }
 
 #[test]
-fn a_new_engine_takes_over_the_page_store_and_folds_further_vms_onto_it() {
+fn after_a_daemon_restart_the_page_store_is_adopted_and_further_vms_are_folded_onto_it() {
     let domain = domain("takeover");
     let (mut a, mut b, mut c) = (Ram::new(), Ram::new(), Ram::new());
     for ram in [&mut a, &mut b, &mut c] {
@@ -259,7 +259,7 @@ fn a_new_engine_takes_over_the_page_store_and_folds_further_vms_onto_it() {
 }
 
 #[test]
-fn a_store_at_the_end_of_its_file_reuses_holes_that_no_vm_maps() {
+fn if_the_page_store_cannot_grow_it_reuses_holes_that_no_vm_maps() {
     let domain = domain("end");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     for ram in [&mut a, &mut b] {
@@ -313,7 +313,7 @@ fn a_store_at_the_end_of_its_file_reuses_holes_that_no_vm_maps() {
 }
 
 #[test]
-fn the_library_removes_an_unplugged_memory_block() {
+fn after_memory_is_unplugged_from_a_vm_the_preload_library_forgets_the_memory_block() {
     let domain = domain("unplug");
     let ram = Ram::new();
     let engine = Running::start();
@@ -358,7 +358,7 @@ fn the_library_removes_an_unplugged_memory_block() {
 }
 
 #[test]
-fn a_lying_agent_uses_up_only_its_own_budget() {
+fn an_agent_that_sends_false_hints_uses_up_only_its_own_cpu_budget() {
     let domain = domain("liar");
     let (mut a, mut b, mut liar) = (Ram::new(), Ram::new(), Ram::new());
     a.fill(0, 100, 13);
@@ -425,7 +425,7 @@ fn a_lying_agent_uses_up_only_its_own_budget() {
 }
 
 #[test]
-fn a_vm_held_for_a_snapshot_is_not_folded_until_it_is_released() {
+fn while_a_save_holds_a_vm_the_vm_is_not_folded() {
     let domain = domain("held");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     a.fill(0, 64, 15);
@@ -455,7 +455,7 @@ fn a_vm_held_for_a_snapshot_is_not_folded_until_it_is_released() {
 }
 
 #[test]
-fn a_reconnected_library_receives_missed_memory_layout_changes() {
+fn after_it_reconnects_the_preload_library_receives_missed_memory_layout_changes() {
     let domain = domain("reached");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     let engine = Running::start();
@@ -507,7 +507,7 @@ fn a_reconnected_library_receives_missed_memory_layout_changes() {
 }
 
 #[test]
-fn an_idle_engine_uses_no_cpu() {
+fn if_no_guest_changes_anything_the_folding_thread_uses_no_cpu_time() {
     let domain = domain("idle");
     let mut a = Ram::new();
     a.fill(0, 10, 14);
@@ -528,7 +528,7 @@ fn an_idle_engine_uses_no_cpu() {
 }
 
 #[test]
-fn a_full_store_keeps_folded_pages_and_takes_new_content_after_space_is_freed() {
+fn a_full_page_store_keeps_folded_pages_and_takes_new_content_once_space_is_freed() {
     let domain = domain("full");
     let (mut a, mut b) = (Ram::new(), Ram::new());
     for ram in [&mut a, &mut b] {

@@ -32,7 +32,7 @@ fn often() -> EngineSettings {
 }
 
 #[test]
-fn only_pages_equal_to_the_snapshot_are_folded_back() {
+fn a_page_of_a_clone_is_folded_back_only_if_it_equals_the_page_of_the_snapshot() {
     let (domain, image) = (domain("back"), image(21));
     let (mut a, mut b) = (Ram::of_image(&image), Ram::of_image(&image));
     let engine = Running::start_with(&often());
@@ -61,7 +61,7 @@ fn only_pages_equal_to_the_snapshot_are_folded_back() {
 }
 
 #[test]
-fn pages_mapped_from_a_disk_are_counted_as_shared_and_are_not_folded_back() {
+fn pages_of_a_clone_mapped_from_a_disk_count_as_shared_and_are_not_folded_back() {
     let (domain, image, disk) = (domain("hot"), named("memfold-image:1:2", 31), image(32));
     let mut ram = Ram::of_image(&image);
     // The disk's mapping comes first, and must not be taken for the image.
@@ -135,7 +135,7 @@ fn a_constantly_writing_guest_loses_no_write_during_fold_back() {
 }
 
 #[test]
-fn clones_fold_file_pages_read_after_the_snapshot_and_not_pages_of_the_snapshot() {
+fn a_clone_folds_file_pages_read_after_the_snapshot_and_no_pages_of_the_snapshot() {
     let (domain, image) = (domain("clones"), image(23));
     let (mut a, mut b) = (Ram::of_image(&image), Ram::of_image(&image));
     let engine = Running::start();

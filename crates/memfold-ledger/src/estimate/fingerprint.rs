@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_key_is_created_once_and_is_readable_by_its_owner_only() {
+    fn a_key_for_memory_fingerprints_is_created_once_and_only_its_owner_may_read_it() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("key");
         let (made, new) = Key::open(&path).unwrap();
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn contents_shared_by_two_vms_are_in_the_fingerprints_of_each_vm_at_any_level() {
+    fn the_memory_that_two_vms_share_can_be_estimated_from_their_sampled_fingerprints() {
         // Each of two VMs has 40,000 contents, of which 30,000 are the same.
         let contents: Vec<(u32, u64)> = (0..40_000)
             .flat_map(|number| [(0, scrambled(number)), (1, scrambled(number + 10_000))])
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_contain_frequent_pages_once_and_exclude_volatile_pages() {
+    fn a_memory_fingerprint_has_a_frequent_page_once_and_no_page_that_changed_during_reading() {
         let mut contents = vec![(0, u64::MAX); 9];
         contents.push((1, 5));
         let mut looked = looked(&contents, 1 << 10);

@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_that_share_a_page_frame_count_as_merged_except_the_first_copy() {
+    fn of_the_copies_in_one_page_frame_all_but_the_first_count_as_merged_already() {
         let merged = |room: usize| {
             let mut frequent = Frequent::new(1.0, room);
             for page in 0..1000 {
@@ -522,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_pages_are_reported_and_present_pages_are_hashed() {
+    fn when_memory_is_hashed_for_an_estimate_unmapped_pages_get_no_hash() {
         let mapping = memfold_sys::region::Mapping::anonymous(4, true).unwrap();
         mapping.area().write(&[7; 4 * 512]);
         let first = mapping.area().start().0 / PAGE_SIZE;

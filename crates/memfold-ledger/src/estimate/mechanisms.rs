@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_folding_cost_is_interpolated_between_measured_run_lengths() {
+    fn the_estimated_cost_of_folding_is_interpolated_between_measured_run_lengths() {
         for (pages, us) in FOLD_US {
             assert!(
                 (fold_us(pages) - us).abs() < 1e-9,
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn free_pages_that_the_host_does_not_back_are_not_counted_as_savings() {
+    fn free_guest_pages_without_host_memory_are_not_counted_as_possible_savings() {
         let pages = Pages {
             memory: 1000,
             private: 600,

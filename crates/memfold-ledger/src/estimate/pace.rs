@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn endless_work_stays_within_its_cpu_share() {
+    fn however_long_an_estimate_computes_it_stays_within_its_cpu_share() {
         let stop = AtomicBool::new(false);
         let pace = Pace::new(0.2, None, &stop);
         let mut sum = 0_u64;
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleep_that_keeps_the_cpu_share_ends_at_the_time_limit() {
+    fn if_an_estimate_sleeps_to_keep_its_cpu_share_the_sleep_ends_at_the_time_limit() {
         let stop = AtomicBool::new(false);
         let pace = Pace::new(1e-9, None, &stop);
         let end = Duration::from_millis(30);
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn an_estimate_can_be_interrupted_during_a_sleep() {
+    fn an_estimate_that_is_interrupted_during_a_sleep_ends_with_an_error() {
         let stop = AtomicBool::new(true);
         let pace = Pace::new(1.0, None, &stop);
         let kept = pace.keep(None);

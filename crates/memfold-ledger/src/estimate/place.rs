@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placement_moves_similar_vms_to_the_same_host() {
+    fn the_placement_proposal_moves_similar_vms_to_the_same_host() {
         let prints = [
             host("a", 8, vec![web("w1"), db("d1"), web("w2")]),
             host("b", 8, vec![db("d2"), web("w3"), db("d3")]),
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_placement_swaps_vms_between_full_hosts() {
+    fn if_both_hosts_are_full_the_placement_proposal_swaps_vms_between_them() {
         // Each host uses 100 MiB for others and 100 for each of two VMs: 300 of 330.
         let mut prints = [
             host("a", 1, vec![web("w1"), db("d1")]),
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_moved_off_a_host_without_enough_memory_even_without_savings() {
+    fn if_a_host_lacks_memory_the_placement_proposal_moves_a_vm_even_if_nothing_is_saved() {
         let mut prints = [
             host("a", 1, vec![web("w1"), web("w2"), db("d1")]),
             host("b", 1, Vec::new()),
@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn no_proposed_move_leaves_a_host_with_less_than_its_reserve() {
+    fn no_move_of_the_placement_proposal_leaves_a_host_with_less_than_its_reserve() {
         // Both VMs on b would share 50 MiB and take 250 MiB, but b has 240.
         let mut prints = [host("a", 8, vec![web("w1")]), host("b", 8, vec![web("w2")])];
         for print in &mut prints {
@@ -552,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn vms_of_different_trust_domains_count_no_shared_memory() {
+    fn in_a_placement_proposal_vms_of_different_trust_domains_share_no_memory() {
         let alone = |name: &str| vm(name, None, 1, 100);
         let other = vm("o", Some("other"), 1, 100);
         let prints = [
@@ -565,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_are_compared_at_the_coarsest_level_of_all_hosts() {
+    fn if_two_hosts_sampled_memory_unequally_the_coarser_sampling_is_used_for_both() {
         // On b, only every 4th content was drawn: contents whose first six bits are 2 or more.
         let at = |level: u64, n: u64| (0..n).map(move |number| level << 58 | number);
         let print = |name: &str, level| VmPrint {
@@ -584,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_of_one_host_or_with_different_keys_are_refused() {
+    fn memory_fingerprints_from_one_host_only_or_with_different_keys_are_refused() {
         let one = host("a", 1, Vec::new());
         assert_eq!(propose(&[], 0, 0.0), Err(PlaceError::OneHost));
         assert_eq!(

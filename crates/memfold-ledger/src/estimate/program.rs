@@ -175,7 +175,7 @@ Rss:                   0 kB
 ";
 
     #[test]
-    fn memory_of_a_program_is_split_by_mapping_mode_and_written_pages_are_not_shareable() {
+    fn the_estimate_for_a_program_does_not_count_written_pages_as_shareable() {
         let tree = tempfile::tempdir().unwrap();
         for (pid, comm) in [(5, "program"), (6, "other"), (7, "program")] {
             let directory = tree.path().join(pid.to_string());

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_with_room_for_all_pages_gives_an_exact_sum() {
+    fn if_the_sample_of_an_estimate_has_room_for_all_pages_the_sum_is_exact() {
         let (sum, plus_minus, sample) = estimated(1 << 20, 7);
         assert_eq!((sum, plus_minus), (truth(), 0.0));
         assert!(sample.frequent.is_empty());
@@ -290,7 +290,7 @@ mod tests {
     /// Checks that estimates are unbiased, and that the true value lies in the interval as often as
     /// stated. A wrong weight, a lost copy or a content that is drawn too often would fail.
     #[test]
-    fn estimated_sums_are_unbiased_and_error_bars_have_the_stated_coverage() {
+    fn estimates_are_right_on_average_and_95_percent_of_error_bars_contain_the_true_sum() {
         const SEEDS: u32 = 400;
         let truth = truth();
         let (mut sum, mut squares, mut inside) = (0.0, 0.0, 0);
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn the_content_with_the_most_copies_is_counted_exactly() {
+    fn an_estimate_counts_the_copies_of_the_most_frequent_page_content_exactly() {
         let (.., sample) = estimated(2048, 3);
         let most = sample
             .frequent
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_contains_all_copies_of_a_content_or_no_copy() {
+    fn the_sample_of_an_estimate_has_either_all_copies_of_a_page_content_or_none() {
         let (.., sample) = estimated(2048, 11);
         let population = population();
         for group in sample.pages.chunk_by(|a, b| a.hash == b.hash) {

@@ -539,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn page_frames_that_are_already_shared_count_once() {
+    fn in_an_estimate_a_page_frame_that_is_already_shared_counts_once() {
         let mut looked = looked();
         looked.sample.pages = vec![
             // Three pages are in two frames, and the other VM maps one of these frames, too.
@@ -567,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_changed_between_two_reads_counts_as_volatile_and_not_as_a_copy() {
+    fn in_an_estimate_a_page_that_changes_between_two_reads_does_not_count_as_a_copy() {
         let mut looked = looked();
         let changed = |seen| Seen {
             again: Again::Changed,
@@ -586,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ksm_estimate_keeps_one_page_of_every_256_copies_of_a_content() {
+    fn the_estimate_for_ksm_keeps_one_page_for_each_256_copies_of_a_page_content() {
         let mut looked = looked();
         let mut frequent = Frequent::new(1.0, 64);
         for (vm, copies) in [(0, 10_000), (1, 5000), (2, 10)] {
@@ -628,7 +628,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_pages_need_no_copy_except_for_ksm_without_use_zero_pages() {
+    fn the_estimate_counts_no_copy_for_zero_pages_except_for_ksm_without_use_zero_pages() {
         let mut looked = looked();
         for page in 0..2048 {
             let huge = page >= 1024;
@@ -653,7 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn the_folding_estimate_excludes_huge_pages_with_few_cached_pages() {
+    fn the_estimate_for_folding_excludes_huge_pages_with_fewer_than_64_cached_pages() {
         use super::super::facts::FileRun;
         let mut looked = looked();
         // In each VM, 63 pages of a file are in one huge page, and 64 in the next.

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_complete_count_has_no_error_bar() {
+    fn an_estimate_that_counted_everything_has_no_error_bar() {
         let mut sum = Sum::default();
         sum.add(5.0, 1.0);
         sum.join(Sum::of_share(3, 10, 10));
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_of_zero_in_a_sample_has_an_error_bar() {
+    fn an_estimate_of_zero_from_a_sample_still_has_an_error_bar() {
         let sum = Sum::of_share(0, 100, 10_000);
         assert_eq!(sum.bytes().bytes, 0);
         // A kind that has 3 of 100 members would be missed with a chance of 1 in 20.

@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn estimate_table_columns_are_aligned_and_unknown_figures_are_not_shown_as_zero() {
+    fn in_the_table_of_an_estimate_columns_are_aligned_and_unknown_figures_are_not_zero() {
         let mib = |n: u64, bar: u64| Estimate {
             bytes: n << 20,
             plus_minus_bytes: bar << 20,

@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_mapped_to_its_cached_file_and_its_memory_range() {
+    fn the_file_and_the_memory_range_of_a_guest_page_are_found_by_its_address() {
         let range = |start: u64, end: u64, mergeable| Range {
             start: start << 12,
             end: end << 12,
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn trust_domains_come_from_the_daemon_unless_an_option_overrides_them() {
+    fn an_estimate_takes_trust_domains_from_the_daemon_unless_an_option_overrides_them() {
         let vm = KnownVm {
             domain: Some("d".into()),
             ..KnownVm::default()
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_is_selected_by_process_id_or_by_a_unique_name() {
+    fn an_estimate_selects_a_vm_by_its_process_id_or_by_a_unique_name() {
         let found = [
             (5, "a".to_owned()),
             (6, "b".to_owned()),

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn a_growth_trend_is_found_despite_a_boot_and_peaks() {
+    fn the_memory_growth_of_a_vm_is_found_although_it_booted_and_its_memory_had_peaks() {
         // A VM that boots to 300 MiB in ten minutes and then grows by 10 MiB an hour. Each tenth
         // sample is a peak.
         let bytes = |n: i64| {
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flat_history_has_zero_growth_and_a_short_history_has_no_trend() {
+    fn constant_vm_memory_gives_zero_growth_and_too_few_samples_give_no_growth() {
         let flat: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, 7 << 20)).collect();
         assert_eq!(growth(&series(&flat)).unwrap().bytes_per_hour, 0);
         let less: Vec<(i64, i64)> = (0..40).map(|n| (n * 30, (100 - n) << 20)).collect();

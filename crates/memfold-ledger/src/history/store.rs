@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_history_database_deletes_its_oldest_samples_and_adds_new_samples() {
+    fn when_the_ledger_history_is_full_its_oldest_samples_are_deleted_for_new_ones() {
         let (directory, mut history) = open();
         // One hundred pages are 400 KiB.
         let most = 100;
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_daemon_removes_expired_samples_that_the_previous_daemon_left() {
+    fn a_new_daemon_deletes_expired_samples_of_the_ledger_history_of_the_previous_daemon() {
         let (directory, mut history) = open();
         history.add(BEGIN, &host(1), &[vm("web", 1)], &[]).unwrap();
         drop(history);
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn vm_samples_above_the_limit_are_deleted_oldest_first() {
+    fn if_there_are_more_vm_samples_than_the_limit_the_oldest_are_deleted_first() {
         let (_directory, mut history) = open();
         history.add(BEGIN, &host(1), &[vm("old", 1)], &[]).unwrap();
         let rows = MOST_VM_ROWS + 500;
@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_are_returned_unchanged_or_as_means_if_fewer_points_are_requested() {
+    fn if_fewer_points_are_requested_than_ledger_samples_exist_means_are_returned() {
         let (_directory, mut history) = open();
         for n in 0..60 {
             let at = BEGIN + n * 30;
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn trends_contain_all_vms_with_the_requested_number_of_points() {
+    fn the_ledgers_trends_contain_every_vm_with_the_requested_number_of_points() {
         let (_directory, mut history) = open();
         for n in 0..60 {
             let mut of = vm("web", 0);
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trend_covers_the_requested_time_although_its_vm_is_newer() {
+    fn if_a_vm_is_newer_than_the_requested_time_its_memory_trend_begins_with_empty_points() {
         let (_directory, mut history) = open();
         let all = [vm("old", 0), vm("young", 0)];
         for n in 0..=120 {
@@ -560,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn fine_samples_are_deleted_after_a_day_and_coarse_samples_after_ninety_days() {
+    fn ledger_samples_are_deleted_after_a_day_and_their_half_hourly_means_after_90_days() {
         let (_directory, mut history) = open();
         let every = 600;
         for n in 0..(100 * DAY / every) {
@@ -584,7 +584,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_with_times_in_the_future_are_replaced_after_a_clock_correction() {
+    fn after_the_clock_was_set_back_ledger_samples_from_the_future_are_replaced() {
         let (_directory, mut history) = open();
         let add = |history: &mut History, at, value| {
             let vms = [vm("web", value)];
@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restarted_daemon_completes_the_coarse_samples_of_the_previous_daemon() {
+    fn a_restarted_daemon_completes_the_mean_samples_that_the_previous_daemon_began() {
         let (directory, mut history) = open();
         history.add(BEGIN, &host(1), &[], &[]).unwrap();
         drop(history);
@@ -624,7 +624,7 @@ mod tests {
     }
 
     #[test]
-    fn the_event_list_is_bounded_and_sorted_newest_first() {
+    fn the_list_of_past_events_is_bounded_and_begins_with_the_newest() {
         let (_directory, mut history) = open();
         let event = |n: i64| Event {
             at_unix_s: 0,
@@ -647,7 +647,7 @@ mod tests {
     }
 
     #[test]
-    fn a_history_database_of_an_older_version_is_upgraded_and_keeps_its_samples() {
+    fn a_ledger_history_of_an_older_version_is_upgraded_and_keeps_its_samples() {
         /// Number of the host's figures in version 1.
         const OLD: usize = 16;
         let (directory, history) = open();
@@ -680,7 +680,7 @@ mod tests {
     }
 
     #[test]
-    fn a_history_database_of_a_later_version_is_refused() {
+    fn a_ledger_history_of_a_later_version_is_refused() {
         let (directory, history) = open();
         history
             .connection

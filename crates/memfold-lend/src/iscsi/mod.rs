@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_iscsi_key_file_reads_back_equal_and_target_names_are_unique_to_the_lease() {
+    fn an_iscsi_key_file_reads_back_equal_and_the_iscsi_target_is_named_after_the_lease() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("k");
         let key = Key {

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lent_lvm_disk_is_recognised_by_its_uuid() {
+    fn an_lvm_disk_in_lent_memory_is_recognised_by_its_uuid() {
         let uuid = new_uuid([0xa5; 16]);
         assert_eq!(uuid, "memfLd-a5a5-a5a5-a5a5-a5a5-a5a5-a5a5a5");
         let lengths: Vec<usize> = uuid.split('-').map(str::len).collect();
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lent_disk_has_room_for_the_volume_and_its_mirror_metadata() {
+    fn an_lvm_disk_in_lent_memory_has_room_for_the_volume_and_its_mirror_metadata() {
         let extent = 4 << 20;
         for (durability, extents) in [(Durability::Disk, 65), (Durability::None, 64)] {
             let bytes = disk_bytes(64 * extent, extent, durability);

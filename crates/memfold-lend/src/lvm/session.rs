@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn iscsi_settings_replace_the_previous_settings_in_a_node_record() {
+    fn settings_written_to_an_iscsi_node_record_replace_the_previous_settings() {
         let record = "# BEGIN RECORD 2.1.8\nnode.name = n\nnode.session.timeo.replacement_timeout = 120\nnode.conn[0].address = 10.0.0.1\n# END RECORD\n";
         let key = Key {
             identity: "lease-7".into(),

@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_relay_compares_its_copy_and_changes_its_timeout_on_request() {
+    fn on_request_a_relay_process_compares_the_disk_copy_and_changes_its_timeout() {
         let directory = tempfile::tempdir().unwrap();
         let running = Running {
             process: Identity::of(getpid()).unwrap(),

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn the_comparison_reports_a_copy_without_one_write_and_accepts_a_complete_copy() {
+    fn if_a_disk_copy_lacks_one_write_the_comparison_with_the_checksums_reports_the_block() {
         let (file, sums) = copy();
         assert_eq!(compare(&file, &sums, QUICK).unwrap(), None);
         for at in [0, 1, 64, BLOCKS - 1] {
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_comparison_skips_holes_and_finds_a_missing_write() {
+    fn in_a_disk_copy_with_holes_the_comparison_with_the_checksums_finds_a_missing_write() {
         let file = tempfile::tempfile_in("/var/tmp").unwrap();
         let sums = Sums::new(BLOCKS * u64::from(BLOCK)).unwrap();
         compare(&file, &sums, QUICK).unwrap_err();
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_written_during_the_comparison_is_not_reported_as_a_difference() {
+    fn a_block_written_while_a_disk_copy_is_compared_is_not_reported_as_a_difference() {
         let (file, sums) = copy();
         let done = AtomicBool::new(false);
         // On a busy machine, the writing thread may not run for a while.

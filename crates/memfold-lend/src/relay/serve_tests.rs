@@ -195,7 +195,7 @@ fn pattern(blocks: usize, seed: u64) -> Vec<u8> {
 }
 
 #[test]
-fn every_misbehaviour_of_a_lender_becomes_an_io_error_and_never_wrong_data() {
+fn however_a_lender_misbehaves_a_read_fails_and_never_returns_wrong_data() {
     for (lie, why) in [
         (Lie::FlipBit, Why::Lied),
         (Lie::OldBytes, Why::Lied),
@@ -237,7 +237,7 @@ fn every_misbehaviour_of_a_lender_becomes_an_io_error_and_never_wrong_data() {
 
 /// A guest whose other copy has failed would lose everything with its lender, so it waits longer.
 #[test]
-fn a_read_from_a_silent_lender_fails_after_the_latest_timeout_setting() {
+fn if_the_timeout_is_lengthened_during_a_read_the_read_waits_for_the_longer_timeout() {
     let (mut served, orders) = liars(1, MIB);
     assert_eq!(served.write(0, &pattern(1, 1)), 0);
     orders[0].send(Lie::SaysNothing).unwrap();
@@ -256,7 +256,7 @@ fn a_read_from_a_silent_lender_fails_after_the_latest_timeout_setting() {
 }
 
 #[test]
-fn all_pending_requests_are_answered_after_a_lender_returns_wrong_data() {
+fn if_a_lender_returns_wrong_data_each_pending_read_gets_correct_data_or_an_error() {
     let (mut served, orders) = liars(2, 8 * MIB);
     assert_eq!(served.write(0, &pattern(256, 1)), 0);
     orders[1].send(Lie::FlipBit).unwrap();
@@ -288,7 +288,7 @@ fn all_pending_requests_are_answered_after_a_lender_returns_wrong_data() {
 }
 
 #[test]
-fn random_reads_over_one_to_eight_lenders_return_the_written_data() {
+fn if_a_disk_is_spread_over_several_lenders_random_reads_return_the_written_data() {
     const SIZE: u64 = 4 * MIB + 12 * KIB;
     for count in [1, 2, 3, 8] {
         let (mut served, _orders) = liars(count, SIZE);
@@ -350,7 +350,7 @@ fn random_reads_over_one_to_eight_lenders_return_the_written_data() {
 /// The lender may execute requests for the same blocks in any order, and must not be taken for a
 /// liar.
 #[test]
-fn overlapping_requests_are_executed_in_order() {
+fn overlapping_requests_to_lent_memory_are_executed_in_order() {
     let (mut served, _orders) = liars(2, 8 * MIB);
     let mut wanted = Vec::new();
     for round in 1..40_u64 {
@@ -428,7 +428,7 @@ fn poke(pid: u32, find: &[u8], change: impl Fn(&mut [u8])) -> usize {
 }
 
 #[test]
-fn changed_memory_of_an_nbdkit_export_is_detected_over_unix_sockets_and_tls() {
+fn if_lent_memory_is_changed_at_the_lender_the_borrower_detects_it() {
     let tcp = loopback();
     for (listen, count) in [(Listen::Unix, 1), (tcp, 1), (tcp, 3)] {
         let directory = tempfile::tempdir().unwrap();
@@ -492,7 +492,7 @@ fn tap(
 }
 
 #[test]
-fn lent_blocks_are_encrypted_on_the_way_to_another_host() {
+fn blocks_of_lent_memory_are_encrypted_before_they_are_sent_to_another_host() {
     let directory = tempfile::tempdir().unwrap();
     let tcp = loopback();
     for (id, listen) in [(1, Listen::Unix), (2, tcp)] {
@@ -554,7 +554,7 @@ fn lent_blocks_are_encrypted_on_the_way_to_another_host() {
 }
 
 #[test]
-fn a_lender_with_a_wrong_key_or_a_smaller_export_is_refused() {
+fn a_borrower_refuses_a_lender_with_a_wrong_key_or_less_memory_than_agreed() {
     let directory = tempfile::tempdir().unwrap();
     let tcp = loopback();
     let Some(export) = exported(directory.path(), tcp, 1, MIB) else {

@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_is_decoded_from_hexadecimal_digits() {
+    fn a_tls_key_of_32_bytes_is_decoded_from_hexadecimal_digits() {
         let read = |hex: String| {
             let identity = "lease-7".into();
             secret(&Key { identity, hex }).ok()

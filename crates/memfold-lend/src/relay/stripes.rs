@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_of_a_striped_disk_has_a_unique_position_at_one_lender() {
+    fn each_byte_of_a_disk_spread_over_several_lenders_has_its_own_place_at_one_lender() {
         const STEP: u64 = UNIT / 2;
         for count in 1..=MOST {
             for units in 1..=20 {
@@ -149,7 +149,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_disk_request_is_contiguous_at_each_lender(count in 1..=MOST, offset in 0_u64..4096, blocks in 1_u64..256) {
+        fn a_request_to_a_disk_spread_over_several_lenders_is_contiguous_at_each_lender(count in 1..=MOST, offset in 0_u64..4096, blocks in 1_u64..256) {
             let (offset, length) = (offset * 4096, blocks * 4096);
             let stripes = Stripes { count, bytes: 64 << 20 };
             let runs = stripes.runs(offset, length);

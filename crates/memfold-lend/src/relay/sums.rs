@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_most_recently_written_data_passes_the_checksum() {
+    fn data_from_a_lender_passes_the_checksum_only_if_it_is_the_last_data_written() {
         let sums = Sums::new(16 * B as u64).unwrap();
         let (old, new) = (block(3), block(5));
         assert!(sums.written(2, &[old.clone(), new.clone()].concat()));
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_known_to_be_zero_are_read_as_zeroes_whatever_the_lender_returns() {
+    fn a_block_known_to_be_zero_is_read_as_zeroes_whatever_the_lender_returns() {
         let sums = Sums::new(8 * B as u64).unwrap();
         assert!(sums.are_zero(0, 8));
         let mut got = vec![0; B];
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn each_table_of_checksums_has_a_different_key() {
+    fn each_borrower_of_memory_computes_checksums_with_a_key_of_its_own() {
         let [a, b] = [0, 1].map(|_| Sums::new(B as u64).unwrap());
         assert_ne!(a.sum(&block(3)), b.sum(&block(3)));
     }

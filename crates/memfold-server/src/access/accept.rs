@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_client_address_gets_at_most_a_quarter_of_the_connections() {
+    fn clients_of_one_ip_address_get_at_most_a_quarter_of_the_tcp_connections() {
         let all = Arc::new(Places::default());
         let take = |address: &str| Place::take(&all, address.parse().unwrap());
         let taken: Vec<Place> = (0..).map_while(|_| take("192.0.2.1")).collect();

@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_audit_log_contains_user_action_and_outcome_and_no_secret() {
+    fn the_audit_log_contains_the_user_the_action_and_the_outcome_and_no_secret() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().join("records"));
         done(
@@ -344,7 +344,7 @@ mod tests {
     const LEFT_OUT: [&str; 4] = ["key", "script", "secret", "trust"];
 
     #[test]
-    fn each_field_of_a_change_request_is_audited_or_explicitly_left_out() {
+    fn each_field_of_a_change_request_is_either_audited_or_listed_as_not_audited() {
         let description = crate::routes::openapi();
         let mut fields = std::collections::BTreeSet::new();
         for (path, methods) in description["paths"].as_object().unwrap() {
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn the_audit_log_consists_of_two_files_of_bounded_length() {
+    fn the_audit_log_is_kept_in_two_files_of_bounded_length() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().to_owned());
         let path = format!("/v1/{}", "x".repeat(10_000));

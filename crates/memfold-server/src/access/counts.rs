@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_refused_request_is_counted_under_its_cause() {
+    fn each_refused_http_request_is_counted_under_the_cause_of_the_refusal() {
         let refused = Refused::default();
         for why in [Why::Tls, Why::of(StatusCode::FORBIDDEN), Why::Tls] {
             refused.add(why);

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn without_tls_only_loopback_addresses_are_accepted() {
+    fn without_tls_the_daemon_refuses_to_listen_on_a_non_loopback_address() {
         for address in ["127.0.0.1:1", "127.8.0.1:1", "[::1]:1"] {
             assert!(door(address, &[]).is_ok(), "{address}");
         }
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_a_certificate_is_refused_and_named() {
+    fn if_a_tls_certificate_file_has_no_certificate_the_error_names_the_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         std::fs::write(path("empty"), "").unwrap();
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn printed_urls_use_the_host_names_that_browsers_can_reach() {
+    fn the_daemon_prints_the_urls_of_its_dashboard_with_the_given_host_names() {
         let urls = door("127.0.0.1:8420", &["vm1"]).unwrap().urls();
         assert_eq!(urls, ["http://vm1:8420/", "http://127.0.0.1:8420/"]);
         assert_eq!(door("[::1]:7", &[]).unwrap().urls(), ["http://[::1]:7/"]);

@@ -440,7 +440,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_change_needs_the_role_operate() {
+    fn every_http_request_that_changes_something_needs_the_role_operate() {
         for path in ["/v1/vms", "/v1/fold", "/v1/new-one", "/openapi.json", "/x"] {
             for method in [Method::POST, Method::PUT, Method::DELETE, Method::PATCH] {
                 assert_eq!(
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn the_role_host_may_use_only_the_registry_and_the_role_read_may_not() {
+    fn the_role_host_may_use_only_the_lease_registry_and_the_role_read_may_not_use_it() {
         for method in [Method::GET, Method::POST, Method::PUT] {
             assert_eq!(needed(&method, "/v1/registry"), Some(Role::Host));
         }
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_start_page_and_the_login_need_no_role() {
+    fn only_the_start_page_of_the_dashboard_and_the_login_need_no_role() {
         assert_eq!(needed(&Method::GET, "/"), None);
         assert_eq!(needed(&Method::POST, "/"), Some(Role::Operate));
         assert_eq!(needed(&Method::POST, "/v1/session"), None);

@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_is_authenticated_by_its_newest_token_until_the_host_is_removed() {
+    fn only_the_newest_token_of_a_host_is_accepted_and_none_once_the_host_is_removed() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("records/hosts.json");
         let mut hosts = Hosts::open(file.clone()).unwrap();

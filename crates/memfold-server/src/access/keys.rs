@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn access_tokens_are_created_once_in_private_files_and_grant_their_role() {
+    fn access_tokens_are_created_once_in_private_files_and_each_grants_its_role() {
         let directory = tempfile::tempdir().unwrap();
         let place = directory.path().join("access");
         Keys::with_tokens(&place).unwrap();
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn browser_sessions_end_when_idle_or_old_or_logged_out_or_too_many() {
+    fn a_browser_session_ends_if_it_is_idle_old_or_logged_out_or_there_are_too_many() {
         let mut keys = Keys::default();
         let now = Instant::now();
         let begin = |keys: &mut Keys, at| {

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ip_addresses_localhost_and_configured_names_are_accepted_as_host_header() {
+    fn a_host_header_is_accepted_only_with_an_ip_address_localhost_or_a_configured_name() {
         let ours = |host: &str| host_is_ours(&headers(&[("host", host)]), &["vm1.example".into()]);
         for host in [
             "127.0.0.1:8420",
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn change_requests_from_other_origins_are_refused() {
+    fn a_browser_request_from_another_origin_that_changes_something_is_refused() {
         let same = |list: &[(&'static str, &str)]| is_same_origin(&headers(list), false, &[]);
         let host = ("host", "127.0.0.1:8420");
         assert!(same(&[host]));
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn behind_a_proxy_only_the_public_url_counts_as_the_same_origin() {
+    fn behind_a_proxy_only_requests_from_the_public_url_count_as_same_origin() {
         let public: [PublicUrl; 2] =
             ["https://VMs.example:443/", "http://intern:8080"].map(|url| url.parse().unwrap());
         assert_eq!(public[0].url(), "https://vms.example/");

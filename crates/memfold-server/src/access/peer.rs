@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_role_of_a_local_peer_follows_from_its_user_and_groups() {
+    fn the_role_of_a_client_of_the_unix_socket_follows_from_its_user_and_groups() {
         let groups = Groups {
             read: Some(10),
             operate: Some(20),
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_access_group_is_refused() {
+    fn a_group_for_access_to_the_daemon_that_does_not_exist_is_refused() {
         let error = Groups::find(Some("no-such-group-here"), None).unwrap_err();
         assert!(error.to_string().contains("groupadd"), "{error}");
         assert_eq!(Groups::find(Some("root"), None).unwrap().read, Some(0));

@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_client_that_reads_nothing_is_disconnected_and_a_slow_client_is_not() {
+    fn a_client_that_reads_no_answers_is_disconnected_and_a_slow_client_is_not() {
         use std::io::Read as _;
 
         let runtime = tokio::runtime::Builder::new_current_thread()

@@ -40,7 +40,7 @@ pub(super) fn prometheus(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn type_lines_of_counters_and_infos_name_the_sample_in_the_prometheus_text_format() {
+    fn in_the_older_prometheus_text_format_type_lines_name_metrics_with_their_suffix() {
         let open = "\
 # HELP a_bytes Bytes of it.
 # TYPE a_bytes gauge

@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn readconfig_files_are_expanded_to_command_line_options() {
+    fn a_file_named_by_qemus_option_readconfig_is_expanded_to_command_line_options() {
         let read = |path: &Path| {
             assert_eq!(path, Path::new("q35.cfg"));
             Ok(FILE.to_owned())
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_of_the_set_option_are_merged_into_the_options_of_their_device() {
+    fn arguments_of_qemus_option_set_are_merged_into_the_options_of_their_device() {
         let text = "-device e1000,id=n -drive if=none,id=d,file=a -set device.n.addr=7 -set drive.d.file=b -readconfig device.n -m 1";
         let wanted = "-device e1000,addr=7,id=n -drive file=b,id=d,if=none -m 1";
         let found = expand(line(text), |_| Ok(String::new())).unwrap();

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn drives_get_the_same_bus_units_and_names_as_in_qemu() {
+    fn a_copied_command_line_gives_drives_the_same_buses_units_and_names_as_qemu() {
         // QEMU 10 names the drives like this (`query-block`); tested drive by drive.
         for (machine, line, wanted) in [
             (
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copied_drive_option_keeps_bus_and_unit_and_drops_the_file() {
+    fn a_copied_drive_option_keeps_the_bus_and_the_unit_and_drops_the_file_name() {
         let option = |text: &str| {
             let options = [("drive".to_owned(), Some(text.to_owned()))];
             drives(&options, "pc-q35-10.0").unwrap().remove(0)

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn file_names_in_a_command_line_are_replaced_by_placeholders_and_restored() {
+    fn file_names_in_a_saved_qemu_command_line_become_placeholders_and_are_put_back() {
         let place = tempfile::tempdir().unwrap();
         let file = |name: &str| {
             let path = place.path().join(name);
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_qemus_user_may_not_read_is_not_copied() {
+    fn a_save_does_not_copy_a_file_that_the_user_of_qemu_may_not_read() {
         use std::os::unix::fs::PermissionsExt;
         if !rustix::process::getuid().is_root() {
             memfold_testkit::skip!("only root can become another user");

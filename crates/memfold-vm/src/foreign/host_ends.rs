@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sockets_and_ports_used_by_another_process_are_removed_and_named() {
+    fn a_copied_vm_loses_sockets_and_ports_that_another_process_uses_and_they_are_named() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().join(name).display().to_string();
         let _listens = UnixListener::bind(path("taken")).unwrap();

@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_copied_network_backend_looks_the_same_to_the_network_card() {
+    fn a_copied_vm_has_a_network_backend_that_looks_the_same_to_its_network_card() {
         for (option, value, wanted) in [
             (
                 "netdev",
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_and_interfaces_of_a_network_backend_are_named() {
+    fn ports_and_interfaces_left_out_of_a_copied_network_backend_are_named() {
         let left = |value: &str| copy("netdev", value).unwrap().1.join("; ");
         assert_eq!(
             left("user,id=n,hostfwd=tcp::1-:1,hostfwd=tcp::2-:2,tftp=/t"),

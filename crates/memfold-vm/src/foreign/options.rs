@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn every_qemu_option_is_known_with_its_number_of_arguments() {
+    fn memfold_knows_every_option_of_the_installed_qemu() {
         if Command::new(QEMU).arg("-version").output().is_err() {
             memfold_testkit::skip!("QEMU is not installed");
         }

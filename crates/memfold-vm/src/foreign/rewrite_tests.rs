@@ -108,7 +108,7 @@ fn libvirt_facts() -> Facts {
 }
 
 #[test]
-fn a_copied_libvirt_domain_keeps_its_devices_and_no_resources_of_the_host() {
+fn a_copy_of_a_libvirt_domain_keeps_its_devices_and_no_resources_of_the_host() {
     let copy = copy(&line(LIBVIRT), &libvirt_facts()).unwrap();
     let words = copy.foreign.words.join("\n");
     for word in [
@@ -154,7 +154,7 @@ fn a_copied_libvirt_domain_keeps_its_devices_and_no_resources_of_the_host() {
 }
 
 #[test]
-fn a_copied_handwritten_command_line_keeps_its_devices() {
+fn a_copy_of_a_vm_that_was_started_by_hand_keeps_its_devices() {
     let text = "-M q35\n-m 512\n-smp 2\n-enable-kvm\n-nographic\n-object memory-backend-ram,id=ram,size=512M\n\
                 -drive file=a.qcow2,if=virtio\n-drive file=/fw,if=pflash,readonly=on,format=raw\n-drive if=none,id=cd,media=cdrom\n-drive file=/b,if=none,id=b,format=raw\n-device scsi-hd,drive=b,id=s0\n\
                 -nic bridge,br=br0,model=e1000\n-netdev user,id=n0,hostfwd=tcp::2222-:22,hostname=x\n-device e1000,netdev=n0\n-qmp unix:/q,server=on\n-daemonize";
@@ -253,7 +253,7 @@ const PROXMOX: &str = r#"-id 100
         -machine type=pc+pve0"#;
 
 #[test]
-fn a_copied_proxmox_vm_keeps_its_devices_and_no_resources_of_the_host() {
+fn a_copy_of_a_proxmox_vm_keeps_its_devices_and_no_resources_of_the_host() {
     let facts = Facts {
         machine: "pc-i440fx-10.0+pve0".into(),
         media: vec![medium("", "scsi0", "drive-scsi0")],
@@ -287,7 +287,7 @@ fn a_copied_proxmox_vm_keeps_its_devices_and_no_resources_of_the_host() {
 }
 
 #[test]
-fn devices_that_a_second_qemu_cannot_have_are_refused_and_named() {
+fn copying_a_vm_with_devices_that_a_second_qemu_cannot_have_is_refused() {
     refused("-device vfio-pci,host=01:00.0", &["vfio-pci", "this host"]);
     refused("-device loader,file=/etc/shadow", &["loader"]);
     refused(
@@ -322,7 +322,7 @@ fn devices_that_a_second_qemu_cannot_have_are_refused_and_named() {
 }
 
 #[test]
-fn a_disk_without_an_identifiable_device_is_refused_and_an_ejected_drive_stays_empty() {
+fn copying_a_vm_with_a_disk_whose_device_cannot_be_identified_is_refused() {
     let with = |device: &str, text: &str| {
         let facts = Facts {
             media: vec![medium("", device, "over")],
@@ -449,7 +449,7 @@ const KINDS: &[(&str, &str, &str)] = &[
 ];
 
 #[test]
-fn each_kind_of_qemu_option_is_rewritten_for_a_second_qemu() {
+fn each_kind_of_qemu_option_is_rewritten_so_that_a_second_qemu_can_use_it() {
     for (text, wanted, gone) in KINDS {
         let copy = copy(&words(text), &facts()).unwrap_or_else(|why| panic!("{text}: {why}"));
         let made = copy.foreign.words.join(" ");
@@ -470,7 +470,7 @@ fn each_kind_of_qemu_option_is_rewritten_for_a_second_qemu() {
 }
 
 #[test]
-fn a_console_used_by_several_devices_counts_as_shared() {
+fn a_console_that_several_devices_of_a_vm_use_counts_as_shared() {
     let shared = "-chardev stdio,id=c,mux=on -serial chardev:c -device virtio-serial-pci -device virtconsole,chardev=c";
     let made = copy(&words(shared), &facts()).unwrap();
     assert_eq!(
@@ -488,7 +488,7 @@ fn a_console_used_by_several_devices_counts_as_shared() {
 }
 
 #[test]
-fn displays_and_ports_that_only_one_vm_can_use_are_named() {
+fn a_copied_vm_loses_displays_and_ports_that_only_one_vm_can_use_and_they_are_named() {
     for (text, wanted) in [
         ("-vnc 127.0.0.1:0,password=on", "-vnc 127.0.0.1:0"),
         ("-vnc none", ""),
@@ -525,7 +525,7 @@ fn displays_and_ports_that_only_one_vm_can_use_are_named() {
 }
 
 #[test]
-fn relative_file_names_are_resolved_in_the_working_directory_of_qemu() {
+fn relative_file_names_of_a_copied_vm_are_resolved_in_the_working_directory_of_qemu() {
     let place = tempfile::tempdir().unwrap();
     let inner = place.path().join("inner");
     std::fs::create_dir(&inner).unwrap();
@@ -576,7 +576,7 @@ fn relative_file_names_are_resolved_in_the_working_directory_of_qemu() {
 }
 
 #[test]
-fn drives_keep_bus_and_unit_in_any_order_of_options() {
+fn in_any_order_of_qemu_options_a_copied_drive_keeps_its_bus_and_unit() {
     let text = "-drive if=virtio,index=1,file=b -drive if=virtio,index=0,file=a -hda c -drive if=none,id=d7,file=d,werror=stop -device scsi-hd,drive=d7 \
                 -drive if=pflash,file=e,readonly=on -drive if=pflash,file=f,id=drive-efi -drive if=none,file=g -device ide-hd,drive=none1";
     let facts = Facts {
@@ -625,7 +625,7 @@ fn drives_keep_bus_and_unit_in_any_order_of_options() {
 }
 
 #[test]
-fn damaged_command_lines_never_cause_a_panic() {
+fn copying_a_damaged_qemu_command_line_never_causes_a_panic() {
     let whole: Vec<char> = LIBVIRT.chars().collect();
     let facts = libvirt_facts();
     let mut random = 1_u64;

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn option_values_are_parsed_and_printed_like_qemu_does() {
+    fn values_of_qemu_options_are_parsed_and_printed_as_qemu_does() {
         let read = |text: &str| Value::parse("type", text).unwrap();
         let value = read("user,id=net0,hostname=a,,b,restrict");
         assert_eq!(value.kind(), "user");
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_set_with_the_type_that_qemu_wants_in_json() {
+    fn in_a_json_value_of_a_qemu_option_a_key_is_set_with_the_type_that_qemu_expects() {
         for (text, wanted) in [
             (
                 "user,id=n",
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn strings_are_replaced_at_any_depth_of_a_json_option_value() {
+    fn strings_are_replaced_at_any_depth_of_a_json_value_of_a_qemu_option() {
         let mut value = Value::parse("driver", r#"{"file":{"filename":"x"}}"#).unwrap();
         let change = |key: &str, word: &str| (key == "filename").then(|| format!("/at/{word}"));
         assert_eq!(

@@ -104,7 +104,7 @@ fn session(events: &Receiver<AgentEvent>) -> String {
 }
 
 #[test]
-fn a_guest_reboot_starts_a_new_agent_session_on_the_same_connection() {
+fn after_a_guest_reboot_a_new_agent_session_begins_on_the_same_connection() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
     // Messages before a Hello are dropped.
@@ -124,7 +124,7 @@ fn a_guest_reboot_starts_a_new_agent_session_on_the_same_connection() {
 }
 
 #[test]
-fn a_malformed_agent_message_closes_the_connection_and_the_next_connection_works() {
+fn after_a_malformed_message_the_agents_connection_is_closed_and_the_next_one_works() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
     guest.greet("one");
@@ -148,7 +148,7 @@ fn a_malformed_agent_message_closes_the_connection_and_the_next_connection_works
 }
 
 #[test]
-fn an_agent_of_another_version_is_refused_with_a_reason_and_its_hints_are_dropped() {
+fn an_agent_of_another_version_is_refused_with_a_reason_and_its_hints_are_ignored() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
     guest.say(&hello(VERSION + 1, "new"));
@@ -162,7 +162,7 @@ fn an_agent_of_another_version_is_refused_with_a_reason_and_its_hints_are_droppe
 }
 
 #[test]
-fn the_agent_connection_is_reopened_until_the_agent_sends_a_hello() {
+fn if_the_agent_does_not_introduce_itself_its_connection_is_closed_and_opened_again() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     // The agent was restored with its VM: it still believes in its session, and continues to send.
     let mut guest = Guest::accept(&listener);
@@ -185,7 +185,7 @@ fn the_agent_connection_is_reopened_until_the_agent_sends_a_hello() {
 }
 
 #[test]
-fn output_and_exit_code_of_a_guest_command_are_collected() {
+fn the_output_and_the_exit_code_of_a_command_in_the_guest_are_collected() {
     let (_dir, listener, link, _events) = link(AgentOptions::default());
     assert!(matches!(
         link.run("true", LONG),
@@ -240,7 +240,7 @@ fn output_and_exit_code_of_a_guest_command_are_collected() {
 }
 
 #[test]
-fn a_guest_that_sends_too_much_data_is_throttled() {
+fn an_agent_that_sends_too_much_data_is_throttled() {
     let options = AgentOptions {
         max_bytes_per_s: 64 << 10,
         ..AgentOptions::default()
@@ -280,7 +280,7 @@ fn a_guest_that_sends_too_much_data_is_throttled() {
 }
 
 #[test]
-fn dropping_an_agent_link_ends_its_thread_immediately() {
+fn when_the_daemon_drops_its_link_to_an_agent_the_thread_of_the_link_ends_at_once() {
     let (_dir, listener, link, _events) = link(AgentOptions::default());
     let _guest = Guest::accept(&listener);
     let began = Instant::now();
@@ -289,7 +289,7 @@ fn dropping_an_agent_link_ends_its_thread_immediately() {
 }
 
 #[test]
-fn endless_hello_messages_close_the_connection_and_the_next_connection_works() {
+fn an_agent_that_introduces_itself_endlessly_is_disconnected_and_can_connect_again() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let drain = std::thread::spawn(move || events.iter().count());
     let mut guest = Guest::accept(&listener);

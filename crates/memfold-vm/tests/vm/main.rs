@@ -179,7 +179,7 @@ fn the_memory_layout_of_5_gib_and_a_plugged_dimm_equals_the_layout_in_qemu() {
 }
 
 #[test]
-fn folding_conditions_distinguish_buffered_from_direct_disks() {
+fn pages_may_be_folded_again_without_a_pause_only_if_no_disk_uses_direct_io() {
     let state = tempfile::tempdir().unwrap();
     let image = state.path().join("d,1.raw");
     File::create(&image).unwrap().set_len(16 * MIB).unwrap();
@@ -261,7 +261,7 @@ fn an_attached_vm_reports_whether_it_can_be_folded_and_the_reason_if_not() {
 }
 
 #[test]
-fn the_agent_port_of_an_attached_qemu_is_found() {
+fn in_a_qemu_started_by_hand_the_virtio_serial_port_of_the_agent_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let port = dir.path().join("port");
     let foreign = Foreign::start(&[
@@ -280,7 +280,7 @@ fn the_agent_port_of_an_attached_qemu_is_found() {
 }
 
 #[test]
-fn a_vm_with_locked_memory_is_not_folded() {
+fn a_vm_started_with_qemus_option_mem_lock_is_not_folded() {
     let foreign = Foreign::start(&["-m", "64", "-overcommit", "mem-lock=on"]);
     let vm = Vm::attach(&foreign.qmp()).unwrap();
     let conditions = vm.conditions(&mut vm.qmp().unwrap()).unwrap();
@@ -289,7 +289,7 @@ fn a_vm_with_locked_memory_is_not_folded() {
 }
 
 #[test]
-fn cpu_pm_is_reported_as_a_cost_under_kvm_and_not_under_tcg() {
+fn qemus_option_cpu_pm_is_reported_as_costly_for_folding_under_kvm_and_not_under_tcg() {
     let costs = |accel: &str, overcommit: &str| {
         let foreign = Foreign::start_by(accel, &["-m", "64", "-overcommit", overcommit]);
         let vm = Vm::attach(&foreign.qmp()).unwrap();
@@ -358,7 +358,7 @@ fn helper_process_starts_a_vm_and_waits_to_be_killed() {
 }
 
 #[test]
-fn a_vm_survives_the_process_that_started_it_and_is_taken_over() {
+fn a_vm_survives_the_process_that_started_it_and_another_process_adopts_it() {
     let state = tempfile::tempdir().unwrap();
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args([
@@ -400,7 +400,7 @@ fn a_vm_survives_the_process_that_started_it_and_is_taken_over() {
 }
 
 #[test]
-fn doctor_finds_the_installed_qemu_and_caches_its_verdict_on_kvm() {
+fn doctor_finds_the_installed_qemu_and_tests_only_once_whether_kvm_works() {
     let state = tempfile::tempdir().unwrap();
     let began = Instant::now();
     let first = memfold_host::HostFacts::probe(state.path());
@@ -425,7 +425,7 @@ fn doctor_finds_the_installed_qemu_and_caches_its_verdict_on_kvm() {
 }
 
 #[test]
-fn a_booted_guest_of_another_user_is_folded_and_shuts_down_on_request() {
+fn a_guest_in_a_qemu_of_another_user_boots_is_folded_and_shuts_down_on_request() {
     let images = memfold_host::guest_images().unwrap_or_default();
     let (Some(image), Ok(_)) = (images.get("trixie-a"), memfold_host::library()) else {
         memfold_testkit::skip!("no guest image trixie-a, or the library is not built");

@@ -348,7 +348,7 @@ pages_per_second = 10_000
 "#;
 
     #[test]
-    fn every_field_of_the_configuration_file_becomes_a_command_line_option() {
+    fn every_field_of_the_configuration_file_is_turned_into_a_command_line_option() {
         let mut all = added(FILE, &[]);
         all.sort();
         assert_eq!(

@@ -113,7 +113,7 @@ mod tests {
     use memfold_ledger::{Level, VmDebt};
 
     #[test]
-    fn the_debt_report_shows_the_level_and_figures_and_events() {
+    fn memfold_debt_shows_the_level_of_the_brake_the_figures_of_the_debt_and_past_events() {
         let report = DebtReport {
             level: Level::Warning,
             sharing_held: true,
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn reserve_and_cover_values_out_of_range_are_refused() {
+    fn memfold_debt_refuses_values_of_reserve_and_cover_that_are_out_of_range() {
         assert!(reserve("5%").is_ok() && reserve("2G").is_ok() && cover("0").is_ok());
         for wrong in ["", "101", "-1", "nan", "x"] {
             assert!(cover(wrong).is_err(), "{wrong}");

@@ -240,7 +240,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn log_filter_module_names_are_mapped_to_their_crates() {
+    fn names_of_modules_in_the_log_filter_are_replaced_by_names_of_crates() {
         for (written, meant) in [
             ("info", "info"),
             ("info,memfold::fold=debug", "memfold_fold=debug,info"),

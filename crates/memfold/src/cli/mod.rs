@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clap_command_definition_is_valid() {
+    fn the_command_line_definition_of_memfold_is_valid() {
         Cli::command().debug_assert();
     }
 
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_after_bench_are_passed_unchanged() {
+    fn the_arguments_after_memfold_bench_are_passed_on_unchanged() {
         for words in [
             "fold --json f.json",
             "--quick fold --json",

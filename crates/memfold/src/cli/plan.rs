@@ -186,7 +186,7 @@ mod tests {
     use memfold_ledger::plan::Kind;
 
     #[test]
-    fn unknown_values_of_a_plan_are_shown_as_question_marks() {
+    fn memfold_plan_shows_unknown_values_as_question_marks() {
         let plan = Plan {
             kinds: vec![Kind {
                 name: "web".into(),

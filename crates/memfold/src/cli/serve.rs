@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_ends_the_daemon_unless_it_is_caught_or_in_a_request() {
+    fn unless_it_is_caught_or_in_a_request_a_panic_ends_the_daemon() {
         assert_eq!(code_of_a_panic("fold-engine"), Some(BROKEN));
         assert_eq!(code_of_a_panic(REQUESTS), Some(0));
         assert_eq!(code_of_a_panic("caught"), Some(0));
@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_name_that_the_registry_does_not_accept_is_refused() {
+    fn a_host_name_that_the_lease_registry_does_not_accept_is_refused() {
         assert_eq!(host_name("Node-1.example").unwrap(), "Node-1.example");
         assert!(host_name("-a").is_err());
     }

@@ -201,13 +201,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_of_the_fetch_function_ends_top() {
+    fn if_memfold_top_cannot_fetch_a_report_into_a_pipe_it_ends_with_the_error() {
         let error = in_pipe(TICK, || Err(anyhow::anyhow!("no daemon"))).unwrap_err();
         assert_eq!(error.to_string(), "no daemon");
     }
 
     #[test]
-    fn an_interval_of_top_below_half_a_second_or_above_an_hour_is_refused() {
+    fn memfold_top_refuses_an_interval_below_half_a_second_or_above_an_hour() {
         assert_eq!(interval("0.5"), Ok(Duration::from_millis(500)));
         for wrong in ["0.4", "3601", "-1", "NaN", "inf", "soon"] {
             assert!(interval(wrong).is_err(), "{wrong}");

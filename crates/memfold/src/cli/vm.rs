@@ -489,7 +489,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_single_exec_argument_is_shell_text_and_several_are_passed_unchanged() {
+    fn memfold_vm_exec_takes_one_argument_as_shell_text_and_passes_several_unchanged() {
         assert_eq!(
             script(&["cd /tmp && ls | wc -l".into()]),
             "cd /tmp && ls | wc -l"

@@ -190,7 +190,7 @@ fn tcp_requests_without_a_login_are_refused() {
 }
 
 #[test]
-fn the_token_of_a_host_allows_only_registry_requests_in_the_name_of_the_host() {
+fn the_token_of_a_host_allows_only_lease_registry_requests_in_the_name_of_the_host() {
     let door = Door::open(&[]);
     let made = door.daemon.json(&["host", "add", "b"]);
     let token = made["token"].as_str().unwrap().to_owned();
@@ -295,7 +295,7 @@ fn the_read_token_allows_reading_and_the_operate_token_allows_changes() {
 }
 
 #[test]
-fn a_session_starts_with_a_login_code_and_ends_on_logout() {
+fn a_dashboard_session_starts_with_a_login_code_and_ends_on_logout() {
     let door = Door::open(&[]);
     let wrong = || refusals(&door.daemon, "credentials");
     let before = wrong();
@@ -375,7 +375,7 @@ fn web_pages_of_other_origins_can_neither_read_nor_change_data() {
 }
 
 #[test]
-fn http_requests_are_limited_in_length_time_and_number() {
+fn http_requests_that_are_too_long_too_slow_or_too_many_are_refused() {
     let door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("operate"));
     let headers = [("authorization", bearer.as_str())];
@@ -415,7 +415,7 @@ fn http_requests_are_limited_in_length_time_and_number() {
 }
 
 #[test]
-fn a_flood_of_requests_uses_no_additional_memory_and_blocks_no_local_client() {
+fn during_a_flood_of_http_requests_the_daemon_needs_no_more_memory_and_serves_local_clients() {
     const FLOOD: Duration = Duration::from_secs(5);
     let door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("read"));
@@ -482,7 +482,7 @@ fn stream(door: &Door, bearer: &str) -> (TcpStream, u16) {
 }
 
 #[test]
-fn the_number_of_unread_streams_is_limited_and_other_requests_are_served() {
+fn too_many_open_event_streams_are_refused_and_other_requests_are_still_served() {
     let mut door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("read"));
     assert_eq!(stream(&door, "Bearer no").1, 401);
@@ -651,7 +651,7 @@ fn hold_as_nobody(socket: &Path, group: &str) -> Child {
 }
 
 #[test]
-fn the_rights_of_a_unix_socket_client_follow_from_its_user_and_group() {
+fn a_client_of_the_unix_socket_has_the_rights_of_its_user_and_group() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("only root can be somebody else");
     }
@@ -697,7 +697,7 @@ fn memfold_sys_group(name: &str) -> u32 {
 }
 
 #[test]
-fn the_audit_log_records_user_action_and_outcome_of_requests() {
+fn the_audit_log_records_the_user_the_action_and_the_outcome_of_each_request() {
     let door = Door::open(&[]);
     let cookie = door.session("operate");
     let headers = [("cookie", cookie.as_str()), ("x-memfold", "1")];
@@ -738,7 +738,7 @@ fn the_audit_log_records_user_action_and_outcome_of_requests() {
 }
 
 #[test]
-fn a_disconnected_client_is_audited_and_a_read_only_client_cannot_fill_the_audit_log() {
+fn a_request_is_audited_even_if_its_client_disconnects_before_the_response() {
     let door = Door::open(&[]);
     door.daemon.paused_vm("web1", &[]);
     let bearer = format!("authorization: Bearer {}", door.token("operate"));

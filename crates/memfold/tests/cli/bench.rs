@@ -36,7 +36,7 @@ fn run_in(directory: &Path, path: &Path, arguments: &[&str]) -> Output {
 }
 
 #[test]
-fn memfold_bench_in_the_directory_of_the_program_is_preferred_and_gets_all_arguments() {
+fn memfold_runs_memfold_bench_from_its_own_directory_first_and_passes_all_arguments() {
     let (directory, path) = (alone(), tempfile::tempdir().unwrap());
     put_bench(path.path(), "echo in-path \"$@\"");
     let run = |arguments: &[&str]| run_in(directory.path(), path.path(), arguments);
@@ -60,7 +60,7 @@ fn memfold_bench_in_the_directory_of_the_program_is_preferred_and_gets_all_argum
 }
 
 #[test]
-fn without_memfold_bench_the_error_names_the_package_and_the_build_command() {
+fn if_memfold_bench_is_not_installed_the_error_names_the_package_and_the_build_command() {
     let (directory, empty) = (alone(), tempfile::tempdir().unwrap());
     for arguments in [&["bench", "fold"][..], &["bench", "--help"]] {
         refused(
@@ -72,7 +72,7 @@ fn without_memfold_bench_the_error_names_the_package_and_the_build_command() {
 }
 
 #[test]
-fn the_self_test_receives_the_doctor_report_of_the_host() {
+fn memfold_doctor_passes_its_report_on_the_host_to_the_self_test() {
     let (directory, state) = (alone(), tempfile::tempdir().unwrap());
     put_bench(directory.path(), "echo \"$@\"; /bin/cat");
     let run = |arguments: &[&str]| {

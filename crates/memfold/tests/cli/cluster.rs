@@ -207,7 +207,7 @@ fn strangers(ports: &[u16]) -> u64 {
 }
 
 #[test]
-fn wrong_credentials_and_certificates_are_refused_named_and_counted() {
+fn a_lease_registry_refuses_and_counts_wrong_tokens_and_certificates() {
     let Some(authority) = Authority::new() else {
         return;
     };
@@ -269,7 +269,7 @@ fn wrong_credentials_and_certificates_are_refused_named_and_counted() {
 }
 
 #[test]
-fn a_daemon_with_unusable_registry_options_does_not_start() {
+fn with_unusable_options_for_the_lease_registry_the_daemon_does_not_start() {
     let Some(authority) = Authority::new() else {
         return;
     };
@@ -444,7 +444,7 @@ fn no_byte_is_lost_or_lent_twice_when_daemons_and_etcd_are_killed() {
 }
 
 #[test]
-fn etcd_with_client_certificates_accepts_our_certificate_and_refuses_others() {
+fn etcd_accepts_memfolds_client_certificate_and_refuses_other_certificates() {
     let Some(authority) = Authority::new() else {
         return;
     };

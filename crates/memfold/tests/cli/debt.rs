@@ -23,7 +23,7 @@ fn doctor(daemon: &Daemon) -> (Value, String) {
 }
 
 #[test]
-fn debt_limits_are_shown_and_set_and_refused_if_out_of_range() {
+fn memfold_debt_shows_and_sets_limits_of_the_debt_and_refuses_values_out_of_range() {
     let daemon = Daemon::start_with(&["--reserve", "3G", "--cover", "70"]);
     let debt = daemon.json(&["debt"]);
     assert_eq!(debt["reserve_bytes"], 3_u64 << 30);
@@ -80,7 +80,7 @@ fn debt_limits_are_shown_and_set_and_refused_if_out_of_range() {
 }
 
 #[test]
-fn a_braked_host_refuses_new_vms_with_a_reason_until_enough_memory_is_available() {
+fn while_the_brake_is_active_new_vms_are_refused_with_a_reason() {
     let daemon = Daemon::start();
     // The firmware of this VM runs and finds nothing to boot, because a paused VM cannot be saved.
     let one = [

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use crate::support::{Daemon, code, err, out, refused, run};
 
 #[test]
-fn an_estimate_works_without_a_daemon_and_uses_the_names_and_domains_of_a_daemon() {
+fn an_estimate_works_without_a_daemon_and_with_one_uses_its_vm_names_and_trust_domains() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("other processes' memory needs root");
     }
@@ -67,7 +67,7 @@ fn an_estimate_works_without_a_daemon_and_uses_the_names_and_domains_of_a_daemon
 }
 
 #[test]
-fn the_memory_of_a_program_is_reported_by_mapping_mode() {
+fn memfold_estimate_reports_the_memory_of_a_program_by_kind_of_mapping() {
     let own = std::process::id().to_string();
     let output = run(&["estimate", "--program", &own, "--json"]);
     assert_eq!(code(&output), 0, "{}", err(&output));
@@ -96,7 +96,7 @@ fn the_memory_of_a_program_is_reported_by_mapping_mode() {
 }
 
 #[test]
-fn fingerprints_of_two_hosts_with_the_same_key_are_compared() {
+fn memory_fingerprints_of_two_hosts_with_the_same_key_can_be_compared() {
     if !rustix::process::getuid().is_root() {
         memfold_testkit::skip!("other processes' memory needs root");
     }

@@ -83,7 +83,7 @@ fn hanging(daemon: &Daemon, name: &str) -> (UnixListener, Command) {
 }
 
 #[test]
-fn a_vm_whose_qemu_hangs_during_start_is_listed_and_can_be_stopped_in_time() {
+fn if_qemu_hangs_during_start_the_vm_is_listed_and_can_be_stopped_in_time() {
     let daemon = Daemon::start();
     let (_server, mut command) = hanging(&daemon, "stuck");
     let mut run = command
@@ -151,7 +151,7 @@ fn a_vm_whose_qemu_hangs_during_start_is_listed_and_can_be_stopped_in_time() {
 }
 
 #[test]
-fn saves_of_a_stopped_qemu_fail_in_time_and_the_daemon_can_end_and_restart() {
+fn if_a_qemu_process_is_stopped_saves_of_its_vm_time_out_and_the_daemon_can_restart() {
     let mut daemon = Daemon::start();
     let pid = pid_of(&firmware_vm(&daemon, "still")).unwrap();
     firmware_vm(&daemon, "other");
@@ -222,7 +222,7 @@ fn saves_of_a_stopped_qemu_fail_in_time_and_the_daemon_can_end_and_restart() {
 }
 
 #[test]
-fn fold_status_answers_immediately_while_the_engine_waits_for_a_stopped_qemu() {
+fn while_folding_waits_for_a_stopped_qemu_fold_status_answers_immediately() {
     let daemon = Daemon::start();
     let pid = pid_of(&firmware_vm(&daemon, "still")).unwrap();
     firmware_vm(&daemon, "other");
@@ -267,7 +267,7 @@ fn fold_status_answers_immediately_while_the_engine_waits_for_a_stopped_qemu() {
 }
 
 #[test]
-fn requests_for_an_unresponsive_qemu_time_out_and_other_requests_are_served() {
+fn if_a_qemu_does_not_respond_requests_for_it_time_out_and_other_requests_are_served() {
     let daemon = Daemon::start();
     let pid = pid_of(&daemon.paused_vm("still", &[])).unwrap();
     kill_process(pid, Signal::STOP).unwrap();
@@ -364,7 +364,7 @@ fn qmp(daemon: &Daemon, name: &str) -> Qmp {
 }
 
 #[test]
-fn a_shutdown_requested_while_the_guest_boots_is_repeated_until_the_guest_reacts() {
+fn a_shutdown_request_during_guest_boot_is_repeated_until_the_guest_reacts() {
     let daemon = Daemon::start();
     let disk = boot_disk(daemon.directory.path(), &slow_guest(18 * 8), 1 << 20);
     run_disk(&daemon, "slow", &disk);
@@ -434,7 +434,7 @@ fn a_guest_that_ignores_a_shutdown_is_switched_off_with_a_warning() {
 }
 
 #[test]
-fn vm_stop_shuts_the_guest_down_although_another_client_occupies_the_qmp_socket() {
+fn vm_stop_shuts_the_guest_down_even_if_another_client_occupies_the_qmp_socket() {
     let daemon = Daemon::start();
     let disk = boot_disk(daemon.directory.path(), &slow_guest(1), 1 << 20);
     run_disk(&daemon, "sat", &disk);
@@ -453,7 +453,7 @@ fn vm_stop_shuts_the_guest_down_although_another_client_occupies_the_qmp_socket(
 }
 
 #[test]
-fn a_guest_paused_by_a_full_disk_is_reported_and_can_be_resumed() {
+fn a_vm_that_qemu_paused_because_of_a_full_disk_is_reported_and_can_be_resumed() {
     let place = tempfile::tempdir().unwrap();
     let small = Small::mount(&place.path().join("small"), "1m");
     let log = place.path().join("log");
@@ -542,7 +542,7 @@ fn a_guest_paused_by_a_full_disk_is_reported_and_can_be_resumed() {
 }
 
 #[test]
-fn a_vm_with_resume_when_room_resumes_only_after_its_disk_has_space_again() {
+fn with_the_option_resume_when_room_a_paused_vm_resumes_once_its_disk_has_space_again() {
     let place = tempfile::tempdir().unwrap();
     let small = Small::mount(&place.path().join("small"), "1m");
     let log = place.path().join("log");
@@ -580,7 +580,7 @@ fn a_vm_with_resume_when_room_resumes_only_after_its_disk_has_space_again() {
 }
 
 #[test]
-fn the_daemon_keeps_working_when_its_log_cannot_be_written() {
+fn if_its_log_cannot_be_written_the_daemon_keeps_working() {
     let full = || {
         std::fs::File::options()
             .write(true)

@@ -72,7 +72,7 @@ fn sockets(pid: Pid) -> String {
 }
 
 #[test]
-fn a_host_configured_to_lend_over_iscsi_lends_from_its_start() {
+fn a_host_configured_to_lend_memory_over_iscsi_lends_from_the_start_of_its_daemon() {
     let tgtd = Command::new("tgtd").arg("--version").output();
     if !tgtd.is_ok_and(|said| said.status.success()) {
         memfold_testkit::skip!("no tgtd");
@@ -145,7 +145,7 @@ fn a_swap_disk_moves_to_memory_lent_over_iscsi_and_back_without_losing_a_byte() 
 }
 
 #[test]
-fn no_byte_is_lost_if_a_process_of_an_iscsi_loan_dies_or_hangs() {
+fn if_a_process_that_lends_memory_over_iscsi_dies_or_hangs_no_byte_is_lost() {
     let Some(lender) = lender("a", &[], &ISCSI) else {
         return;
     };
@@ -188,7 +188,7 @@ fn no_byte_is_lost_if_a_process_of_an_iscsi_loan_dies_or_hangs() {
 }
 
 #[test]
-fn no_byte_is_lost_if_an_iscsi_lender_dies_while_the_daemon_of_the_borrower_is_down() {
+fn if_an_iscsi_lender_dies_while_the_borrowers_daemon_is_down_no_byte_is_lost() {
     let Some(lender) = lender("a", &[], &ISCSI) else {
         return;
     };
@@ -223,7 +223,7 @@ fn no_byte_is_lost_if_an_iscsi_lender_dies_while_the_daemon_of_the_borrower_is_d
 }
 
 #[test]
-fn iscsi_lending_to_other_hosts_needs_an_option_and_unknown_initiators_are_refused() {
+fn lending_over_iscsi_to_other_hosts_needs_an_option_and_refuses_unknown_initiators() {
     let Some(lender) = lender("a", &[], &ISCSI) else {
         return;
     };

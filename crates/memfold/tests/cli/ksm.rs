@@ -76,7 +76,7 @@ fn ksm_status_and_ksm_explain_work_with_and_without_a_daemon() {
 }
 
 #[test]
-fn a_refused_ksm_command_names_the_condition_and_the_fix() {
+fn if_a_ksm_command_is_refused_the_error_names_the_condition_and_the_fix() {
     let daemon = Daemon::start();
     refused(
         &daemon.run(&["ksm", "explain", "ghost"]),

@@ -281,7 +281,7 @@ fn a_swap_disk_moves_to_lent_memory_and_back_without_losing_a_byte() {
 }
 
 #[test]
-fn no_byte_is_lost_if_a_lender_dies_or_hangs() {
+fn if_a_lender_of_memory_dies_or_hangs_no_byte_is_lost() {
     for (signal, listen) in [
         (Signal::KILL, "--unix"),
         (Signal::STOP, "--unix"),
@@ -323,7 +323,7 @@ fn no_byte_is_lost_if_a_lender_dies_or_hangs() {
 }
 
 #[test]
-fn a_lost_manual_loan_is_borrowed_again_until_the_operator_returns_it() {
+fn if_memory_borrowed_by_command_is_lost_it_is_borrowed_again_until_it_is_returned() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -375,7 +375,7 @@ fn a_lost_manual_loan_is_borrowed_again_until_the_operator_returns_it() {
 }
 
 #[test]
-fn killed_daemons_lose_no_byte_and_leave_no_export() {
+fn if_daemons_of_lender_and_borrower_are_killed_no_byte_is_lost_and_no_memory_stays_lent() {
     let Some(mut lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -442,7 +442,7 @@ enum Dies {
 }
 
 #[test]
-fn kills_during_a_swap_disk_switch_lose_no_byte_and_leave_no_files() {
+fn if_processes_are_killed_while_a_swap_disk_moves_no_byte_is_lost_and_no_file_is_left() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -528,7 +528,7 @@ fn kills_during_a_swap_disk_switch_lose_no_byte_and_leave_no_files() {
 }
 
 #[test]
-fn a_replicated_swap_disk_survives_a_lost_lender_and_then_moves_to_disk() {
+fn a_swap_disk_replicated_at_two_lenders_survives_the_loss_of_one_and_moves_to_disk() {
     let Some(first) = lender("a", &[], &[]) else {
         return;
     };
@@ -566,7 +566,7 @@ fn a_replicated_swap_disk_survives_a_lost_lender_and_then_moves_to_disk() {
 }
 
 #[test]
-fn a_swap_disk_without_a_copy_moves_to_lent_memory_and_back() {
+fn a_swap_disk_moves_to_lent_memory_and_back_even_if_it_has_no_copy_on_disk() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };

@@ -281,7 +281,7 @@ fn a_restored_network_card_has_the_same_number_of_queues() {
 }
 
 #[test]
-fn a_restored_vm_has_the_same_options_from_a_readconfig_file() {
+fn a_restored_vm_has_the_same_options_from_a_file_of_qemus_option_readconfig() {
     if !is_root() {
         skip!("only root can restore VMs");
     }
@@ -314,7 +314,7 @@ fn is_refused(daemon: &Daemon, typed: &Typed, name: &str, words: &[&str]) {
 }
 
 #[test]
-fn a_save_of_a_vm_that_cannot_be_restored_is_refused_with_the_qemu_error() {
+fn if_a_vm_could_not_be_restored_its_save_is_refused_with_qemus_error() {
     let daemon = Daemon::start();
     let line = "-M q35 -m 64 -fw_cfg name=opt/a,file=gone";
     std::fs::create_dir(daemon.directory.path().join("gone")).unwrap();
@@ -357,7 +357,7 @@ fn a_save_of_a_vm_that_cannot_be_restored_is_refused_with_the_qemu_error() {
 }
 
 #[test]
-fn a_save_that_would_crash_qemu_is_refused_and_the_vm_keeps_running() {
+fn if_a_save_would_crash_qemu_it_is_refused_and_the_vm_keeps_running() {
     let daemon = Daemon::start();
     // QEMU 10.0 crashes when it saves such a card; a QEMU that does not crash is saved.
     let line = "-M q35 -m 64 -device pci-serial-2x,chardev1=a,chardev2=b -chardev null,id=a -chardev null,id=b";
@@ -372,7 +372,7 @@ fn a_save_that_would_crash_qemu_is_refused_and_the_vm_keeps_running() {
 }
 
 #[test]
-fn an_unsupported_qemu_option_is_refused_and_named() {
+fn a_save_of_a_vm_with_an_unsupported_qemu_option_is_refused_and_names_the_option() {
     let daemon = Daemon::start();
     let typed = Typed::start(
         &daemon,
@@ -398,7 +398,7 @@ fn forwarded(qmp: &mut Qmp) -> Vec<u16> {
 }
 
 #[test]
-fn a_forwarded_port_belongs_to_one_vm_and_clones_get_another_port_or_none() {
+fn a_clone_does_not_get_the_forwarded_port_of_its_vm_but_another_port_or_none() {
     if !is_root() {
         skip!("only root can restore VMs");
     }
@@ -549,7 +549,7 @@ fn a_second_vm_from_the_same_snapshot_gets_another_tap_device() {
 }
 
 #[test]
-fn files_of_a_qemu_in_a_mount_namespace_are_read_in_that_namespace() {
+fn if_qemu_runs_in_a_mount_namespace_its_files_are_read_in_that_namespace() {
     if !is_root() {
         skip!("only root can make mount namespaces");
     }

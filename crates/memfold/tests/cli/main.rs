@@ -212,7 +212,7 @@ fn every_command_has_a_help_text_and_a_json_option() {
 }
 
 #[test]
-fn the_list_of_tested_commands_is_complete() {
+fn the_list_of_commands_in_the_tests_has_every_command_of_memfold() {
     let listed = |arguments: &[&str]| -> Vec<String> {
         out(&run(arguments))
             .lines()
@@ -239,7 +239,7 @@ fn the_list_of_tested_commands_is_complete() {
 }
 
 #[test]
-fn wrong_usage_exits_with_code_2() {
+fn wrong_arguments_of_memfold_end_it_with_exit_code_2() {
     for arguments in [
         &["no-such-command"][..],
         &[],
@@ -268,7 +268,7 @@ fn wrong_usage_exits_with_code_2() {
 }
 
 #[test]
-fn without_a_daemon_every_client_command_names_memfold_serve() {
+fn if_no_daemon_runs_the_error_of_each_command_names_memfold_serve() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("s");
     for (command, _, asks) in COMMANDS {
@@ -284,7 +284,7 @@ fn without_a_daemon_every_client_command_names_memfold_serve() {
 }
 
 #[test]
-fn a_host_without_a_requirement_gets_the_doctor_report_and_exit_code_3() {
+fn if_the_host_lacks_a_requirement_memfold_prints_the_doctor_report_and_exits_with_code_3() {
     let empty = tempfile::tempdir().unwrap();
     for command in [&["doctor"][..], &["doctor", "--self-test"], &["demo"]] {
         let state = tempfile::tempdir().unwrap();
@@ -323,7 +323,7 @@ fn a_host_without_a_requirement_gets_the_doctor_report_and_exit_code_3() {
 }
 
 #[test]
-fn the_json_of_every_client_command_parses_during_the_life_of_a_vm() {
+fn from_start_to_stop_of_a_vm_each_command_prints_valid_json() {
     let daemon = Daemon::start();
     assert_eq!(daemon.json(&["vm", "list"]), json!([]));
     let started = daemon.paused_vm("one", &["--domain", "d"]);
@@ -354,7 +354,7 @@ fn the_json_of_every_client_command_parses_during_the_life_of_a_vm() {
 }
 
 #[test]
-fn a_plan_is_computed_from_running_vms_and_is_refused_without_running_vms() {
+fn memfold_plan_computes_a_plan_from_running_vms_and_is_refused_if_none_runs() {
     let daemon = Daemon::start();
     refused(&daemon.run(&["plan"]), 1, &["no VM runs"]);
     for name in ["one", "two"] {
@@ -425,7 +425,7 @@ fn a_plan_is_computed_from_running_vms_and_is_refused_without_running_vms() {
 }
 
 #[test]
-fn json_is_written_to_a_file_in_addition_to_the_text_output() {
+fn with_the_option_json_file_json_is_written_to_the_file_and_text_is_still_printed() {
     let daemon = Daemon::start();
     let file = daemon.directory.path().join("out.json");
     let option = format!("--json={}", file.display());
@@ -446,7 +446,7 @@ fn json_is_written_to_a_file_in_addition_to_the_text_output() {
 }
 
 #[test]
-fn a_closed_output_pipe_is_not_a_failure() {
+fn if_the_pipe_of_its_output_is_closed_memfold_does_not_fail() {
     let daemon = Daemon::start();
     for command in [
         &["report"][..],
@@ -470,7 +470,7 @@ fn a_closed_output_pipe_is_not_a_failure() {
 }
 
 #[test]
-fn refused_commands_name_the_condition_and_the_fix() {
+fn if_a_command_is_refused_the_error_names_the_condition_and_the_fix() {
     let daemon = Daemon::start();
     let file = daemon.directory.path().join("vm.toml");
     let file = file.to_str().unwrap();
@@ -566,7 +566,7 @@ fn refused_commands_name_the_condition_and_the_fix() {
 }
 
 #[test]
-fn a_daemon_without_qemu_refuses_with_exit_code_3() {
+fn on_a_host_without_qemu_starting_a_vm_is_refused_with_exit_code_3() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("s");
     let socket = socket.to_str().unwrap();
@@ -644,7 +644,7 @@ fn sigterm_ends_the_daemon_and_keeps_its_vms_running() {
 }
 
 #[test]
-fn a_vm_is_folded_again_once_memfolds_library_in_its_qemu_answers_after_a_timeout() {
+fn after_a_timeout_a_vm_is_folded_again_once_the_preload_library_in_its_qemu_answers() {
     let daemon = Daemon::start();
     let vm = daemon.paused_vm("frozen", &[]);
     let pid = Pid::from_raw(vm["pid"].as_i64().unwrap().try_into().unwrap()).unwrap();
@@ -665,7 +665,7 @@ fn a_vm_is_folded_again_once_memfolds_library_in_its_qemu_answers_after_a_timeou
 }
 
 #[test]
-fn a_qemu_started_by_hand_is_attached_and_missing_requirements_are_named() {
+fn when_a_qemu_started_by_hand_is_attached_missing_requirements_for_folding_are_named() {
     let mut daemon = Daemon::start();
     let plain = Foreign::start(&[]);
     let attach = ["vm", "attach", &plain.qmp(), "--name", "plain"];
@@ -728,7 +728,7 @@ fn a_qemu_started_by_hand_is_attached_and_missing_requirements_are_named() {
 }
 
 #[test]
-fn the_http_api_serves_its_openapi_description_and_json_errors() {
+fn the_http_api_serves_its_openapi_description_and_reports_errors_in_json() {
     let daemon = Daemon::start();
     let (status, body) = daemon.http("GET", "/openapi.json", b"");
     let description: Value = serde_json::from_str(&body).unwrap();

@@ -35,7 +35,7 @@ fn value(text: &str, sample: &str) -> f64 {
 }
 
 #[test]
-fn metrics_in_each_scrape_format_equal_the_ledgers_report_and_are_cached_for_ten_seconds() {
+fn metrics_equal_the_ledgers_report_in_each_scrape_format_and_are_cached_for_ten_seconds() {
     let daemon = Daemon::start();
     daemon.paused_vm("alone", &[]);
     let taken = Instant::now();
@@ -150,7 +150,7 @@ fn asked_by_the_board() -> Vec<String> {
 }
 
 #[test]
-fn the_grafana_board_and_the_alerts_use_only_existing_metrics() {
+fn the_grafana_dashboard_and_the_alert_rules_use_only_existing_metrics() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md");
     let document = std::fs::read_to_string(document).unwrap();
     // A test beside the code checks that this table lists the exported metrics.
@@ -236,7 +236,7 @@ impl Prometheus {
 }
 
 #[test]
-fn a_real_prometheus_scrapes_the_daemon_and_shows_that_folding_is_paused() {
+fn if_folding_is_paused_a_prometheus_that_scrapes_the_daemon_shows_it() {
     let Some(prometheus) = tool("prometheus") else {
         return;
     };

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::support::{Daemon, Small, code, err, refused};
 
 #[test]
-fn a_save_fails_and_names_an_overlay_that_was_removed() {
+fn if_a_disk_overlay_was_removed_a_save_fails_and_the_error_names_the_overlay() {
     let daemon = Daemon::start();
     let disk = daemon.state().join("disk.raw");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
@@ -54,7 +54,7 @@ fn a_save_fails_and_names_an_overlay_that_was_removed() {
 }
 
 #[test]
-fn systemd_tmpfiles_does_not_remove_overlays_and_swap_disks() {
+fn systemd_tmpfiles_does_not_remove_disk_overlays_and_swap_disks_of_vms() {
     if Command::new("systemd-tmpfiles")
         .arg("--version")
         .output()
@@ -120,7 +120,7 @@ fn save_remove_and_save(daemon: &Daemon, more: &[&str]) {
 }
 
 #[test]
-fn a_vm_can_be_saved_again_after_its_snapshot_on_another_file_system_is_removed() {
+fn after_a_snapshot_on_another_file_system_is_removed_its_vm_can_be_saved_again() {
     let daemon = Daemon::start();
     let shelf = Small::mount(&daemon.directory.path().join("snapshots"), "256m");
     save_remove_and_save(&daemon, &[]);
@@ -129,7 +129,7 @@ fn a_vm_can_be_saved_again_after_its_snapshot_on_another_file_system_is_removed(
 }
 
 #[test]
-fn a_vm_of_another_user_can_be_saved_again_after_its_snapshot_is_removed() {
+fn after_a_snapshot_is_removed_its_vm_that_runs_as_another_user_can_be_saved_again() {
     let daemon = Daemon::start();
     save_remove_and_save(&daemon, &["--user", "nobody"]);
 }

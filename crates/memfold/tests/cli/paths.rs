@@ -44,7 +44,7 @@ fn a_too_long_socket_path_is_refused_and_the_error_names_the_limit() {
 }
 
 #[test]
-fn doctor_names_the_capability_that_root_lacks() {
+fn if_root_lacks_a_capability_doctor_names_it() {
     let mut setpriv = std::process::Command::new("setpriv");
     let state = tempfile::tempdir().unwrap();
     let done = setpriv

@@ -13,7 +13,7 @@ use crate::access::{Door, code_url, cookie};
 use crate::support::{code, err, out, server, wait};
 
 #[test]
-fn login_and_changes_work_behind_a_proxy_that_terminates_tls() {
+fn login_and_changes_in_the_dashboard_work_behind_a_proxy_that_terminates_tls() {
     let door = Door::open(&["--public-url", "https://vms.example"]);
     let url = code_url(&door.daemon, "operate");
     let public = "https://vms.example/#login=";
@@ -178,7 +178,7 @@ impl Drop for Proxy {
 }
 
 #[test]
-fn login_and_changes_and_live_figures_work_behind_nginx_and_caddy() {
+fn logins_changes_and_live_figures_of_the_dashboard_work_behind_nginx_and_caddy() {
     for name in ["nginx", "caddy"] {
         let version = if name == "nginx" { "-v" } else { "version" };
         let Some(program) = server(name, name, version) else {

@@ -40,7 +40,7 @@ fn has(modules: &[&str]) -> bool {
 }
 
 #[test]
-fn the_python_clients_types_are_those_of_the_api() {
+fn the_types_of_the_python_client_equal_the_types_generated_from_the_http_api() {
     if !has(&["json"]) {
         return;
     }
@@ -65,7 +65,7 @@ fn the_python_client_passes_its_own_tests() {
 }
 
 #[test]
-fn the_python_client_and_its_examples_have_correct_types() {
+fn a_type_checker_finds_no_error_in_the_python_client_and_its_examples() {
     if !has(&["mypy", "pytest", "pandas"]) {
         return;
     }

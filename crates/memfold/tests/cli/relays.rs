@@ -78,7 +78,7 @@ fn wait_gone(borrower: &Daemon) {
 }
 
 #[test]
-fn a_lender_with_changed_data_is_dropped_and_not_used_again() {
+fn if_a_lender_changes_lent_data_the_borrower_leaves_it_and_does_not_use_it_again() {
     for listen in [&["--unix"][..], &["--listen", "127.0.0.1"]] {
         let Some(lying) = lender("a", &[], listen) else {
             return;
@@ -244,7 +244,7 @@ fn a_swap_disk_too_large_for_one_lender_is_borrowed_from_several_lenders_or_refu
 }
 
 #[test]
-fn a_killed_or_stopped_relay_loses_no_byte_and_a_relay_survives_its_daemon() {
+fn if_the_relay_process_of_a_swap_disk_is_killed_or_stopped_no_byte_is_lost() {
     let Some(lender) = lender("a", &[], &[]) else {
         return;
     };
@@ -295,7 +295,7 @@ fn a_killed_or_stopped_relay_loses_no_byte_and_a_relay_survives_its_daemon() {
 }
 
 #[test]
-fn a_host_lends_as_configured_until_a_command_overrides_the_configuration() {
+fn a_host_lends_memory_as_configured_until_a_command_overrides_the_configuration() {
     // Another daemon is asked, because this test is for the defect that this one lends nothing.
     let able = Daemon::start_with(&["--host", "x"]).run(&["lend", "--max", "64M"]);
     if code(&able) == 3 {

@@ -58,7 +58,7 @@ fn config_check_names_each_invalid_field_and_its_line() {
 }
 
 #[test]
-fn config_check_tests_the_configured_files_groups_and_addresses() {
+fn config_check_reports_configured_files_groups_and_addresses_that_cannot_be_used() {
     let directory = tempfile::tempdir().unwrap();
     let checked = |text: &str| {
         let output = run(&["config", "check", &write(directory.path(), text), "--json"]);
@@ -119,7 +119,7 @@ fn config_check_tests_the_configured_files_groups_and_addresses() {
 }
 
 #[test]
-fn daemon_options_come_from_the_file_and_the_command_line_overrides_the_file() {
+fn the_daemon_reads_its_options_from_the_file_and_the_command_line_overrides_them() {
     let directory = tempfile::tempdir().unwrap();
     let file = write(
         directory.path(),
@@ -219,7 +219,7 @@ impl Served {
 }
 
 #[test]
-fn systemd_is_notified_of_ready_watchdog_and_stop_and_a_restart_keeps_the_vms() {
+fn the_daemon_notifies_systemd_when_it_is_ready_alive_or_stopping_and_a_restart_keeps_vms() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("s");
     let notify = directory.path().join("notify");
@@ -312,7 +312,7 @@ fn logged(more: &[&str], journal: bool) -> String {
 }
 
 #[test]
-fn log_format_json_writes_json_lines_with_the_causes_of_errors() {
+fn with_log_format_json_the_log_has_json_lines_with_the_causes_of_errors() {
     let text = logged(&["--log-format", "json"], false);
     let lines: Vec<Value> = text
         .lines()
@@ -329,7 +329,7 @@ fn log_format_json_writes_json_lines_with_the_causes_of_errors() {
 }
 
 #[test]
-fn journal_lines_have_a_level_prefix_and_no_timestamp() {
+fn log_lines_for_the_systemd_journal_have_a_level_prefix_and_no_timestamp() {
     let text = logged(&[], true);
     assert!(text.lines().count() >= 3, "{text}");
     for line in text.lines() {

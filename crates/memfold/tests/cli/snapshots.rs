@@ -429,7 +429,7 @@ fn snapshot_verify_tests_a_restore_without_disturbing_running_vms() {
 }
 
 #[test]
-fn a_disk_has_the_given_format_and_a_contradiction_is_refused() {
+fn a_disk_image_has_the_given_format_and_a_format_that_contradicts_its_header_is_refused() {
     let daemon = Daemon::start();
     let place = daemon.directory.path();
     let image = place.join("disk.img");

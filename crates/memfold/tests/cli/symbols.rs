@@ -15,7 +15,7 @@ fn names(file: &Path, options: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn the_library_interposes_madvise_and_the_program_does_not() {
+fn the_preload_library_interposes_madvise_and_the_program_memfold_does_not() {
     let program = program().get_program().to_owned();
     let program = Path::new(&program);
     let library = program.with_file_name(memfold_host::files::LIBRARY);

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::support::{Daemon, code, err};
 
 #[test]
-fn top_in_a_pipe_prints_one_report_per_line_and_ends_with_its_reader() {
+fn if_memfold_top_writes_to_a_pipe_it_prints_a_report_per_line_and_ends_with_the_reader() {
     let daemon = Daemon::start();
     for json in [true, false] {
         let mut command = daemon.command(&["top"]);
@@ -66,7 +66,7 @@ fn on_a_terminal(daemon: &Daemon, arguments: &[&str], until: &str, keys: &str) -
 }
 
 #[test]
-fn top_on_a_terminal_accepts_keys_and_restores_the_terminal() {
+fn memfold_top_on_a_terminal_reacts_to_keys_and_restores_the_terminal_at_its_end() {
     let daemon = Daemon::start();
     for keys in ["?xq", "\u{3}"] {
         let shown = on_a_terminal(&daemon, &["top", "-n", "0.5"], "no VMs", keys);

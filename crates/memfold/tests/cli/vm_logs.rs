@@ -19,7 +19,7 @@ const SAYS: [u8; 8] = [
 ];
 
 #[test]
-fn the_log_of_an_endless_console_is_rotated_and_bounded() {
+fn if_a_guest_writes_endlessly_to_its_console_the_log_is_rotated_and_bounded() {
     const MIB: u64 = 1 << 20;
     let daemon = Daemon::start();
     let disk = daemon.state().join("talks.raw");
@@ -61,7 +61,7 @@ fn the_log_of_an_endless_console_is_rotated_and_bounded() {
 }
 
 #[test]
-fn the_last_output_of_a_crashed_qemu_is_written_to_the_log_of_the_daemon() {
+fn if_qemu_crashes_its_last_output_is_written_to_the_log_of_the_daemon() {
     let log = tempfile::NamedTempFile::new().unwrap();
     let daemon = Daemon::start_logging(log.reopen().unwrap().into(), &[]);
     let asked = daemon.paused_vm("asked", &[]);

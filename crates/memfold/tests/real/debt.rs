@@ -152,7 +152,7 @@ fn refused(error: &DaemonError) {
 }
 
 #[test]
-fn the_brake_activates_in_a_storm_of_writes_before_the_reserve_is_used_and_no_vm_is_lost() {
+fn if_guests_rewrite_all_shared_pages_the_brake_activates_in_time_and_no_vm_is_lost() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -172,7 +172,7 @@ impl Drop for Stranger {
 }
 
 #[test]
-fn ksm_merges_equal_pages_within_one_domain_and_its_settings_are_restored_afterwards() {
+fn ksm_merges_equal_pages_within_one_trust_domain_and_afterwards_has_its_old_settings() {
     let Some(_turn) = support::turn() else { return };
     // The guard is dropped here, because the daemon will use KSM.
     if take().is_none() {

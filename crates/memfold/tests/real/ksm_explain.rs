@@ -236,7 +236,7 @@ fn ksm_explain_names_the_setting_that_excludes_memory_from_ksm() {
 }
 
 #[test]
-fn ksm_explain_covers_pages_not_yet_scanned_and_pages_that_stay_unmerged() {
+fn ksm_explain_distinguishes_pages_not_yet_scanned_from_pages_that_stay_unmerged() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();
@@ -312,7 +312,7 @@ fn first_merge_is_when_it_was_said(controls: &Controls, vm: &Still) {
 }
 
 #[test]
-fn ksm_explain_covers_memory_allocated_after_the_last_scan() {
+fn ksm_explain_names_memory_that_was_allocated_after_the_last_scan() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let controls = Controls::default();
@@ -349,7 +349,7 @@ fn ksm_explain_covers_memory_allocated_after_the_last_scan() {
 }
 
 #[test]
-fn ksm_explain_reports_a_kernel_without_ksm() {
+fn on_a_kernel_without_ksm_ksm_explain_says_so() {
     let Some(_turn) = support::turn() else { return };
     let vm = Still::start(&["-S", "-M", "pc", "-m", "64"]);
     let mut shell = Command::new("unshare");
@@ -422,7 +422,7 @@ fn ksm_explain_distinguishes_unique_content_from_changing_content() {
 }
 
 #[test]
-fn ksm_explain_covers_swapped_out_memory() {
+fn ksm_explain_names_memory_that_is_swapped_out() {
     let Some(_turn) = support::turn() else { return };
     let Some(_ksm) = take() else { return };
     let swap = match support::Swap::on(96) {

@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wide_screen_shows_more_columns_and_every_screen_shows_the_sort_column() {
+    fn memfold_top_shows_more_columns_on_a_wide_screen_and_always_the_sort_column() {
         let mut view = with(&[("web", 100), ("database", 200)]);
         let (wide, _) = screen(&view, 180, 20);
         for text in [
@@ -457,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn top_shows_host_memory_brake_and_errors() {
+    fn memfold_top_shows_the_memory_of_the_host_the_brake_and_errors() {
         let mut view = with(&[]);
         assert!(screen(&view, 100, 20).0.contains("no VMs"));
         let mut told = report(&[("a", 1)]);
@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn a_memory_map_cell_shows_the_most_frequent_page_class() {
+    fn each_cell_of_the_memory_map_in_memfold_top_shows_its_most_frequent_class_of_pages() {
         let mut view = with(&[("a", 100)]);
         assert_eq!(press(&mut view, KeyCode::Enter), Asked::Fetch);
         let (waiting, room) = screen(&view, 60, 30);

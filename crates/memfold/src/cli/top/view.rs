@@ -354,7 +354,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_selection_in_top_follows_its_vm_when_rows_are_sorted_again() {
+    fn when_rows_of_memfold_top_are_sorted_again_the_selection_follows_its_vm() {
         let mut view = with(&[("a", 10), ("b", 30), ("c", 20)]);
         assert_eq!(names(&view), ["b", "c", "a"]);
         press(&mut view, KeyCode::Down);
@@ -383,7 +383,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_sort_key_cycles_through_every_column() {
+    fn in_memfold_top_pressing_the_sort_key_cycles_through_every_column() {
         let mut view = with(&[("a", 1)]);
         let first = view.sort;
         for _ in 0..COLUMNS.len() + 2 {
@@ -397,7 +397,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_detail_view_of_a_vm_opens_and_closes() {
+    fn in_memfold_top_the_detail_view_of_a_vm_opens_and_closes() {
         let mut view = with(&[("a", 10), ("b", 30)]);
         assert_eq!(press(&mut view, KeyCode::Enter), Asked::Fetch);
         assert_eq!(view.detail_vm().unwrap().name, "b");
@@ -434,7 +434,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_pause_freezes_the_screen_and_an_error_disappears_after_the_next_report() {
+    fn a_paused_memfold_top_shows_no_new_report_until_it_continues() {
         let mut view = with(&[("a", 10)]);
         press(&mut view, KeyCode::Char('p'));
         view.take(News::Report(Box::new(report(&[("a", 99)]))));

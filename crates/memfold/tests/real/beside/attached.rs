@@ -168,7 +168,7 @@ fn is_as_before(qmp: &Path) {
 }
 
 #[test]
-fn an_attached_qemu_is_saved_and_restored_as_vms_with_the_same_devices() {
+fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

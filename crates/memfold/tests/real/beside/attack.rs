@@ -139,7 +139,7 @@ fn flood(host: &str, request: &str, end: Instant, answers: &AtomicU64, granted: 
 }
 
 #[test]
-fn a_flood_on_the_http_api_does_not_affect_guests_and_folding() {
+fn a_flood_of_requests_to_the_http_api_does_not_affect_guests_and_folding() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -174,7 +174,7 @@ fn copies(state: &Path) -> Vec<Pid> {
 }
 
 #[test]
-fn a_daemon_or_qemu_killed_during_a_restore_leaves_a_correct_vm_or_no_vm() {
+fn if_the_daemon_or_qemu_is_killed_during_a_restore_the_vm_is_correct_or_does_not_exist() {
     story(|story| {
         save(&story.client, "last", true, true).unwrap();
         restores_killed(story);
@@ -264,7 +264,7 @@ fn restores_killed(story: &mut Story<'_>) {
 }
 
 #[test]
-fn a_daemon_killed_during_a_snapshot_removal_leaves_the_disks_of_the_vm_intact() {
+fn if_the_daemon_is_killed_while_a_snapshot_is_removed_the_disks_of_the_vm_stay_intact() {
     story(removals_killed);
 }
 
@@ -322,7 +322,7 @@ fn removals_killed(story: &mut Story<'_>) {
 }
 
 #[test]
-fn a_daemon_killed_during_a_save_leaves_the_vm_unchanged_and_no_partial_snapshot() {
+fn if_the_daemon_is_killed_during_a_save_the_vm_is_unchanged_and_no_snapshot_is_left() {
     story(saves_killed);
 }
 
@@ -411,7 +411,7 @@ fn saves_killed(story: &mut Story<'_>) {
 }
 
 #[test]
-fn a_vm_killed_during_its_save_leaves_running_clones_and_a_complete_snapshot_or_none() {
+fn if_a_vm_is_killed_during_its_save_clones_run_on_and_the_snapshot_is_complete_or_absent() {
     story(|story| {
         let (client, state) = (&story.client, story.state);
         let began = Instant::now();

@@ -63,7 +63,7 @@ fn watch(state: &Path, name: &str, over: &AtomicBool) -> (Duration, u32) {
 }
 
 #[test]
-fn vms_survive_a_killed_daemon_and_the_next_daemon_continues_folding() {
+fn if_the_daemon_is_killed_vms_run_on_and_the_next_daemon_continues_folding() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -94,7 +94,7 @@ pub fn verify(client: &Client, vm: &str) {
 }
 
 #[test]
-fn disks_written_in_place_are_copied_into_the_snapshot_and_remain_with_the_vm() {
+fn a_save_copies_disks_without_overlay_into_the_snapshot_and_the_vm_keeps_its_disks() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -82,7 +82,7 @@ fn check(lab: &Lab, vm: &str, sums: &str) {
 }
 
 #[test]
-fn forks_of_a_running_vm_and_their_forks_continue_with_its_memory_and_its_disk() {
+fn vms_forked_from_a_running_vm_and_vms_forked_from_them_have_its_memory_and_its_disk() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -94,7 +94,7 @@ fn flip(path: &Path, at: u64) {
 }
 
 #[test]
-fn a_hot_snapshot_is_small_and_a_vm_restored_from_it_has_a_warm_page_cache() {
+fn a_snapshot_with_page_cache_as_references_is_small_and_its_restored_vm_has_the_cache() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -16,7 +16,7 @@ use crate::support::{self, BOOT, MEMORY};
 pub const VMS: [&str; 3] = ["buffered", "direct", "stranger"];
 
 #[test]
-fn no_byte_changes_and_no_page_crosses_domains_under_load_and_after_a_vm_is_killed() {
+fn under_load_folding_changes_no_byte_and_shares_no_page_between_trust_domains() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -51,7 +51,7 @@ fn own_bytes(manifest: &Manifest) -> ByteSize {
 }
 
 #[test]
-fn a_layer_holds_what_its_vm_changed_and_each_generation_has_the_memory_of_its_instant() {
+fn a_save_of_a_clone_stores_only_changed_pages_and_restores_all_memory_of_that_instant() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

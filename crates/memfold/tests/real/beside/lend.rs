@@ -207,7 +207,7 @@ pub fn kills(by_default: u64) -> u64 {
 }
 
 #[test]
-fn a_guest_swapping_on_lent_memory_loses_no_byte_when_lenders_die() {
+fn when_lenders_die_a_guest_that_swaps_to_lent_memory_loses_no_byte() {
     swap_while_lenders_die(Transport::Nbd, kills(2));
 }
 
@@ -306,7 +306,7 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
 }
 
 #[test]
-fn a_local_copy_without_the_latest_write_is_never_read() {
+fn a_disk_copy_of_lent_memory_that_lacks_the_latest_write_is_never_read() {
     lack_writes(Transport::Nbd);
 }
 
@@ -514,7 +514,7 @@ fn garble(export: Pid) -> u64 {
 }
 
 #[test]
-fn a_guest_swapping_on_lying_or_several_lenders_reads_no_wrong_byte() {
+fn if_lenders_return_wrong_data_a_guest_that_swaps_to_lent_memory_reads_no_wrong_byte() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };

@@ -164,7 +164,7 @@ impl Drop for SmallHost {
 }
 
 #[test]
-fn lent_memory_is_recalled_for_a_growing_local_vm_before_the_host_runs_out_of_memory() {
+fn if_a_local_vm_grows_lent_memory_is_recalled_before_the_host_runs_out_of_memory() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };

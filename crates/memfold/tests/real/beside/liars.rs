@@ -24,7 +24,7 @@ const NAMES: [&str; 3] = [HONEST[0], HONEST[1], LIAR];
 const ANSWER: Duration = Duration::from_secs(15);
 
 #[test]
-fn lying_agents_change_no_byte_and_folding_of_other_vms_continues() {
+fn agents_that_send_false_hints_change_no_byte_and_folding_of_other_vms_continues() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

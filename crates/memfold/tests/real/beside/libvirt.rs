@@ -239,7 +239,7 @@ fn saved_by_memfold(host: &Host, client: &Client, sum: &str, held: &str) {
 }
 
 #[test]
-fn a_libvirt_domain_is_folded_with_a_memfold_vm_and_libvirt_can_still_manage_it() {
+fn a_libvirt_domain_is_folded_with_a_vm_of_memfold_and_libvirt_can_still_manage_it() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -51,7 +51,7 @@ fn define(host: &Host, place: &Path, name: &str, xml: &str) -> String {
 }
 
 #[test]
-fn a_domain_without_a_free_port_is_enabled_and_restored_and_obstacles_are_named() {
+fn libvirt_enable_works_without_a_free_pci_port_and_libvirt_disable_restores_the_xml() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -35,7 +35,7 @@ fn memfold<T: DeserializeOwned>(state: &Path, words: &[&str]) -> Result<T, Strin
 }
 
 #[test]
-fn a_snapshot_reaches_another_daemon_through_an_s3_server_although_both_are_killed_on_the_way() {
+fn a_snapshot_moves_to_another_host_through_an_s3_server_even_if_both_daemons_are_killed() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -94,7 +94,7 @@ fn python(state: &Path, arguments: &[&str]) -> String {
 }
 
 #[test]
-fn the_python_clients_examples_run_with_real_guests_and_leave_none() {
+fn the_examples_of_the_python_client_run_with_real_guests_and_leave_no_guest() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

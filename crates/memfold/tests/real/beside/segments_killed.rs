@@ -319,7 +319,7 @@ fn attaches(served: &mut Served, client: &Client, random: &mut Random) {
 }
 
 #[test]
-fn killed_daemons_and_full_disks_leave_no_incomplete_segment_and_lose_no_guest_file() {
+fn after_daemon_kills_and_full_disks_no_segment_is_incomplete_and_no_guest_file_is_lost() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -72,7 +72,7 @@ cat /run/verified";
 const SAVES: u64 = 10;
 
 #[test]
-fn memory_that_is_constantly_allocated_written_and_freed_is_saved_correctly() {
+fn memory_that_is_constantly_allocated_written_and_freed_is_restored_as_it_was_saved() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
@@ -384,7 +384,7 @@ fn a_save_to_a_full_disk_fails_and_leaves_the_vm_unchanged() {
 }
 
 #[test]
-fn a_vm_whose_memory_is_in_host_swap_is_saved_without_losing_a_byte() {
+fn if_the_memory_of_a_vm_is_in_host_swap_a_save_loses_no_byte() {
     let Some((_turn, lab, nonce)) = known_vm() else {
         return;
     };
@@ -555,7 +555,7 @@ fn a_damaged_snapshot_is_detected_and_not_restored() {
 }
 
 #[test]
-fn disks_of_removed_snapshots_belong_to_the_running_vm_again() {
+fn when_snapshots_of_a_running_vm_are_removed_their_disks_belong_to_the_vm_again() {
     let Some((_turn, lab, nonce)) = known_vm() else {
         return;
     };

@@ -54,7 +54,7 @@ fn seed() -> u64 {
 }
 
 #[test]
-fn every_request_ends_and_no_byte_is_wrong_under_random_kills_stops_and_full_disks() {
+fn under_random_kills_stops_and_full_disks_every_request_ends_and_no_byte_is_wrong() {
     let Some(_turn) = support::turn() else {
         return;
     };

@@ -64,7 +64,7 @@ struct Sample {
 type Figure = fn(&Sample) -> f64;
 
 #[test]
-fn most_of_a_changing_page_cache_stays_folded_and_no_resource_use_grows() {
+fn while_guests_change_their_page_cache_most_of_it_stays_folded_and_no_resource_use_grows() {
     let Some(_turn) = support::turn() else { return };
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let disk = lab.directory().join("churn.img");

@@ -314,7 +314,7 @@ fn certificate(directory: &Path, ip: &str) -> (PathBuf, PathBuf) {
 }
 
 #[test]
-fn a_guest_swapping_on_memory_of_another_host_survives_network_failures() {
+fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };

@@ -8,7 +8,7 @@ use memfold_testkit::skip;
 use crate::beside::lend;
 
 #[test]
-fn a_guest_swapping_on_memory_lent_over_iscsi_loses_no_byte_when_lenders_die() {
+fn when_iscsi_lenders_die_a_guest_that_swaps_to_their_memory_loses_no_byte() {
     if Command::new("tgtd").arg("--version").output().is_err() {
         skip!("tgtd is not installed (scripts/setup tests)");
     }

@@ -381,7 +381,7 @@ fn able() -> Result<(), String> {
 }
 
 #[test]
-fn an_lvm_swap_volume_moves_to_lent_memory_and_back_and_survives_lost_lenders() {
+fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lenders() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };

@@ -141,7 +141,7 @@ fn says(console: &Path, words: &str) -> String {
 }
 
 #[test]
-fn equal_pages_on_two_numa_nodes_are_not_merged_without_merge_across_nodes() {
+fn without_ksms_setting_merge_across_nodes_equal_pages_on_two_numa_nodes_are_not_merged() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };

@@ -69,7 +69,7 @@ fn start(lab: &Lab, names: &[String]) -> FullReport {
 }
 
 #[test]
-fn a_plan_from_two_guests_predicts_the_memory_of_more_guests_within_ten_percent() {
+fn a_plan_computed_from_two_guests_predicts_memory_of_more_guests_within_ten_percent() {
     let Some(_turn) = support::turn() else { return };
     let all = support::seconds("MEMFOLD_PLAN_VMS", 4).as_secs();
     let all = usize::try_from(all).unwrap();
