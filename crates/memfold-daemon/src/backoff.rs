@@ -1,4 +1,5 @@
-//! Repeats a failing task on a thread. The pause after a failure grows from 30 s to 10 min.
+//! Runs a task, for example moving a VM's swap disk, on a thread of its own. After a failure the
+//! next attempt has to wait. The pause grows from 30 s to 10 min.
 
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! Errors of the daemon's requests.
+//! Errors that the daemon returns for requests of its users, such as an unknown VM name.
 
 use std::io;
 use std::path::{Path, PathBuf};

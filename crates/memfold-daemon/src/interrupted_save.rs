@@ -1,7 +1,7 @@
-//! Notes about saves in progress of VMs that memfold did not start. If the daemon dies during such
-//! a save, the VM may stay stopped, and no other file says how its disks were attached. So the save
-//! writes a note first. The next save or the next daemon then undoes the steps that the note
-//! records.
+//! Writes a note before a VM that memfold did not start (an attached VM) is saved as a snapshot. If
+//! the daemon dies during the save, the VM may stay stopped, and no other file says how its disks
+//! were attached. The VM's next save, or the next daemon, reads the note and undoes the interrupted
+//! save.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Lends this host's free memory to other hosts. The operator's last request is saved, so that the
-//! next daemon continues to lend.
+//! Lends this host's free memory to other hosts. The daemon saves the operator's last request
+//! (`memfold lend`), and continues to lend after a restart.
 
 use std::io;
 use std::path::{Path, PathBuf};

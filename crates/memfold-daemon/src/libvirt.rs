@@ -1,4 +1,4 @@
-//! Adopts libvirt domains that are enabled for memfold, as these domains start.
+//! Adopts libvirt domains that are enabled for memfold, as soon as they run.
 //!
 //! libvirt is asked once about each QEMU that memfold's wrapper started. The search for new QEMUs
 //! only reads a directory.

@@ -1,4 +1,5 @@
-//! The order in which the daemon's threads take locks, so that threads cannot deadlock.
+//! Defines the order in which the daemon's threads take locks. If all threads keep to one order,
+//! they cannot deadlock.
 //!
 //! A thread that holds a lock takes only locks that stand below it here:
 //!

@@ -1,4 +1,5 @@
-//! Puts LVM swap volumes of this host on lent RAM, watches them, and takes them off again.
+//! Moves swap volumes (LVM logical volumes of this host) to RAM that other hosts lend, watches the
+//! lenders, and moves the volumes back.
 //!
 //! Every operation may be interrupted at any instant. LVM shows the true state. Notes name the
 //! leases and iSCSI targets, and are written before any change. [`SwapVolumes::take_off`] undoes

@@ -1,4 +1,4 @@
-//! Measures KSM once a second while the daemon steers it, and sets KSM's controls in
+//! While the daemon steers KSM, measures KSM once a second, and sets KSM's controls in
 //! `/sys/kernel/mm/ksm` accordingly.
 
 use std::collections::{BTreeMap, BTreeSet};

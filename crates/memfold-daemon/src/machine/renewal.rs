@@ -1,5 +1,5 @@
-//! Gives restored guests new identities: host keys, machine id and others, so that clones of a
-//! snapshot differ.
+//! Gives a new identity (SSH host keys, machine id, MAC addresses) to each guest that was restored
+//! from a snapshot. So two clones of one snapshot differ from each other.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;

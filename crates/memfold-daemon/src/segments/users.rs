@@ -1,5 +1,5 @@
-//! Finds the users of segments: VMs, snapshots, and the VM that writes a segment's next generation
-//! (build). Removes old generations that have no user.
+//! Finds out who uses a segment: VMs that map it, snapshots of such VMs, and the VM from which the
+//! segment's next generation (build) will be made. Removes old generations that nobody uses.
 
 use std::collections::BTreeSet;
 

@@ -1,5 +1,5 @@
-//! Finds pages of a VM's memory that its disks may also hold, as the guest reports. A hot save
-//! (`--keep hot`) stores a reference to the disk instead of such a page.
+//! Asks a guest which pages of its memory are also on its disks. A save that keeps hot pages
+//! (`--keep hot`) then stores a reference to the disk instead of such a page.
 //!
 //! ```text
 //!   engine   runs of pages that cache consecutive pages of a file, by the agent's hints       CachedPages

@@ -1,5 +1,5 @@
-//! Chooses how much of the guest's page cache a snapshot keeps (`--keep auto`): the choice with the
-//! shortest save.
+//! Chooses how much of the guest's page cache a snapshot contains, if the user does not say
+//! (`--keep auto`). The choice with the shortest save is taken.
 //!
 //! ```text
 //!   none   dropped by the guest                          cached pages * time to drop one

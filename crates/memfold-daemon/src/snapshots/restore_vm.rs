@@ -1,5 +1,5 @@
-//! Starts VMs from snapshots, and records or prefetches the snapshot's working set: the pages that
-//! a VM touches first after a restore.
+//! Starts VMs from snapshots. Also records a snapshot's working set, the pages that a VM touches
+//! first after a restore. Later restores load these pages in advance.
 
 use std::sync::Arc;
 use std::time::Duration;

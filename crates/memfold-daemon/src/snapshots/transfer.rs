@@ -1,4 +1,5 @@
-//! Copies snapshots to object stores and back, and lists and removes snapshots in object stores.
+//! Copies snapshots to an object store (for example S3) and back, and lists and removes snapshots
+//! there.
 
 use memfold_api::{PullBody, PushBody};
 use memfold_transfer::{

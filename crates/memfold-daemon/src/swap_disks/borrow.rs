@@ -1,4 +1,4 @@
-//! Moves swap disks to lent RAM.
+//! Moves a VM's swap disk from this host's disk to RAM that other hosts lend.
 
 use std::cell::Cell;
 use std::path::PathBuf;

@@ -1,8 +1,10 @@
-//! Processes QEMU's events about failed requests of a swap disk. After a time in which no daemon
-//! received such events, verifies the disk's copy on this host.
+//! Watches the copy on this host's disk of a swap disk that is on another host's RAM. Processes
+//! QEMU's events about failed writes. After a time in which no daemon received such events, has the
+//! copy compared with the written data.
 //!
-//! The relay knows which blocks were written ([`compare`](memfold_lend::relay::compare)). Until the
-//! relay has verified the copy, the loss of the lender may leave old data.
+//! The relay, a process between QEMU and the lending host, knows which blocks were written, and
+//! compares them ([`compare`](memfold_lend::relay::compare)). Until then, the copy may contain old
+//! data, which the VM would read if the lender were lost.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! Starts, supervises and ends the relay processes between this host's VMs and lenders.
+//! Starts, supervises and ends relay processes. A relay passes the requests of QEMU to a VM's swap
+//! disk on to the host whose RAM holds that disk.
 
 use std::fs::File;
 

@@ -1,4 +1,6 @@
-//! The thread that watches a VM's loan: lost lenders, stopped relays, leases, and QEMU's events.
+//! A thread that watches one VM whose swap disk is on other hosts' RAM. It notices when a lending
+//! host or a relay process (between QEMU and that host) fails, renews the leases, and receives
+//! QEMU's events.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};

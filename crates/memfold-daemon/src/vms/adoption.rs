@@ -1,4 +1,5 @@
-//! Adopts VMs of an earlier daemon: takes over each running QEMU process, as soon as QEMU answers.
+//! After a start of the daemon, adopts the VMs that an earlier daemon left running, each as soon as
+//! its QEMU answers.
 
 use std::io;
 use std::sync::Arc;
