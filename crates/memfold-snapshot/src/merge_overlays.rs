@@ -1,6 +1,6 @@
-//! Merges surplus overlays of a VM. If a save fails after it has switched the disks to new
-//! overlays, or the daemon is killed then, the VM writes to an overlay that is not needed. This
-//! module switches the VM back to the older overlay:
+//! Merges disk overlays that a failed or interrupted save has left. The save had switched the VM to
+//! a new overlay for each disk, which is not needed without the snapshot. This module switches the
+//! VM back to the older overlay:
 //!
 //! ```text
 //!   base <-- older (frozen) <-- newer (the VM writes)

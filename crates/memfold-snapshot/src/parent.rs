@@ -1,6 +1,6 @@
-//! The parent of a layer. A snapshot of a VM that runs from another snapshot, its parent, is a
-//! layer: it holds only pages that differ from the parent, and refers to the parent's files for all
-//! others.
+//! Finds the pages that a VM has in common with the snapshot from which it runs, its parent. The
+//! VM's next snapshot is a layer: it stores only pages that differ from the parent, and refers to
+//! the parent's files for all others.
 //!
 //! ```text
 //!   mappings of the VM   | ram of the parent       | disk of the parent | anonymous |    /proc/PID/maps

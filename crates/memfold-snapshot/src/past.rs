@@ -1,6 +1,6 @@
-//! Reads a VM's memory as it was at the instant of the snapshot, while the VM runs. The library in
-//! QEMU write-protects the memory, and copies a page before the VM changes it. Memfold and the
-//! library share a table with one entry for each page:
+//! Reads a VM's memory as it was at the instant of the snapshot, although the VM continues to run
+//! and write. memfold's library in QEMU write-protects the memory, and copies a page before the VM
+//! changes it. The daemon and the library share a table with one entry for each page:
 //!
 //! ```text
 //!   VM is stopped     the wanted pages are listed, and the library write-protects them (KeepPast)

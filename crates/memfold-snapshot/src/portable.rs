@@ -1,5 +1,6 @@
 //! Takes a snapshot apart into files that can be copied to another host, and puts the snapshot
-//! together there. The drawing shows names and paths of these files on both hosts, and in between.
+//! together there. The drawing shows the names and paths of the files on the first host, on the
+//! way, and on the second host.
 //!
 //! ```text
 //!   here          ram, ram.sums, ..., disk0.qcow2 --backing--> /images/debian.img      files in the snapshot, and outside it

@@ -1,4 +1,5 @@
-//! Operations on lists of ranges, of pages, bytes or addresses.
+//! Joins, intersects and subtracts sorted lists of ranges. The ranges are of pages, bytes or
+//! addresses.
 
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
-//! References: pages of a RAM image that a disk contains, too. A reference stores a file and an
-//! offset at which the pages are, instead of the pages' bytes.
+//! Stores pages of a snapshot's memory as references to a disk that contains the same bytes. A
+//! reference is a file and an offset in it. It replaces the bytes of the pages in the RAM image.
 //!
 //! ```text
 //!   ram        ####....##..     pages that no disk contains
