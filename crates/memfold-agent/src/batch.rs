@@ -1,4 +1,4 @@
-//! Combines many page cache events into few messages to the daemon.
+//! Combines many page cache events of the guest's kernel into few messages to the daemon.
 //!
 //! A flush turns the collected events into one message of each kind, in this order: files, freed
 //! frames, hints, dirty pages, clean pages. The entries of a message are sorted and joined into

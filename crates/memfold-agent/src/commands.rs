@@ -1,4 +1,4 @@
-//! Runs shell commands for the daemon.
+//! Runs shell commands that the daemon sends to the agent in the guest.
 //!
 //! Each command has a thread. The thread starts the shell in a process group of its own and
 //! forwards the shell's output. The shell runs at normal priority (the agent's is lower). The

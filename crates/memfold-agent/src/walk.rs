@@ -1,4 +1,5 @@
-//! Walks the part of the directory tree that the kernel has in its dentry cache.
+//! Finds cached files in the guest, by a walk through those directories that the kernel has in its
+//! dentry cache.
 //!
 //! A cached page belongs to an inode in memory, and that inode was opened through a dentry. So it
 //! is enough to look at cached dentries: `openat2` with `RESOLVE_CACHED` (Linux >= 5.12) opens a

@@ -1,5 +1,5 @@
-//! Merges the files that were written while a segment was mounted over a directory into the guest's
-//! own directory.
+//! Ends a segment's mount over a guest directory: the files that were written while it was mounted
+//! move from the overlay's upper layer into the guest's own directory.
 //!
 //! ```text
 //!   upper (files written meanwhile)       own (the guest's own directory)

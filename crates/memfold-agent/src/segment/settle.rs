@@ -1,4 +1,5 @@
-//! `--segment-settle`: merges written files and mounts segments when the guest boots.
+//! The agent's option `--segment-settle`: when the guest boots, merges the files that were written
+//! while segments were mounted, and mounts the segments again.
 //!
 //! If the guest went down while a segment was mounted, the files written since are not merged, and
 //! the guest's own directories are out of date. So these files are merged first. Then the recorded
