@@ -1,4 +1,4 @@
-//! Remembers which lenders returned bytes other than those written (wrong data). The daemon borrows
+//! Remembers lenders that returned other bytes than were written to their RAM. The daemon borrows
 //! nothing from such a lender for an hour, unless an operator trusts the lender again.
 //!
 //! One case of wrong data is enough, because RAM that flips bits will do so again. Other leases of

@@ -1,4 +1,5 @@
-//! Writes and removes the files that the daemon, relays and helper processes leave for each other.
+//! Writes and removes the small files through which the daemon and its child processes for lending
+//! pass information to each other.
 
 use std::fs::File;
 use std::io::{self, Write as _};

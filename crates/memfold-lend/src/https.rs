@@ -1,4 +1,5 @@
-//! A blocking HTTP client for a remote registry: another daemon, or the members of an etcd cluster.
+//! An HTTP client for a lease registry on other hosts: another daemon, or the members of an etcd
+//! cluster. Each request blocks until its answer arrives.
 //!
 //! The client keeps its connections and reuses them, each for one request at a time. A server
 //! proves its identity by its certificate only. The client sends no request to a server whose

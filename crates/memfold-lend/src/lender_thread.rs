@@ -1,5 +1,6 @@
-//! The lender's thread. Twice a second it decides how much RAM this host can spare, publishes the
-//! offer, serves the leased memory to borrowers, and takes memory back.
+//! The thread that lends this host's RAM. Twice a second it decides how much RAM this host can
+//! spare, publishes the offer in the lease registry, serves leased RAM to borrowers, and takes RAM
+//! back.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

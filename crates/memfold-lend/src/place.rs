@@ -1,5 +1,5 @@
-//! Parses addresses of a registry as operators write them, and checks the files with which this
-//! host authenticates there.
+//! Parses the address of the lease registry as an operator writes it (`serve --registry`), and
+//! checks the files with which this host authenticates there.
 //!
 //! | address | registry |
 //! |---|---|

@@ -1,5 +1,5 @@
-//! Interface of the registry, which records which host lends RAM to which, and guarantees that no
-//! byte is lent twice. The drawing shows the states of a lease, and which call of lender or
+//! Interface of the lease registry, which records which host lends RAM to which, and guarantees
+//! that no byte is lent twice. The drawing shows the states of a lease, and which call of lender or
 //! borrower leads to each state.
 //!
 //! ```text

@@ -1,4 +1,5 @@
-//! Errors of a registry of leases, and checks of the values in requests.
+//! Errors of the lease registry, and checks of the names, sizes and times in requests to the
+//! registry.
 
 use std::time::Duration;
 

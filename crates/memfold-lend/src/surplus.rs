@@ -1,4 +1,5 @@
-//! Decides how much RAM a host can lend. The decision is cautious, and an offer grows only slowly.
+//! Decides how much RAM a host can lend to others. The host offers additional RAM only slowly, and
+//! takes RAM back at once.
 //!
 //! The drawing is a scale of the memory that the host has left, with plenty at the top. It shows
 //! what the lender does in each range.

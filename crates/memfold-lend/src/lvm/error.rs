@@ -1,4 +1,4 @@
-//! Errors of LVM's tools and of the iSCSI initiator.
+//! Errors of LVM's commands and of the iSCSI initiator, which put a swap volume on lent RAM.
 
 use std::io;
 use std::net::SocketAddr;

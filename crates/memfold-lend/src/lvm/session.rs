@@ -1,5 +1,5 @@
-//! Logs in to one lease, and out again, with the kernel's iSCSI initiator (open-iscsi's
-//! `iscsiadm`).
+//! Attaches and detaches the iSCSI disk of one lease, with the kernel's iSCSI initiator
+//! (open-iscsi's `iscsiadm`). The disk is RAM that another host lends to this host's swap volume.
 //!
 //! memfold does no discovery, because the lender's target accepts only one session ever, and
 //! discovery would use it up. The initiator's settings make pending requests fail within seconds

@@ -1,5 +1,5 @@
-//! Questions of the daemon to a running relay, on a second socket beside that of the relay's client
-//! (QEMU). Question and answer are one line of JSON each.
+//! Questions of the daemon to a running relay (the process between QEMU and a lending host), on a
+//! socket that the relay has only for the daemon. Question and answer are one line of JSON each.
 //!
 //! A thread of its own answers each question, so no request of the client waits for the answer.
 

@@ -1,4 +1,5 @@
-//! The relay's main loop: one thread that polls all sockets.
+//! Main loop of the relay, the process that passes QEMU's requests on to lending hosts and checks
+//! the bytes that these return. One thread polls all sockets.
 //!
 //! ```text
 //!   client's request -> valid, and no conflict? -> a piece for each lender -> answers, checked -> answer to the client

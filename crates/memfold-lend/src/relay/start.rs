@@ -1,5 +1,5 @@
-//! The daemon's side of a relay: starts the relay process, finds it again after a restart of the
-//! daemon, asks it questions, and ends it.
+//! The daemon's part of a relay, the process between QEMU and a lending host: starts the process,
+//! finds it again after a restart of the daemon, asks it questions, and ends it.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

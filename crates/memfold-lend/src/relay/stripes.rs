@@ -1,4 +1,5 @@
-//! Layout of a disk that is striped over several lenders in units of [`UNIT`] bytes:
+//! Layout of a VM's swap disk that is striped over the RAM of several lending hosts, in units of
+//! [`UNIT`] bytes:
 //!
 //! ```text
 //!   disk      | unit 0 | unit 1 | unit 2 | unit 3 | unit 4 | ...

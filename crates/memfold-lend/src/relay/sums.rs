@@ -1,4 +1,5 @@
-//! Checksums that the relay keeps of all blocks at its lenders: 8 bytes for each block of 4 KiB.
+//! Checksums by which the relay between QEMU and a lending host detects wrong bytes: 8 bytes for
+//! each block of 4 KiB that QEMU has written to the host's RAM.
 //!
 //! A checksum is the beginning of the block's BLAKE3 hash, keyed with a secret of this process. A
 //! lender that returns changed data, another block or an older version has a chance of 1 in 2^64 to
