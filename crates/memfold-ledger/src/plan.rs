@@ -1,5 +1,5 @@
-//! Predicts from the ledger's figures how much memory more VMs of a kind would take, and how many
-//! fit.
+//! Predicts how much memory more VMs like those that run would take, and how many fit on the host.
+//! The prediction uses the ledger's figures (`memfold plan`).
 //!
 //! ```text
 //!   used(N) = used now + sum over kinds: (N - n) x own            own:  memory that only this VM takes (mean of the n that run)

@@ -1,5 +1,6 @@
-//! Fingerprints of VMs' memory: `memfold estimate --fingerprint`. The fingerprints of two hosts
-//! tell how many page contents their VMs have in common, without revealing the contents.
+//! Makes fingerprints of VMs' memory (`memfold estimate --fingerprint`). The fingerprints of two
+//! hosts tell how many page contents their VMs have in common, without revealing the contents. They
+//! show which VMs should run on the same host.
 //!
 //! The method follows Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of
 //! a Bloom filter of all pages. A sampled content is in the fingerprint of every VM that holds it.

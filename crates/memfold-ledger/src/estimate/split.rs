@@ -1,5 +1,5 @@
-//! Splits the pages that an estimate read into classes: possible savings, and pages that cannot be
-//! shared.
+//! Splits the pages that an estimate has read into classes: pages that could be shared (by one VM,
+//! or by several), and pages that cannot.
 //!
 //! Let a VM hold a content in `f` page frames, and all VMs of a trust domain in `F` frames (frames,
 //! not pages: pages that are already shared count once). Keeping one copy for the domain would save

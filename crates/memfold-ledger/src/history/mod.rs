@@ -1,5 +1,5 @@
-//! The history of the ledger, from which charts are drawn: samples of its figures in a database of
-//! bounded size.
+//! The history of the host's memory use: samples of the ledger's figures, in a database of bounded
+//! size. The dashboard's charts are drawn from it.
 //!
 //! ```text
 //!   fine:    one sample every half minute (by default), kept for 24 h

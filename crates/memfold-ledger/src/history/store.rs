@@ -1,4 +1,4 @@
-//! Stores the history's samples and events in an `SQLite` database.
+//! The database of the history of memory use: stores and reads samples and events (`SQLite`).
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
