@@ -1,5 +1,5 @@
-//! Compares some cached pages of files that have the same name and size but different paths, to
-//! find files with the same content.
+//! Finds files of different VMs that have the same content under different paths. Files with the
+//! same name and size are candidates; some of their cached pages are compared.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

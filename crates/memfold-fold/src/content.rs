@@ -1,5 +1,5 @@
 //! Index of file contents: which files of which VMs probably have the same bytes, and which pages
-//! of the page store hold these bytes.
+//! of the page store hold these bytes. The fold engine looks there for pages that VMs can share.
 //!
 //! A [`Content`] stands for the bytes of one file, wherever copies of the file are. A VM's file
 //! joins a content by path and size. A file of the same name and size under another path joins

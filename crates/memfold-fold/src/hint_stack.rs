@@ -1,5 +1,5 @@
-//! Keeps one VM's hints until the engine processes them: a queue in which new hints wait, and a
-//! bounded stack from which the newest hint is taken first.
+//! Keeps the hints of one VM's agent until the fold engine processes them: a queue in which new
+//! hints wait, and a bounded stack from which the newest hint is taken first.
 //!
 //! A hint arrives when a page enters the guest's page cache, before the page's bytes are read from
 //! disk. So each hint first waits for the settling time (1 s by default). Then the newest hint is

@@ -1,6 +1,5 @@
-//! Frees pages of the page store that no VM can need any more. To find these pages, syncs the
-//! engine's tables with the kernel: which guest pages map the store, and which of them have private
-//! copies.
+//! Frees pages of the page store that no VM needs any more. The kernel's page tables show which
+//! guest pages map the store, and which of them already have private copies.
 //!
 //! A store page may be freed (punched out of the store's file) if no VM maps it, or if every guest
 //! page that maps it has a private copy *in memory*. No access can then reach the store page any

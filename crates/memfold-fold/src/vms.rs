@@ -1,5 +1,5 @@
-//! Adds VMs to the fold engine, changes their RAM layout, holds them for a snapshot, and removes
-//! them. Handles libraries that no longer answer.
+//! Adds VMs to the fold engine, changes their RAM layout, stops folding while a snapshot is saved,
+//! and removes them. Also handles a QEMU in which memfold's library no longer answers.
 
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc::SyncSender;
