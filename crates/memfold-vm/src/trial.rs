@@ -1,5 +1,6 @@
-//! Tests whether QEMU starts with a copied command line: starts such a QEMU paused, compares its
-//! devices with those of the original, and kills it.
+//! Tests, when a VM that memfold did not start is saved, whether QEMU starts with memfold's copy of
+//! the VM's command line: starts such a QEMU paused, compares its devices with those of the
+//! original, and kills it.
 //!
 //! ```text
 //!   words of the copy + files as disks, empty, as large --> QEMU -S --> same devices, RAM blocks, media? --> writes its device state --> killed

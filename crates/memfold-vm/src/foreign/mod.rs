@@ -1,6 +1,6 @@
-//! Makes snapshots possible of VMs that memfold did not start. From the command line of such a
-//! QEMU, memfold makes the command line of a second QEMU with the same devices, which later runs
-//! the VM's snapshots.
+//! Allows snapshots of VMs that memfold did not start. From the command line of such a QEMU,
+//! memfold makes the command line of a second QEMU with the same devices, which later runs the VM's
+//! snapshots.
 //!
 //! ```text
 //!   /proc/PID/cmdline --rewrite--> words that make the same devices      + QMP: machine type, disks, memory
