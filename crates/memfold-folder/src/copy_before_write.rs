@@ -1,6 +1,6 @@
-//! Copy before write: saves the memory of a running VM as it was at one moment. All pages are
-//! write-protected. Before the VM writes to a page, the page's bytes are copied into a free slot of
-//! a file that the daemon reads (format: [`memfold_wire::past`]).
+//! Keeps the memory of a running VM as it was at one moment, for a snapshot. All pages are
+//! write-protected. Before the VM writes to a page, memfold's library in QEMU copies the page's
+//! bytes into a free slot of a file that the daemon reads (format: [`memfold_wire::past`]).
 //!
 //! ```text
 //!   vCPU, device    writes to a protected page: sleeps

@@ -1,5 +1,5 @@
-//! Freezes pages of a running guest: no thread can change a page until it is thawed. A guard thaws
-//! its pages when it is dropped.
+//! Freezes pages of a running guest, so that they can be compared and replaced: no thread can
+//! change a page until it is thawed. A guard thaws its pages when it is dropped.
 //!
 //! Anonymous pages are frozen by a move to a staging area, as drawn here. Pages that map a file are
 //! frozen by write protection.

@@ -1,6 +1,6 @@
-//! Decides how fast ksmd scans. The decision depends on the cost of a scanned page, the CPU budget,
-//! the target time of a full scan, and the results of earlier passes. (*Steering* is this control
-//! of KSM by the daemon.)
+//! Decides how fast KSM's kernel thread, ksmd, scans memory. The decision depends on the cost of a
+//! scanned page, the CPU budget, the target time of a full scan, and the results of earlier passes.
+//! (This control of KSM by the daemon is called *steering*.)
 //!
 //! The drawing shows the three scan modes, and what changes the mode.
 //!

@@ -1,4 +1,4 @@
-//! Errors of building, verifying, attaching and removing segments.
+//! Errors of operations on segments: build, verify, attach, remove.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! Ranks files by the memory that they would save in a segment, from the pages that VMs cache now.
+//! Ranks files of the VMs by the memory that they would save if they were in a segment, from the
+//! pages that VMs cache now.
 //!
 //! A file has `n` pages, and `u` of `v` VMs each cache `t` of them: together `u * t` pages of guest
 //! page caches. In a segment, the touched pages exist once per trust domain (at least `t`, at most

@@ -1,6 +1,6 @@
-//! The directory of all segments of a host (called shelf). Each build of a segment makes a
-//! *generation*: a subdirectory with an image and its description, which exists only when it is
-//! complete.
+//! The directory that contains all segments of a host (in the code: shelf). Each build of a segment
+//! makes a numbered subdirectory, a *generation*, with an image and its description. The
+//! subdirectory gets its number only when it is complete.
 //!
 //! ```text
 //!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable
