@@ -1,5 +1,6 @@
-//! Study `fold`: the CPU time of folding, by the length of runs. It is compared with a plain
-//! comparison of the same bytes, and with ksmd on the same data.
+//! The study `memfold bench fold`: measures the CPU time of folding runs of pages, by the length of
+//! the runs. It is compared with the time of a plain comparison of the same bytes, and with the
+//! time of KSM's thread (ksmd) on the same data.
 //!
 //! Folding runs in this process, with the code that runs in QEMU. Figures are CPU time of the
 //! working thread (ksmd's from `/proc/PID/schedstat`), so other load on the machine matters little.

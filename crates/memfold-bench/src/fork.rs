@@ -1,5 +1,5 @@
-//! Study of forks: how long a running VM stands still, how soon a fork of it runs, and what a fork
-//! writes and holds.
+//! The study `memfold bench fork`: measures how long a running VM stands still while it is forked,
+//! how soon the fork runs, and how much the fork writes to disk and uses of memory.
 //!
 //! A Debian VM boots and is saved. A clone of it, the *parent*, is forked again and again: after
 //! its program has written a number of MiB since the last fork, and generation by generation (a

@@ -1,4 +1,5 @@
-//! Checks that VMs can run on this host, reads `/proc`, and runs programs.
+//! Helpers of studies, demo and self-test: check that VMs can run on this host, read `/proc`, and
+//! run programs.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;

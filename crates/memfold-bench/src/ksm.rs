@@ -1,5 +1,5 @@
-//! Study `ksm` (study B): measures how much memory KSM (the kernel's page merging) saves, and what
-//! that costs.
+//! The study `memfold bench ksm`, which repeats a published study (study B): measures how much
+//! memory KSM (the kernel's same-page merging) saves, and what that costs.
 //!
 //! | part | |
 //! |---|---|

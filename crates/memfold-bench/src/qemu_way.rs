@@ -1,6 +1,6 @@
-//! Saves and restores VMs in QEMU's own ways, for comparison with memfold's snapshots:
-//! `migrate file:`, as a stream or with mapped-ram and multifd (2 channels), and `savevm`. The VM
-//! is stopped meanwhile. As with memfold, a save ends when all data is on disk.
+//! Saves and restores VMs in QEMU's own ways, so that studies can compare them with memfold's
+//! snapshots: `migrate file:`, as a stream or with mapped-ram and multifd (2 channels), and
+//! `savevm`. The VM is stopped meanwhile. As with memfold, a save ends when all data is on disk.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;

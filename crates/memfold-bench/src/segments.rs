@@ -1,5 +1,6 @@
-//! Study `segments` (study A): measures the memory of VMs that execute files in place from one
-//! image, compared with VMs that read these files from disks.
+//! The study `memfold bench segments`, which repeats a published study (study A): measures the
+//! memory of VMs that execute files in place from one shared image (a segment), compared with VMs
+//! that read these files from disks.
 //!
 //! | arm | the VMs | sharing in study A's plan |
 //! |---|---|---|

@@ -1,4 +1,4 @@
-//! The swapping VM of the study `remote`, and the programs that run in its guest.
+//! The VM of the study `remote` that swaps to another host's RAM, and the programs in its guest.
 
 use std::time::{Duration, Instant};
 

@@ -1,6 +1,6 @@
-//! Measures how long an access of 4 KiB to lent memory takes through QEMU's block layer, without a
-//! guest. The lender is at the other end of the link. The drawing shows the three ways that are
-//! compared.
+//! A part of the study `remote`: measures how long an access of 4 KiB to another host's RAM takes
+//! through QEMU's block layer, without a guest. The lending host is at the other end of a simulated
+//! link. The drawing shows the three ways that are compared.
 //!
 //! ```text
 //!   bare     a client of NBD with TLS -----------------------------> nbdkit
