@@ -1,4 +1,5 @@
-//! API paths of planning: the number of VMs that fit, and the placement of VMs on hosts.
+//! API paths for planning: how many more VMs fit on this host, and which VMs of several hosts
+//! should run together.
 //!
 //! A plan is computed from a report that readers may see anyway, and changes nothing. A proposal
 //! for a placement uses CPU time and fingerprints of other hosts, so only operators may ask for it,

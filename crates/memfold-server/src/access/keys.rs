@@ -1,4 +1,5 @@
-//! Secrets for TCP access: tokens, login codes and sessions.
+//! The secrets with which users and programs log in to the daemon's API over TCP: tokens, login
+//! codes and sessions.
 //!
 //! Each secret is 32 random bytes in hexadecimal. Secrets are kept and compared as BLAKE3 hashes.
 //! The comparison takes the same time wherever the hashes differ (`blake3::Hash`).
