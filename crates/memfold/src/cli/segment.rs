@@ -1,4 +1,5 @@
-//! `memfold segment`: builds, ranks, attaches, detaches, lists, verifies and removes segments.
+//! `memfold segment`: builds, attaches, detaches, lists, verifies and removes segments, and ranks
+//! files by the memory that a segment with them would save.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

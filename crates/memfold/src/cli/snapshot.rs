@@ -1,4 +1,5 @@
-//! `memfold snapshot` and `memfold clone`: save, restore, clone, list, verify and remove.
+//! `memfold snapshot` and `memfold clone`: save VMs as snapshots, restore and clone VMs from
+//! snapshots, and list, verify and remove snapshots.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

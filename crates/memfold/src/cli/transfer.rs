@@ -1,5 +1,5 @@
-//! `memfold snapshot push` and `pull`, and `list` and `remove` with `--remote`: snapshots in object
-//! stores.
+//! Commands for snapshots in object stores: `memfold snapshot push` and `pull`, and `list` and
+//! `remove` with `--remote`.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;

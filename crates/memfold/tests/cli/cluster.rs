@@ -1,5 +1,5 @@
-//! Tests of lending between hosts over a network: tokens, certificates, etcd. All hosts are daemons
-//! on 127.0.0.1; `real/hosts.rs` has network links.
+//! Tests of lending RAM between hosts over a network: tokens, certificates, etcd. All hosts are
+//! daemons on 127.0.0.1; `real/hosts.rs` has network links.
 
 use std::fs::{Permissions, set_permissions, write};
 use std::io::{Read, Write};
