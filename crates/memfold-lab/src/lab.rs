@@ -1,5 +1,6 @@
-//! A test lab: real VMs in a daemon that runs within this process. When the lab is dropped or
-//! interrupted (Ctrl-C, SIGTERM), all its VMs end and their files are removed.
+//! A test lab for tests and studies: a daemon that runs within this process, with real VMs. When
+//! the lab is dropped or interrupted (Ctrl-C, SIGTERM), all its VMs end and their files are
+//! removed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Errors of transfers from and to object stores.
+//! Errors of copying snapshots to and from object stores.
 
 use std::io;
 use std::path::PathBuf;
