@@ -43,7 +43,7 @@ impl<T: Send + 'static> Backoff<T> {
         match Builder::new().name(name.into()).spawn(work) {
             Ok(thread) => self.under_way = Some(thread),
             Err(error) => {
-                warn!(vm, %error, "cannot start the thread that moves the swap disk; retrying later");
+                warn!(vm, %error, "cannot start the thread that moves the VM's swap disk to a lender or back; retrying later");
                 self.failed(Instant::now());
             }
         }

@@ -282,7 +282,7 @@ impl SwapVolumes {
         let loans: Vec<Loan> = match serde_json::from_slice(&bytes) {
             Ok(loans) => loans,
             Err(error) => {
-                warn!(%error, "cannot read volumes.json; run 'memfold return --lvm VG/LV' for each volume on lent RAM");
+                warn!(%error, "cannot read volumes.json, the list of volumes on lent RAM; run 'memfold return --lvm VG/LV' for each of these volumes");
                 return;
             }
         };
@@ -297,9 +297,9 @@ impl SwapVolumes {
         // All loans are inserted before the first one is written to the file.
         self.keepers.lock().clone_from(&all);
         for (volume, keeper) in all {
-            info!(%volume, "volume's borrowed memory is watched again after the daemon's restart");
+            info!(%volume, "daemon restarted; it watches the lease of the volume's borrowed memory again");
             if let Err(error) = self.keep(&keeper) {
-                warn!(%volume, error = chain(&error), "cannot watch the volume's loan; run 'memfold return --lvm' or restart the daemon");
+                warn!(%volume, error = chain(&error), "cannot renew the lease of the volume's borrowed memory; run 'memfold return --lvm' or restart the daemon within a minute");
             }
         }
     }

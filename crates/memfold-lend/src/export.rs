@@ -80,7 +80,7 @@ pub enum ExportError {
     #[error("cannot start nbdkit: {0}; install it (apt install nbdkit, or make setup)")]
     Missing(#[source] io::Error),
     /// A file or a socket of the export cannot be created.
-    #[error("cannot use {path}")]
+    #[error("cannot create {path} for an export (server of lent memory)")]
     Files {
         /// Path of the export's file, or address of its socket.
         path: PathBuf,

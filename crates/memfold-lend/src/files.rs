@@ -43,7 +43,7 @@ impl Removed {
     pub(crate) fn remove(&self) {
         for file in &self.0 {
             if let Err(error) = remove(file) {
-                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended export; remove the file by hand");
+                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended export (server of lent memory); remove the file by hand");
             }
         }
     }

@@ -41,7 +41,7 @@ const LONGEST_ANSWER: usize = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The request was not sent to any server.
-    #[error("cannot reach {member}: {why}")]
+    #[error("cannot reach the lease registry's server {member}: {why}")]
     Unreached {
         /// Host and port of the server that was to be asked.
         member: Member,
@@ -49,7 +49,7 @@ pub enum HttpError {
         why: String,
     },
     /// The request was sent. The server may or may not have executed it.
-    #[error("{member} did not answer: {why}")]
+    #[error("the lease registry's server {member} did not answer: {why}")]
     Unanswered {
         /// Host and port of the server that was asked.
         member: Member,

@@ -46,7 +46,7 @@ pub enum RegistryError {
     },
     /// The lease does not exist, or does not belong to the caller.
     #[error(
-        "host '{who}' has no lease {id}: the lender has ended the lease, or it never existed; 'memfold leases' lists all leases"
+        "host '{who}' has no lease {id}: the lender has ended the lease, or the lease never existed; 'memfold leases' lists all leases"
     )]
     NoLease {
         /// Number of the lease that was asked for.

@@ -111,7 +111,7 @@ impl DebtBrake {
         let policy = &mut state.policy;
         policy.reserve = reserve.unwrap_or(policy.reserve);
         policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
-        info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the memory brake changed");
+        info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the brake, which stops sharing while memory is short, changed");
         drop(state);
         self.debt()
     }

@@ -66,7 +66,7 @@ impl Machine {
             Ok(renewal) => {
                 info!(vm = self.name(), done = ?renewal.done, left = ?renewal.left, "guest's identity renewed (random numbers, MAC addresses, ...)");
                 if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
-                    warn!(vm = self.name(), %error, "cannot remove renewal.json; remove it before the daemon restarts");
+                    warn!(vm = self.name(), %error, "cannot remove renewal.json from the VM's directory; remove this file before the daemon restarts, or the guest's identity is renewed again");
                 }
                 self.set_renewal(renewal);
             }

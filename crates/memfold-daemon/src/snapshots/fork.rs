@@ -121,7 +121,7 @@ impl Snapshots {
         let users = match restore::holders_of_each(shelf, &names) {
             Ok(users) => users,
             Err(error) => {
-                debug!(%error, "cannot find the users of layers of forks");
+                debug!(%error, "cannot find out which VMs use the layers that forks started from");
                 return;
             }
         };
@@ -130,12 +130,12 @@ impl Snapshots {
             match self.remove(&name) {
                 Ok(()) => info!(
                     snapshot = name,
-                    "layer of forks removed, because no VM needs it"
+                    "layer (snapshot that forks of a VM start from) removed, because no VM needs the layer"
                 ),
                 Err(DaemonError::Snapshot(
                     SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
                 )) => {}
-                Err(error) => debug!(snapshot = name, %error, "cannot remove the layer of forks"),
+                Err(error) => debug!(snapshot = name, %error, "cannot remove an unused layer that forks started from"),
             }
         }
     }
@@ -149,7 +149,7 @@ fn share(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<u64,
             vm = machine.name(),
             snapshot = layer.name,
             why,
-            "the VM keeps its own copy of the memory that its forks start with"
+            "forked VM keeps its own copy of the memory that it could share with its forks"
         );
     })
 }

@@ -80,7 +80,7 @@ impl Snapshots {
                     vm = machine.name(),
                     snapshot = origin.name,
                     why,
-                    "all pages of the VM are saved, because its snapshot cannot be the parent"
+                    "all pages of the VM are saved, because the snapshot from which the VM runs cannot be the parent"
                 );
             })
             .ok())

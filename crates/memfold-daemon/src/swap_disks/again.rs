@@ -104,7 +104,7 @@ impl SwapDisks {
                 info!(
                     vm,
                     seconds = rest.as_secs(),
-                    "VM will borrow memory again after a pause, if a lender then has free memory"
+                    "VM will borrow memory for its swap disk again after a pause, if a lender then has free memory"
                 );
                 let mut tries = Backoff::default();
                 tries.rest(now + rest);
@@ -130,7 +130,7 @@ impl SwapDisks {
                 info!(
                     vm,
                     error = chain(&error),
-                    "VM cannot borrow memory again yet; retrying later"
+                    "VM cannot borrow memory for its swap disk again yet; retrying later"
                 );
                 None
             }

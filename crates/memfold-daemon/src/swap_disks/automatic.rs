@@ -190,14 +190,14 @@ impl SwapDisks {
         };
         match self.borrow_as(vm, &request, Asker::Itself) {
             Ok(done) => {
-                info!(vm, lenders = ?done.lenders, "VM keeps swapping; memory borrowed automatically");
+                info!(vm, lenders = ?done.lenders, "VM keeps swapping; memory for its swap disk borrowed automatically");
                 Some(SwapMove::Borrow)
             }
             Err(error) => {
                 info!(
                     vm,
                     error = chain(&error),
-                    "VM keeps swapping, but cannot borrow memory; retrying later"
+                    "VM keeps swapping, but memfold cannot borrow memory for its swap disk; retrying later"
                 );
                 None
             }

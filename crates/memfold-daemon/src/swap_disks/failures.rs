@@ -60,7 +60,7 @@ impl Comparison {
                     Ok(asked) => self.asked = Some(asked),
                     Err(error) => {
                         self.is_old = error.kind() == ErrorKind::NotFound;
-                        warn!(vm = guard.vm, %error, "cannot have the relay process verify the swap disk's copy; run 'memfold return', then 'memfold borrow'");
+                        warn!(vm = guard.vm, %error, "cannot ask the relay process (between QEMU and the lender) to verify the swap disk's copy on this host; run 'memfold return', then 'memfold borrow'");
                     }
                 }
             }
@@ -87,11 +87,11 @@ impl Comparison {
                 true
             }
             Ok(other) => {
-                warn!(vm = guard.vm, answer = ?other, "relay process cannot verify the swap disk's copy on this host; retrying in 60 s");
+                warn!(vm = guard.vm, answer = ?other, "relay process (between QEMU and the lender) cannot compare the swap disk's copy on this host with the written data; retrying in 60 s");
                 return;
             }
             Err(error) => {
-                warn!(vm = guard.vm, %error, "relay process did not say whether the swap disk's copy on this host is complete; retrying in 60 s");
+                warn!(vm = guard.vm, %error, "relay process (between QEMU and the lender) did not say whether the swap disk's copy on this host is complete; retrying in 60 s");
                 return;
             }
         };

@@ -86,7 +86,7 @@ pub(crate) fn wait_longer(guard: &Guard) {
     for relay in guard.relays() {
         // The relay's answer to this request is not needed.
         if let Err(error) = relay.ask(&patience) {
-            warn!(vm = guard.vm, %error, "cannot make the relay process wait longer for the lender of the only copy; run 'memfold return'");
+            warn!(vm = guard.vm, %error, "cannot tell the relay process to wait longer for the lender, which has the only copy of the swap disk; run 'memfold return'");
         }
     }
 }

@@ -50,7 +50,7 @@ pub enum LvmError {
         fix: String,
     },
     /// A file of the iSCSI initiator or of the kernel cannot be used.
-    #[error("cannot use {path}")]
+    #[error("cannot use {path}, a file of the iSCSI initiator or of the kernel")]
     Files {
         /// Path of the file that cannot be used.
         path: std::path::PathBuf,

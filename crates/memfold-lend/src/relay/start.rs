@@ -93,7 +93,7 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
     match running {
         Ok(process) => {
             if let Err(error) = child::reap(child, || ()) {
-                tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process; no action is needed");
+                tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process (between QEMU and a lender); no action is needed");
             }
             let socket = orders.socket.clone();
             Ok(Running { process, socket })
@@ -165,7 +165,7 @@ impl Running {
         if let Ok(process) = Process::open(self.process) {
             if !process.wait_exit(END).unwrap_or(true) {
                 if let Err(error) = process.kill() {
-                    tracing::warn!(%error, "cannot kill an unused relay process; kill the process by hand");
+                    tracing::warn!(%error, "cannot kill an unused relay process (between QEMU and a lender); kill the process by hand");
                 }
             }
         }
@@ -173,7 +173,7 @@ impl Running {
         let said = std::fs::read(&file).ok();
         for file in [&file, &self.socket, &asks::place(&self.socket)] {
             if let Err(error) = files::remove(file) {
-                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended relay process; remove the file by hand");
+                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended relay process (between QEMU and a lender); remove the file by hand");
             }
         }
         serde_json::from_slice(&said?).ok()
