@@ -142,7 +142,7 @@ fn of_vm(lab: &Lab, name: &str) -> anyhow::Result<f64> {
     memory(lab)?;
     let vms = lab.report()?.ledger.vms;
     let own = vms.iter().find(|vm| vm.name == name);
-    let own = own.with_context(|| format!("'{name}' is in no ledger"))?;
+    let own = own.with_context(|| format!("the ledger has no VM '{name}'"))?;
     let segments: u64 = vms.iter().map(|vm| vm.segment_pss_bytes.0).sum();
     Ok((own.ram_pss_bytes.0 + segments) as f64)
 }

@@ -144,7 +144,7 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
         let write = format!("head -c {mib}M /dev/urandom > /dev/shm/written; sync");
         lab.exec(PARENT, &write, LIMIT)?;
     }
-    let before = *sizes(lab)?.get(PARENT).context("the parent has ended")?;
+    let before = *sizes(lab)?.get(PARENT).context("the VM that is forked has ended")?;
     let changed = changed_bytes(lab.pid(PARENT)?)?;
     let request = ForkRequest::default();
     let began = Instant::now();
@@ -157,7 +157,7 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
     let both = sizes(lab)?;
     let after = [PARENT, &child].map(|vm| both.get(vm).copied());
     let [Some(parent), Some(forked)] = after else {
-        anyhow::bail!("a VM has ended");
+        anyhow::bail!("the forked VM or its fork has ended");
     };
     let place = lab.directory().join("snapshots").join(&report.snapshot);
     let written: u64 = files_bytes(&place)?;

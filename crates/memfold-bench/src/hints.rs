@@ -188,7 +188,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             let name = mechanism.name();
             let specs = plan.specs(mechanism)?;
             let run = arm::run(specs, &plan.work, mechanism, allowed, repeat)
-                .with_context(|| format!("arm {name}"))?;
+                .with_context(|| format!("arm '{name}' of the study failed"))?;
             eprintln!("{name}: {}", run.in_short());
             runs.push(run);
         }

@@ -215,7 +215,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 fn savings(arms: &[Measured], all: &Manifest, best: &Manifest) -> anyhow::Result<Value> {
     let named = |name: &str| {
         let found = arms.iter().find(|measured| measured.arm == name);
-        found.with_context(|| format!("no arm '{name}'"))
+        found.with_context(|| format!("the study has no arm '{name}'"))
     };
     let none = named("none")?;
     let idle = |m: &Measured| saving_percent(m.idle.all(), none.idle.all());

@@ -149,8 +149,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 }
 
 fn measure_case(case: Case) -> anyhow::Result<Measured> {
-    let measured = measure(case)
-        .with_context(|| format!("VM of {}, {} MiB used", case.memory, case.used_mib))?;
+    let measured = measure(case).with_context(|| {
+        format!("cannot measure a VM of {} with {} MiB used", case.memory, case.used_mib)
+    })?;
     eprintln!("{}", in_short(&measured));
     Ok(measured)
 }

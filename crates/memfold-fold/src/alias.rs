@@ -25,7 +25,7 @@ impl Engine {
                 Some(true) => {
                     debug!(
                         domain = name,
-                        "samples show that files with two different paths have the same content"
+                        "samples of cached pages show that files with two different paths have the same content"
                     );
                     let content = domain.contents.get(candidate.content);
                     let members = content.map(|c| c.members.clone()).unwrap_or_default();

@@ -274,7 +274,7 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
         debug!(
             domain = name,
             pages = garbage.len(),
-            "freed pages of the page store that no VM needs"
+            "pages of the page store that no VM needs were freed"
         );
     }
 }

@@ -181,7 +181,7 @@ impl Engine {
             info!(
                 vm = vm.stats.name,
                 error = error as &dyn std::error::Error,
-                "folding of the VM stopped; the daemon folds again when its library in QEMU answers"
+                "folding of the VM stopped; the daemon folds again when memfold's library in QEMU answers"
             );
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();
@@ -255,7 +255,7 @@ impl Engine {
         match vm.guest.order(order, None) {
             Ok(Reply::Error { reason }) => debug!(
                 vm = vm.stats.name,
-                reason, "memfold's library in QEMU had no earlier order to undo"
+                reason, "memfold's library in QEMU did not undo an earlier order (it has none)"
             ),
             Ok(_) => {}
             Err(error) => {

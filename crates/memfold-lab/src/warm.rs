@@ -274,7 +274,7 @@ fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
             }
             Ok(None)
         })
-        .with_context(|| format!("its last words:\n{}", last_words(vm)))
+        .with_context(|| format!("the guest's last console output:\n{}", last_words(vm)))
     };
     wait(PROMPT, &mut console)?;
     console.write_all(format!("{SETTLE}\n").as_bytes())?;

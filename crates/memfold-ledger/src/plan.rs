@@ -39,7 +39,7 @@ pub enum PlanError {
     #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// Two kinds list this VM.
-    #[error("VM '{0}' is named in two kinds of VMs (--kind); remove it from one of them")]
+    #[error("VM '{0}' is named in two kinds of VMs (--kind); leave the VM out of one kind")]
     Twice(String),
     /// The plan has no kind of the requested name. The second text lists the kinds that the plan
     /// has.

@@ -258,7 +258,7 @@ impl Candidates {
         let mut maps = Vec::new();
         for target in targets(spec, frozen) {
             let map = found.map(&target).inspect_err(|why| {
-                tracing::info!(vm = spec.name, disk = %target.image.display(), why, "disk not searched for pages that the guest has cached");
+                tracing::info!(vm = spec.name, disk = %target.image.display(), why, "disk not searched for the guest's cached pages, so the snapshot contains these pages");
             });
             maps.extend(map);
         }
@@ -285,7 +285,7 @@ impl Candidates {
             placed_pages = pages(&placed),
             compared_pages = pages(&found.runs),
             runs_and_mappings = ?found.counts(),
-            "cached pages chosen for the comparison with disks"
+            "guest's cached pages chosen that the save compares with the VM's disks"
         );
         found.fetch();
         found

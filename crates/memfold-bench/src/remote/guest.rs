@@ -281,7 +281,7 @@ impl Guest<'_> {
         std::thread::sleep(Duration::from_secs(1));
         let line = self.exec(&swap::used())?;
         let used = swap::parse_used(line.as_bytes());
-        let used = used.with_context(|| format!("the guest said '{line}'"))?;
+        let used = used.with_context(|| format!("the guest reported no swap use: '{line}'"))?;
         Ok(GivenBack {
             used: ByteSize(used),
             took_ms: self.back()?,

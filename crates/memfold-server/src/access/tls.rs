@@ -94,7 +94,7 @@ impl Tls {
                 match read(&self.files) {
                     Ok(config) => {
                         shown.config = Arc::new(config);
-                        info!(%file, "TLS certificate changed; new connections use the new one");
+                        info!(%file, "TLS certificate changed; new connections use the new certificate");
                     }
                     Err(error) => warn!(
                         %file,

@@ -198,7 +198,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 let place = format!("/v1/segments/{}", Reference::parse(segment)?);
                 let gone: Vec<String> = client
                     .delete(&place)
-                    .with_context(|| format!("cannot remove '{segment}'"))?;
+                    .with_context(|| format!("cannot remove segment '{segment}'"))?;
                 removed.extend(gone);
             }
             let said = serde_json::json!({ "removed": removed });

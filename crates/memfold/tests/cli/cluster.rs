@@ -304,7 +304,7 @@ fn a_daemon_with_unusable_registry_options_does_not_start() {
     refused(
         &serve(&["--registry", "http://10.0.0.1:1"]),
         1,
-        &["is not the address of a registry"],
+        &["is not the address of a lease registry"],
     );
     assert_eq!(code(&serve(&["--registry-ca", &ca])), 2);
 }
