@@ -1,9 +1,10 @@
 //! Moves swap volumes (LVM logical volumes of this host) to RAM that other hosts lend, watches the
 //! lenders, and moves the volumes back.
 //!
-//! Every operation may be interrupted at any instant. LVM shows the true state. Notes name the
-//! leases and iSCSI targets, and are written before any change. [`SwapVolumes::take_off`] undoes
-//! every step that was done, and may be repeated.
+//! The daemon may be killed at any instant, so the next daemon must be able to undo each operation.
+//! LVM's metadata show where a volume really is. A file of the daemon names the leases and iSCSI
+//! targets, and is written before any change. [`SwapVolumes::take_off`] undoes every step that was
+//! done, and may be repeated.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

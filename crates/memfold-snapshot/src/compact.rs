@@ -6,9 +6,9 @@
 //!   before   ram ##..#.....   ram.refs -> ram of a parent, disk of a parent, base image     disk0 -> disk0 of a parent -> base image
 //!   after    ram ######.#..   ram.refs -> base image                                        disk0 -> base image
 //! ```
-//! The complete snapshot is written beside the layer, and then both change places at one instant
-//! (`RENAME_EXCHANGE`). VMs that run from the layer keep its files open. The contents of memory are
-//! the same in both, and so are its checksums.
+//! The complete snapshot is written beside the layer, and then the two directories are exchanged in
+//! one step (`RENAME_EXCHANGE`). VMs that run from the layer keep its files open. The contents of
+//! memory are the same in both, and so are its checksums.
 
 use std::fs;
 use std::io::Write as _;

@@ -6,9 +6,9 @@
 //!   base <-- older (frozen) <-- newer (the VM writes)
 //!   base <-- older (the VM writes)                      newer's contents were written to older (block-commit)
 //! ```
-//! An older overlay that is part of a snapshot has a second name (hard link) and is not changed.
-//! Files that a VM maps as its memory are not written either, because pages that this VM has not
-//! written itself would change.
+//! The merge writes to the older overlay, so two kinds of overlays are left alone: one that is part
+//! of a snapshot (it has a second name, a hard link), and one that a VM maps as its memory, which
+//! would change.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

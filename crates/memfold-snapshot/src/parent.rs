@@ -8,9 +8,9 @@
 //!   kept                 | ###..######.########### | ######.########### |           |    a reference to the parent's file
 //!   read and compared    |    ..      .            |       .            | ...       |    a reference if equal, else bytes
 //! ```
-//! Kept pages are not read at all: a private mapping of a file shows the file's bytes until the
-//! process writes to a page, and then the page is a private one. References go straight to the file
-//! that holds the bytes, so a layer of a layer takes no longer to restore.
+//! Pages that the VM has not written need not be read: QEMU maps the parent's file privately, and a
+//! page that is no private copy shows the file's bytes. A reference goes straight to the file that
+//! holds the bytes, so a layer of a layer takes no longer to restore.
 
 use std::io;
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! Joins, intersects and subtracts sorted lists of ranges. The ranges are of pages, bytes or
-//! addresses.
+//! Joins and subtracts lists of ranges (of pages, bytes or addresses). Saves use this to decide
+//! which pages a snapshot must store.
 
 use std::ops::Range;
 

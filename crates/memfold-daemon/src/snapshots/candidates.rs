@@ -7,8 +7,8 @@
 //!   here     run of pages -> disk of the guest, and byte on it                                Candidate
 //! ```
 //! A guest may report anything. A false report harms only the guest's own snapshot, because the
-//! save compares the bytes. The report takes bounded memory ([`MAX_PLACES`], and one candidate for
-//! each [`FEWEST_PAGES`] pages of RAM) and bounded time ([`LIMIT`]).
+//! save compares the bytes. The memory for a report is limited ([`MAX_PLACES`], and one candidate
+//! for each [`FEWEST_PAGES`] pages of RAM), and so is the time ([`LIMIT`]).
 
 use std::cmp::Reverse;
 use std::collections::HashMap;

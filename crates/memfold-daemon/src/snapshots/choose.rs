@@ -6,9 +6,10 @@
 //!   hot    compared with the disks, the rest is saved    pages on disks / comparing + rest / writing
 //!   all    saved                                         cached pages / writing
 //! ```
-//! All other work of a save takes the same time with each choice. If choices take about the same
-//! time, hot is preferred to none, and none to all: with hot, the snapshot is small and a restored
-//! guest has a warm cache; with none, the snapshot is only small.
+//! The choices are: all of the cache, none of it, or only pages that are not also on the guest's
+//! disks (hot), with references to the disks for the others. If choices take about the same time,
+//! hot is preferred to none, and none to all: with hot, the snapshot is small and a restored guest
+//! has a warm cache; with none, the snapshot is only small.
 
 use std::fs::File;
 use std::io;

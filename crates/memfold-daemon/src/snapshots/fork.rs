@@ -1,5 +1,6 @@
-//! Forks running VMs: saves a VM at this instant as a layer, from which other VMs start, and makes
-//! the VM share the layer's memory.
+//! Forks running VMs. To fork a VM, memfold saves it at this instant as a layer, a snapshot that
+//! contains only what differs from the snapshot from which the VM runs. Other VMs, the forks, start
+//! from the layer, and the forked VM shares the layer's memory with them.
 //!
 //! ```text
 //!   VM runs from P    | P's pages         | own pages |
@@ -7,8 +8,7 @@
 //!   VM afterwards     | P's pages         | L's pages |    folded onto L's image, unless written since
 //!   forks of the VM   | P's pages         | L's pages |    they are restored from L
 //! ```
-//! A layer without users is removed: it is needed as long as a VM maps it, or another layer refers
-//! to it.
+//! A layer is removed when no VM maps it and no other layer refers to it.
 
 use std::io;
 use std::sync::Arc;
