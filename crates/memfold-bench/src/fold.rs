@@ -4,9 +4,9 @@
 //!
 //! Folding runs in this process, with the code that runs in QEMU. Figures are CPU time of the
 //! working thread (ksmd's from `/proc/PID/schedstat`), so other load on the machine matters little.
-//! Runs are one page apart in RAM, so that their mappings do not merge, as in a guest. The page
-//! store is of the daemon's type, and is filled as by the daemon. For the plain comparison, both
-//! sides are mapped beforehand, so its time is a theoretical limit.
+//! Runs are one page apart in RAM, so that the kernel does not merge their mappings; in a guest, it
+//! cannot either. The page store is made and filled as the daemon does it. For the plain
+//! comparison, both sides are mapped beforehand, so its time is a lower limit.
 
 use std::time::{Duration, Instant};
 

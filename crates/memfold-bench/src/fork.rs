@@ -1,10 +1,10 @@
 //! The study `memfold bench fork`: measures how long a running VM stands still while it is forked,
 //! how soon the fork runs, and how much the fork writes to disk and uses of memory.
 //!
-//! A Debian VM boots and is saved. A clone of it, the *parent*, is forked again and again: after
-//! its program has written a number of MiB since the last fork, and generation by generation (a
-//! fork of a fork). In the same run, the parent is saved with all pages, and by QEMU
-//! (`migrate file:` with mapped-ram and multifd).
+//! A Debian VM boots and is saved. A clone of it, the *parent*, is forked again and again, each
+//! time after a program in it has written a number of MiB. Forks of forks are measured, too. For
+//! comparison, memfold saves the parent with all pages, and QEMU saves it (`migrate file:` with
+//! mapped-ram and multifd).
 //!
 //! | key | meaning |
 //! |---|---|

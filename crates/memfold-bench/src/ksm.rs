@@ -7,7 +7,7 @@
 //! | `speed` | time and CPU until 90 % of the mergeable memory is merged: with the kernel's defaults, `memfold ksm start`, and the kernel's advisor |
 //! | `slowdown` | slowdown of a program that computes and of one that writes to memory, by ksmd's speed (study C's figure 1) |
 //!
-//! Before each measurement, KSM is stopped and all pages are unmerged. The host must not use KSM
+//! Before each measurement, KSM is stopped and all pages are unmerged. So the host must not use KSM
 //! for anything else.
 
 mod foci;

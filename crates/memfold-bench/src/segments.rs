@@ -11,7 +11,7 @@
 //! | `clone` | run from one snapshot of a VM of `none` | NSS, and more: all of memory, not only the kernel |
 //! | `both` | run from one snapshot of a VM of `segment` | both |
 //!
-//! DCSS and NSS are shared segments and shared kernels of z/VM, which the arms imitate.
+//! DCSS and NSS, which the arms imitate, are shared segments and shared kernels of z/VM.
 //!
 //! In each arm, several VMs run at once, and nothing else. A VM's *attributable memory* is its RAM
 //! in memory (for shared pages, its share) and its share of segments' pages. Its RAM includes the

@@ -3,8 +3,8 @@
 //! in the guest, which may be wrong.
 //!
 //! The tables are divided into pieces, and only pieces with entries use memory: about 10 bytes for
-//! each cached page. A hint with false page numbers can create at most one piece, and
-//! [`VmTable::cache`] refuses pieces beyond a limit that depends on the size of the VM's RAM.
+//! each cached page. An agent with false hints can fill much of the tables. [`VmTable::cache`]
+//! therefore refuses pieces beyond a limit that depends on the size of the VM's RAM.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

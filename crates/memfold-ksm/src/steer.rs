@@ -14,8 +14,9 @@
 //!    boost:  the whole CPU budget           steady: a full scan per target time, within the budget       idle: a tenth of that
 //!    While tasks wait for CPU or memory (PSI), each of these speeds is reduced, to no less than a tenth.
 //! ```
-//! [`Steer`] only computes; it reads no clock and no file. Each [`Sample`] holds the kernel's
-//! figures at one moment.
+//! Scanning is fast after a VM has started or memory has grown (boost), slower afterwards (steady),
+//! and very slow while nothing merges (idle). [`Steer`] only computes, from [`Sample`]s of the
+//! kernel's figures.
 
 use std::time::Duration;
 

@@ -8,15 +8,13 @@
 //!
 //!   N fits:  used(N) + its error bar <= memory - reserve,   and   cover x owed(N) <= memory - reserve - used(N)
 //! ```
-//! `n` VMs of a kind run now, and the plan is for `N`. To plan for a later time, the model assumes
-//! that each VM keeps growing as fast as the VMs of its kind grew lately, until it uses all of its
-//! RAM. The model assumes that no VM shrinks.
+//! To plan for a later time, the model assumes that each VM keeps growing as fast as the VMs of its
+//! kind grew lately, until it uses all of its RAM. It assumes that no VM shrinks.
 //!
 //! The model assumes that one more VM is like those that run: it shares the pages that they share
-//! with each other. A VM that runs alone in its trust domain shares nothing yet, so its kind shares
-//! nothing in the model; `memfold estimate` tells what two such VMs would have in common. VMs may
-//! also use more memory than now: `most_bytes` of a kind is what a VM takes if it uses all of its
-//! RAM.
+//! with each other. A VM that runs alone in its trust domain shares nothing yet, so the model
+//! assumes that more such VMs share nothing either. `memfold estimate` tells what they would have
+//! in common. The field `most_bytes` is the memory that a VM takes if it uses all of its RAM.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -6,8 +6,8 @@
 //!   words of the copy + files as disks, empty, as large --> QEMU -S --> same devices, RAM blocks, media? --> writes its device state --> killed
 //! ```
 //! No file of the original VM is opened for writing, no guest code runs, and guest RAM is never
-//! accessed. The test runs when a snapshot is saved, so errors that otherwise only a restore would
-//! find are reported while the original VM still runs.
+//! accessed. Because the test runs when the snapshot is saved, the operator learns of errors while
+//! the original VM still runs, and not at a restore.
 
 use std::collections::BTreeMap;
 use std::fs::File;

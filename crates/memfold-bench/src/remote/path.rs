@@ -8,8 +8,8 @@
 //!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
 //!                            file (the copy)
 //! ```
-//! Each way has its own lease. memfold does not use `direct`, which shows the cost of QEMU's NBD
-//! client alone.
+//! Each way has its own lease. `bare` is a plain NBD client, `direct` is QEMU's NBD client alone
+//! (which memfold does not use), and `blocks` is what a VM uses.
 //!
 //! The ways take turns of [`TURN`] consecutive accesses, as a swapping guest makes them, because a
 //! process that gets the next request at once need not be woken. `apart` holds the latency of

@@ -6,7 +6,7 @@
 //!   coarse:  means of the fine samples over half an hour, kept for 90 d
 //!   events:  changes seen between two samples, the last 5,000
 //! ```
-//! All amounts are whole numbers; the units are in their names.
+//! All amounts are whole numbers, and the name of an amount contains its unit.
 
 mod growth;
 mod series;

@@ -3,8 +3,9 @@
 //! serves the disk by NBD on a Unix socket. The bridge kills qemu-nbd when the first iSCSI session
 //! ends.
 //!
-//! The bridge works without a daemon: if a lender dies while the borrower's daemon is not running,
-//! the VM continues on its copy.
+//! The bridge works without a daemon. So if the lender dies while the borrowing host's daemon is
+//! not running, QEMU gets an error at once, and the VM continues with the other copy of its swap
+//! disk.
 
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream};

@@ -2,8 +2,9 @@
 //! Clones of one snapshot rewrite their shared memory at the same time, in a control group whose
 //! limit leaves little memory.
 //!
-//! Where a control group cannot be made, the reserve is set so high that the host is short after a
-//! few hundred MiB. Everything except the OOM killer then behaves as on a small host.
+//! If the test cannot make a control group, it sets the brake's reserve so high that memory counts
+//! as short after a few hundred MiB. Everything except the OOM killer then behaves as on a small
+//! host.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
