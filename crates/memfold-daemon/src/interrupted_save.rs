@@ -151,6 +151,6 @@ pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
         }
     };
     if let Err(error) = threads::begin("disks", work) {
-        warn!(%error, "cannot start the thread that removes an interrupted save's copy jobs; the VM's next save removes the jobs");
+        warn!(%error, "cannot start the thread that removes the disk copy jobs of an interrupted save; the VM's next save removes the jobs");
     }
 }

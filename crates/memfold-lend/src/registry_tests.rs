@@ -1,5 +1,5 @@
 //! Tests of the guarantees of a lease registry, for example that no byte is lent twice. They run on
-//! each implementation: SQLite and etcd.
+//! each implementation: `SQLite` and etcd.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};

@@ -147,7 +147,7 @@ impl Shelf {
                     Ok(manifest) => all.push(manifest),
                     Err(error) => {
                         let error: &dyn std::error::Error = &error;
-                        tracing::warn!(segment = %format_args!("{name}@{generation}"), error, "cannot read the segment, so it cannot be attached; build the segment again");
+                        tracing::warn!(segment = %format_args!("{name}@{generation}"), error, "cannot read the segment, so no VM can map the segment; build the segment again");
                     }
                 }
             }

@@ -122,7 +122,7 @@ pub(super) fn disk_speed(directory: &Path) -> f64 {
     let existing = directory.ancestors().find(|place| place.is_dir());
     let measured = measure_disk(existing.unwrap_or(directory));
     measured.unwrap_or_else(|error| {
-        debug!(directory = %directory.display(), %error, "cannot measure the throughput of the disk for snapshots");
+        debug!(directory = %directory.display(), %error, "cannot measure the throughput of the disk that snapshots are saved to");
         WRITTEN_PER_S
     })
 }

@@ -25,7 +25,7 @@ impl Snapshots {
             snapshot = name,
             url = report.url,
             new_bytes = report.new_bytes,
-            "snapshot pushed"
+            "snapshot copied to the object store (pushed)"
         );
         Ok(report)
     }
@@ -50,7 +50,7 @@ impl Snapshots {
             snapshot = name,
             url = report.url,
             fetched_bytes = report.fetched_bytes,
-            "snapshot pulled"
+            "snapshot copied from the object store (pulled)"
         );
         Ok(report)
     }

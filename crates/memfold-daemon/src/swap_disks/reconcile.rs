@@ -38,7 +38,7 @@ impl SwapDisks {
         let is_lent = top.node == borrowing.top();
         info!(
             vm = machine.name(),
-            is_lent, "location of the swap disk known again: QEMU has answered"
+            is_lent, "swap disk's location (host or lender) known again: QEMU has answered"
         );
         Self::clean_up(machine);
         if !is_lent {

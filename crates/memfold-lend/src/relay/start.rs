@@ -47,7 +47,7 @@ pub struct Running {
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     /// The program that should run as the relay cannot be started.
-    #[error("cannot start {program} as the relay process")]
+    #[error("cannot start {program} as the relay process between QEMU and the lender")]
     Start {
         /// Path of the program that should run as the relay.
         program: PathBuf,
