@@ -1,5 +1,5 @@
-//! Sets `MEMFOLD_GIT` to the commit from which the program is built. Metrics and the studies'
-//! results contain the commit.
+//! Tells the program from which commit it is built, by setting `MEMFOLD_GIT` for the compiler.
+//! Metrics and the studies' results contain the commit.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,8 +1,8 @@
 //! Main loop of the agent in the guest: connects to the daemon, and turns kernel events into
 //! messages.
 //!
-//! The connection goes through these states. It starts again at "host absent" when the daemon
-//! closes its side of the port:
+//! The drawing shows the states of the connection. When the daemon closes its side of the port, the
+//! connection starts again at "host absent":
 //!
 //! ```text
 //!   no port --> host absent --> waiting (Hello sent) --> working (Welcome received)

@@ -1,5 +1,6 @@
-//! Schedules repeated work. The interval between two runs doubles as long as the runs are of no
-//! use.
+//! Decides when the agent repeats work, for example an inventory of the guest's page cache. While
+//! the runs bring nothing new, the interval doubles each time. After a useful run, the interval is
+//! the shortest again.
 
 use std::time::{Duration, Instant};
 

@@ -1,9 +1,10 @@
-//! Combines many page cache events into few messages to the daemon.
+//! Combines many page cache events of the guest's kernel into few messages to the daemon.
 //!
-//! A flush turns the collected events into one message of each kind, in this order: files, freed
-//! frames, hints, dirty pages, clean pages. The entries of a message are sorted and joined into
-//! runs. The batch is flushed early if this order would contradict the order of the events: if a
-//! frame is freed after it was hinted, or if a page is written to after its file was written back.
+//! The collected events (the batch) are sent as one message of each kind, in this order: files,
+//! freed page frames, hints, dirty pages, clean pages. The entries of a message are sorted and
+//! joined into runs. The batch is sent early if this order would contradict the order of the
+//! events: if a page frame is freed after a hint about it, or if a page is written to after its
+//! file was written back.
 
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_RUN_PAGES, MAX_RUNS, PfnRun,

@@ -1,4 +1,5 @@
-//! Finds the disk of a partition, and where the partition begins on the disk, in `/sys/dev/block`.
+//! Finds the disk that a partition of the guest belongs to, and where on the disk the partition
+//! begins, in `/sys/dev/block`. The agent needs both to report where files are stored.
 //!
 //! Source: `Documentation/ABI/stable/sysfs-block`. The directory of a partition is inside the
 //! directory of its disk.

@@ -1,8 +1,8 @@
-//! Runs shell commands for the daemon.
+//! Runs shell commands that the daemon sends to the agent in the guest.
 //!
-//! Each command has a thread. The thread starts the shell in a process group of its own and
-//! forwards the shell's output. The shell runs at normal priority (the agent's is lower). The
-//! channel to the main thread is short: when the port is slow, the command's pipe fills up and the
+//! A separate thread for each command starts the shell, in a process group of its own, and forwards
+//! the shell's output to the main thread. The shell runs at normal priority (the agent's is lower).
+//! Only little output is buffered: if the daemon reads slowly, the command's pipe fills up and the
 //! command waits.
 
 use std::collections::HashMap;

@@ -1,6 +1,6 @@
-//! Drops files from the guest's page cache, in the order of a list, until a deadline. The daemon
-//! uses this before it saves a snapshot without the page cache, because `/proc/sys/vm/drop_caches`
-//! drops everything and cannot be interrupted.
+//! Drops listed files from the guest's page cache, in the order of the list, until a deadline. The
+//! daemon uses this before it saves a snapshot that shall not contain the page cache.
+//! `/proc/sys/vm/drop_caches` is no substitute: it drops everything and cannot be interrupted.
 
 use std::io::{self, BufRead};
 use std::sync::Mutex;

@@ -7,8 +7,9 @@
 //!   /sys/dev/block    that device -> disk, and the device's position on the disk
 //!   standard output   one run in each line: number of the path, first page of the file, pages, disk, first page on the disk
 //! ```
-//! The agent writes no dirty page back and reads no file content. It leaves out files whose
-//! location is not known at once. The answer may be out of date, so the host compares the bytes.
+//! For this, the agent reads no file and writes no dirty page to disk. It leaves out files whose
+//! location the kernel does not know at once. The answer may be out of date, so the host compares
+//! the bytes.
 
 use std::io::{self, BufRead, BufWriter, Write};
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Reads a list of paths that the host sends, and opens the regular files among these paths.
+//! Reads a list of paths that the host sends to the agent, and opens those files in the guest that
+//! are regular files.
 
 use std::fs::File;
 use std::io::{self, BufRead, Read};

@@ -1,4 +1,5 @@
-//! Table of the files that the agent has reported in this connection, and of their numbers.
+//! Table of the files that the agent has reported to the daemon in this connection. Messages name a
+//! file by its number in the table.
 
 use std::collections::HashMap;
 

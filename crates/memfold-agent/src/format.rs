@@ -1,4 +1,5 @@
-//! Reads the offsets of trace events' fields from `events/SYSTEM/EVENT/format` of tracefs.
+//! Reads where the fields of a trace event are, from `events/SYSTEM/EVENT/format` of tracefs. The
+//! agent needs this to decode the kernel's page cache events.
 //!
 //! The layout is read at run time, because it differs between kernels: page-cache events have a
 //! field `order` in Linux 6.18, and none in 6.1.

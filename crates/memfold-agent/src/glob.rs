@@ -1,5 +1,5 @@
-//! Matches paths against shell globs, byte by byte. The daemon's rules use globs to include and
-//! exclude files.
+//! Matches paths of the guest's files against shell globs. With globs, the daemon tells the agent
+//! which files to report. Paths are compared byte by byte.
 //!
 //! `?` and `*` match within a path component, `**` across components. `[a-z]` matches one byte of a
 //! set, `[!a-z]` one byte outside it. A pattern without a slash is matched with the file name, any

@@ -1,4 +1,4 @@
-//! Program `memfold-agent`: parses options and calls the library.
+//! The program `memfold-agent`, which runs in guests: parses its options and calls the library.
 
 use std::ffi::OsString;
 use std::process::ExitCode;

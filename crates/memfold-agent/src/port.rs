@@ -1,5 +1,5 @@
-//! The virtio-serial port through which the agent talks to the daemon, and the queue of messages to
-//! send.
+//! The virtio-serial port through which the agent in the guest talks to the daemon, and the queue
+//! of messages that wait to be sent.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};

@@ -1,4 +1,5 @@
-//! Finds the cached pages of a file and their page frames.
+//! Finds out which pages of a file are in the guest's page cache, and in which page frames. The
+//! agent reports these to the daemon.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -1,4 +1,5 @@
-//! Finds the path of an inode by file handle, without reading directories.
+//! Finds the path of an inode with a file handle, without reading directories. The kernel's page
+//! cache events name only the inode, and the daemon needs the path.
 //!
 //! A file whose pages are being cached has its inode and, as a rule, its directory entry in memory,
 //! so `open_by_handle_at` costs no disk access. If a file system needs more than the inode number

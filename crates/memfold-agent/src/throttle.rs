@@ -1,4 +1,5 @@
-//! Limits the CPU use of a background thread, so that the guest's programs are not slowed down.
+//! Limits the CPU use of the agent's background thread, so that it does not slow down the guest's
+//! programs.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Reads the kernel's page-cache and writeback events from a tracing instance of its own.
+//! Reads the kernel's events about the guest's page cache and about writeback. The agent uses a
+//! tracing instance of its own (tracefs `instances/`).
 //!
 //! | event | meaning |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! Wakes the main loop from another thread, by an eventfd.
+//! Wakes the agent's main loop from another thread of the agent, with an eventfd.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,10 +1,11 @@
-//! Walks the part of the directory tree that the kernel has in its dentry cache.
+//! Finds cached files in the guest, by a walk through those directories that the kernel has in its
+//! dentry cache.
 //!
 //! A cached page belongs to an inode in memory, and that inode was opened through a dentry. So it
 //! is enough to look at cached dentries: `openat2` with `RESOLVE_CACHED` (Linux >= 5.12) opens a
 //! file only if that needs no disk access and no new inode. The walk reads only directories that
-//! are cached, so unused files cost nothing. It misses files whose dentry was reclaimed before
-//! their pages.
+//! are cached, so unused files cost nothing. The walk misses a file if the kernel has dropped the
+//! file's dentry but not its pages.
 
 use std::ffi::CStr;
 use std::fs::File;

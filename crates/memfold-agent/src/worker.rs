@@ -1,5 +1,5 @@
-//! Background thread of the agent. It makes inventories of the page cache, and walks directories to
-//! find the paths of files.
+//! The agent's background thread. It finds all files in the guest's page cache (an inventory), and
+//! walks directories to find the paths of files.
 
 use std::cell::RefCell;
 use std::collections::HashSet;

@@ -1,4 +1,5 @@
-//! Access control: roles, sessions over TCP, and hosts that use the registry of leases.
+//! Types of the daemon's API for access control: roles of users, login sessions over TCP, and other
+//! hosts that may use this daemon's lease registry.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

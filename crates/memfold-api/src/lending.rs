@@ -1,4 +1,4 @@
-//! Requests and reports of lending RAM to other hosts and borrowing it.
+//! Types of the daemon's API for lending RAM to other hosts and borrowing it: requests and reports.
 
 use std::net::{IpAddr, Ipv4Addr};
 

@@ -1,5 +1,5 @@
-//! Connects to a registry of leases that another program serves: another daemon (Unix socket or
-//! TLS), or etcd.
+//! Connects the daemon to a lease registry that another program serves: another daemon (Unix socket
+//! or TLS), or etcd. The registry records which host lends RAM to which VM.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! The daemon's version, and its report of memory use.
+//! Types of the daemon's API for its version and for its report of how the host's memory is used.
 
 use std::path::PathBuf;
 

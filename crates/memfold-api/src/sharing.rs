@@ -1,6 +1,6 @@
-//! Settings of the mechanisms that share memory: folding; KSM, the kernel's merging of equal pages;
-//! and the brake, which limits copy-on-write debt (memory that guests can claim at once by writing
-//! to shared pages).
+//! Types of the daemon's API for the settings of folding, of KSM (the kernel's merging of equal
+//! pages), and of the brake, which limits the memory that guests can claim at once by writing to
+//! shared pages.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,4 +1,5 @@
-//! Requests and reports of saving, restoring and verifying snapshots, and of boot snapshots.
+//! Types of the daemon's API for snapshots: requests to save, restore and verify them, and the
+//! reports.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! Requests and reports of listing, attaching and stopping VMs, and of running commands in guests.
+//! Types of the daemon's API for VMs: requests to list, attach and stop them and to run commands in
+//! guests, and the reports.
 
 use std::path::PathBuf;
 

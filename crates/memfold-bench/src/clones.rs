@@ -1,4 +1,5 @@
-//! Study `clones`: how long each clone of one saved VM takes to start, and how much memory it uses.
+//! The study `memfold bench clones`: measures how long each clone of one saved VM takes to start,
+//! and how much memory it uses.
 //!
 //! A Debian VM boots, a program in it fills memory with random bytes, and the VM is saved without
 //! its page cache. Then clones are started one after the other, and all keep running. Each clone

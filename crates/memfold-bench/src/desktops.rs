@@ -1,5 +1,6 @@
-//! Study `desktops` (figure 3 of study A): measures how much memory a browser and an office suite
-//! add to each VM, with their files on disks or executed in place from one segment. Also measures
+//! The study `memfold bench desktops`, which repeats figure 3 of a published study (study A). It
+//! measures how much memory a browser and an office suite add to each VM. Their files are on the
+//! VM's disk, or are executed in place from one segment that all VMs share. The study also measures
 //! the time until these programs show a window.
 //!
 //! VMs boot from disks, or from a segment of the whole system. One VM after the other starts the
@@ -141,7 +142,7 @@ fn of_vm(lab: &Lab, name: &str) -> anyhow::Result<f64> {
     memory(lab)?;
     let vms = lab.report()?.ledger.vms;
     let own = vms.iter().find(|vm| vm.name == name);
-    let own = own.with_context(|| format!("'{name}' is in no ledger"))?;
+    let own = own.with_context(|| format!("the ledger has no VM '{name}'"))?;
     let segments: u64 = vms.iter().map(|vm| vm.segment_pss_bytes.0).sum();
     Ok((own.ram_pss_bytes.0 + segments) as f64)
 }

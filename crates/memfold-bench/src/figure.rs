@@ -1,4 +1,4 @@
-//! Draws line charts as SVG text.
+//! Draws the line charts of studies as SVG text.
 
 use std::fmt::Write as _;
 use std::path::Path;

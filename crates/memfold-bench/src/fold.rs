@@ -1,11 +1,12 @@
-//! Study `fold`: the CPU time of folding, by the length of runs. It is compared with a plain
-//! comparison of the same bytes, and with ksmd on the same data.
+//! The study `memfold bench fold`: measures the CPU time of folding runs of pages, by the length of
+//! the runs. It is compared with the time of a plain comparison of the same bytes, and with the
+//! time of KSM's thread (ksmd) on the same data.
 //!
 //! Folding runs in this process, with the code that runs in QEMU. Figures are CPU time of the
 //! working thread (ksmd's from `/proc/PID/schedstat`), so other load on the machine matters little.
-//! Runs are one page apart in RAM, so that their mappings do not merge, as in a guest. The page
-//! store is of the daemon's type, and is filled as by the daemon. For the plain comparison, both
-//! sides are mapped beforehand, so its time is a theoretical limit.
+//! Runs are one page apart in RAM, so that the kernel does not merge their mappings; in a guest, it
+//! cannot either. The page store is made and filled as the daemon does it. For the plain
+//! comparison, both sides are mapped beforehand, so its time is a lower limit.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,5 @@
-//! Runs memfold's fold library in this process, with the same code that runs in QEMU.
+//! Folds memory of this process, for a study and the self-test, with the same code that runs in
+//! QEMU.
 
 use std::os::fd::OwnedFd;
 

@@ -1,10 +1,10 @@
-//! Study of forks: how long a running VM stands still, how soon a fork of it runs, and what a fork
-//! writes and holds.
+//! The study `memfold bench fork`: measures how long a running VM stands still while it is forked,
+//! how soon the fork runs, and how much the fork writes to disk and uses of memory.
 //!
-//! A Debian VM boots and is saved. A clone of it, the *parent*, is forked again and again: after
-//! its program has written a number of MiB since the last fork, and generation by generation (a
-//! fork of a fork). In the same run, the parent is saved with all pages, and by QEMU
-//! (`migrate file:` with mapped-ram and multifd).
+//! A Debian VM boots and is saved. A clone of it, the *parent*, is forked again and again, each
+//! time after a program in it has written a number of MiB. Forks of forks are measured, too. For
+//! comparison, memfold saves the parent with all pages, and QEMU saves it (`migrate file:` with
+//! mapped-ram and multifd).
 //!
 //! | key | meaning |
 //! |---|---|
@@ -145,7 +145,7 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
         let write = format!("head -c {mib}M /dev/urandom > /dev/shm/written; sync");
         lab.exec(PARENT, &write, LIMIT)?;
     }
-    let before = *sizes(lab)?.get(PARENT).context("the parent has ended")?;
+    let before = *sizes(lab)?.get(PARENT).context("the VM that is forked has ended")?;
     let changed = changed_bytes(lab.pid(PARENT)?)?;
     let request = ForkRequest::default();
     let began = Instant::now();
@@ -158,7 +158,7 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
     let both = sizes(lab)?;
     let after = [PARENT, &child].map(|vm| both.get(vm).copied());
     let [Some(parent), Some(forked)] = after else {
-        anyhow::bail!("a VM has ended");
+        anyhow::bail!("the forked VM or its fork has ended");
     };
     let place = lab.directory().join("snapshots").join(&report.snapshot);
     let written: u64 = files_bytes(&place)?;

@@ -1,5 +1,6 @@
-//! Study `hints` (study C): measures how much memory folding shares while two VMs compile, and how
-//! much CPU time folding needs, compared with KSM. The guests' hints say what to fold.
+//! The study `memfold bench hints`, which repeats a published study (study C): measures how much
+//! memory folding saves while two VMs compile, and how much CPU time it needs, compared with KSM.
+//! The guests' hints say what to fold.
 //!
 //! Two VMs of 512 MiB boot from separately built images, and read and hash their files, so that
 //! their page caches are full. At time 0, both begin to compile, and one mechanism begins to share
@@ -187,7 +188,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
             let name = mechanism.name();
             let specs = plan.specs(mechanism)?;
             let run = arm::run(specs, &plan.work, mechanism, allowed, repeat)
-                .with_context(|| format!("arm {name}"))?;
+                .with_context(|| format!("arm '{name}' of the study failed"))?;
             eprintln!("{name}: {}", run.in_short());
             runs.push(run);
         }

@@ -1,4 +1,5 @@
-//! Checks that VMs can run on this host, reads `/proc`, and runs programs.
+//! Helpers of studies, demo and self-test: check that VMs can run on this host, read `/proc`, and
+//! run programs.
 
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
@@ -36,7 +37,7 @@ pub fn numbers_said<const N: usize>(said: &str) -> anyhow::Result<[f64; N]> {
     let words = said.split_ascii_whitespace().map(str::parse);
     let numbers: Option<Vec<f64>> = words.map(Result::ok).collect();
     let numbers = numbers.and_then(|numbers| numbers.try_into().ok());
-    numbers.with_context(|| format!("the guest said '{said}'"))
+    numbers.with_context(|| format!("the guest did not answer with numbers: '{said}'"))
 }
 
 /// Fields of a process or thread, from its file `stat` in `/proc` (`proc_pid_stat(5)`).

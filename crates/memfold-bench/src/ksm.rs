@@ -1,5 +1,5 @@
-//! Study `ksm` (study B): measures how much memory KSM (the kernel's page merging) saves, and what
-//! that costs.
+//! The study `memfold bench ksm`, which repeats a published study (study B): measures how much
+//! memory KSM (the kernel's same-page merging) saves, and what that costs.
 //!
 //! | part | |
 //! |---|---|
@@ -7,7 +7,7 @@
 //! | `speed` | time and CPU until 90 % of the mergeable memory is merged: with the kernel's defaults, `memfold ksm start`, and the kernel's advisor |
 //! | `slowdown` | slowdown of a program that computes and of one that writes to memory, by ksmd's speed (study C's figure 1) |
 //!
-//! Before each measurement, KSM is stopped and all pages are unmerged. The host must not use KSM
+//! Before each measurement, KSM is stopped and all pages are unmerged. So the host must not use KSM
 //! for anything else.
 
 mod foci;

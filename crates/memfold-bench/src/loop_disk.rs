@@ -1,4 +1,4 @@
-//! Makes file systems on loop devices, whose throughput the kernel can limit
+//! Makes a slow disk for studies: a file system on a loop device whose throughput the kernel limits
 //! (`blkio.throttle.{read,write}_bps_device`,
 //! `Documentation/admin-guide/cgroup-v1/blkio-controller.rst`).
 

@@ -1,4 +1,4 @@
-//! Writes the results of a command, as JSON for programs or as text for people.
+//! Writes the results of studies, demo and self-test, as JSON for programs or as text for people.
 
 use std::io::{ErrorKind, Write as _};
 

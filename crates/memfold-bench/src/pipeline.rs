@@ -1,5 +1,5 @@
-//! Part `pipeline` of the study `snapshots`: measures how fast a RAM image is written to disk,
-//! compared with the limits of this host's memory and disk.
+//! The part `pipeline` of the study `snapshots`: measures how fast the RAM image of a snapshot is
+//! written to disk, compared with the limits of this host's memory and disk.
 //!
 //! Another process keeps random bytes in memory. In each round, these speeds are measured one after
 //! the other:

@@ -1,6 +1,6 @@
-//! Saves and restores VMs in QEMU's own ways, for comparison with memfold's snapshots:
-//! `migrate file:`, as a stream or with mapped-ram and multifd (2 channels), and `savevm`. The VM
-//! is stopped meanwhile. As with memfold, a save ends when all data is on disk.
+//! Saves and restores VMs in QEMU's own ways, so that studies can compare them with memfold's
+//! snapshots: `migrate file:`, as a stream or with mapped-ram and multifd (2 channels), and
+//! `savevm`. The VM is stopped meanwhile. As with memfold, a save ends when all data is on disk.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -138,7 +138,7 @@ fn work(qmp: &mut Qmp, command: &str, orders: &Value) -> anyhow::Result<()> {
         let jobs = qmp.query("query-jobs")?;
         let mut all = jobs.as_array().into_iter().flatten();
         let job = all.find(|job| job["id"] == TAG);
-        let job = job.with_context(|| format!("QEMU has no job any more: {jobs}"))?;
+        let job = job.with_context(|| format!("QEMU lost the VM's save or load job: {jobs}"))?;
         ensure!(job["error"].is_null(), "QEMU: {job}");
         Ok((job["status"] == "concluded").then_some(()))
     })?;

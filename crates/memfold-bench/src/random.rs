@@ -1,4 +1,4 @@
-//! Generates pseudorandom numbers, which are the same in each run of a program.
+//! Generates pseudorandom test data for studies. The numbers are the same in each run.
 
 use std::io::{self, BufWriter, Write};
 

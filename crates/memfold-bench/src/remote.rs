@@ -1,5 +1,6 @@
-//! Study `remote` (study D): measures a VM that swaps to this host's disk, and to RAM that another
-//! host lends over a link of 10 Gbit/s.
+//! The study `memfold bench remote`, which repeats a published study (study D): measures a VM that
+//! swaps to this host's disk, and one that swaps to RAM which another host lends over a link of 10
+//! Gbit/s.
 //!
 //! | arm | the swap disk |
 //! |---|---|

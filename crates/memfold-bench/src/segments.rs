@@ -1,5 +1,6 @@
-//! Study `segments` (study A): measures the memory of VMs that execute files in place from one
-//! image, compared with VMs that read these files from disks.
+//! The study `memfold bench segments`, which repeats a published study (study A): measures the
+//! memory of VMs that execute files in place from one shared image (a segment), compared with VMs
+//! that read these files from disks.
 //!
 //! | arm | the VMs | sharing in study A's plan |
 //! |---|---|---|
@@ -10,7 +11,7 @@
 //! | `clone` | run from one snapshot of a VM of `none` | NSS, and more: all of memory, not only the kernel |
 //! | `both` | run from one snapshot of a VM of `segment` | both |
 //!
-//! DCSS and NSS are shared segments and shared kernels of z/VM, which the arms imitate.
+//! DCSS and NSS, which the arms imitate, are shared segments and shared kernels of z/VM.
 //!
 //! In each arm, several VMs run at once, and nothing else. A VM's *attributable memory* is its RAM
 //! in memory (for shared pages, its share) and its share of segments' pages. Its RAM includes the
@@ -214,7 +215,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 fn savings(arms: &[Measured], all: &Manifest, best: &Manifest) -> anyhow::Result<Value> {
     let named = |name: &str| {
         let found = arms.iter().find(|measured| measured.arm == name);
-        found.with_context(|| format!("no arm '{name}'"))
+        found.with_context(|| format!("the study has no arm '{name}'"))
     };
     let none = named("none")?;
     let idle = |m: &Measured| saving_percent(m.idle.all(), none.idle.all());

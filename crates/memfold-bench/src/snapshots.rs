@@ -1,5 +1,6 @@
-//! Study `snapshots` (study E): measures time and size of saving and restoring a VM without its
-//! page cache, compared with QEMU's own ways to save a VM.
+//! The study `memfold bench snapshots`, which repeats a published study (study E): measures how
+//! long saving and restoring a VM takes, and how large the snapshot is, compared with QEMU's own
+//! ways to save a VM. memfold leaves out the guest's page cache.
 //!
 //! Programs in the VM use 200 MB; page cache of files with random bytes fills the rest of its RAM.
 //! The VM is saved in each of these ways in turn, in three rounds, and restored from each save:
@@ -148,8 +149,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 }
 
 fn measure_case(case: Case) -> anyhow::Result<Measured> {
-    let measured = measure(case)
-        .with_context(|| format!("VM of {}, {} MiB used", case.memory, case.used_mib))?;
+    let measured = measure(case).with_context(|| {
+        format!("cannot measure a VM of {} with {} MiB used", case.memory, case.used_mib)
+    })?;
     eprintln!("{}", in_short(&measured));
     Ok(measured)
 }

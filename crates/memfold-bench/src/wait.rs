@@ -1,4 +1,4 @@
-//! Waits until the memory of VMs no longer changes.
+//! Waits until the memory use of VMs no longer changes, so that a study can measure it.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! Part `warmth` of the study `snapshots`: measures how fast a program runs in the first 30 seconds
-//! after the restore of its VM.
+//! The part `warmth` of the study `snapshots`: measures how fast a program runs in the first 30
+//! seconds after the restore of its VM, when the guest's page cache may be cold.
 //!
 //! A program reads random files of the disk without pause: while the VM is saved, and in every
 //! restored VM. The number of files that it reads in 30 s is compared with the number in the 30 s

@@ -1,4 +1,4 @@
-//! Tests of the command line: output and exit codes. No study runs.
+//! Tests of the command line of `memfold-bench`: output and exit codes. No study runs.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

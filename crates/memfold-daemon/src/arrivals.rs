@@ -8,9 +8,8 @@
 //!   daemon starts      begin(Adopting) --- QEMU answers ---> table of VMs
 //!                        ^-- again after a pause --'  `- QEMU has ended ---> its files are removed
 //! ```
-//! A VM stays in this list as long as its [`Entry`] exists. The lock of this list is never taken
-//! while the table of VMs is locked. A thread that needs both locks takes the lock of the table
-//! second.
+//! A VM stays in this list as long as its [`Entry`] exists. A thread that needs the locks of both
+//! this list and the daemon's table of VMs takes the lock of this list first.
 
 use std::collections::BTreeMap;
 use std::path::Path;

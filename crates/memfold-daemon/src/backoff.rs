@@ -1,4 +1,5 @@
-//! Repeats a failing task on a thread. The pause after a failure grows from 30 s to 10 min.
+//! Runs a task, for example moving a VM's swap disk, on a thread of its own. After a failure the
+//! next attempt has to wait. The pause grows from 30 s to 10 min.
 
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -42,7 +43,7 @@ impl<T: Send + 'static> Backoff<T> {
         match Builder::new().name(name.into()).spawn(work) {
             Ok(thread) => self.under_way = Some(thread),
             Err(error) => {
-                warn!(vm, %error, "cannot start the thread that moves the swap disk; retrying later");
+                warn!(vm, %error, "cannot start the thread that moves the VM's swap disk to a lender or back; retrying later");
                 self.failed(Instant::now());
             }
         }

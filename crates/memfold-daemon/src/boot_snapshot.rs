@@ -1,5 +1,6 @@
-//! The boot snapshot of a VM (`NAME-boot`), saved right after the guest has booted: its name, and
-//! the check whether a snapshot of that name belongs to the VM.
+//! The boot snapshot of a VM, saved right after the guest has booted. It has the VM's name with the
+//! suffix `-boot`. This module makes that name, and checks whether the snapshot of that name
+//! belongs to the VM.
 
 use memfold_api::BootSnapshot;
 use memfold_snapshot::{Manifest, Shelf, restore};

@@ -1,4 +1,5 @@
-//! The daemon: owns the services, connects them, and starts their background threads.
+//! The daemon's main object. It owns all services of the daemon, such as folding and snapshots,
+//! connects them with each other, and starts their background threads.
 
 use std::sync::Arc;
 use std::time::Instant;

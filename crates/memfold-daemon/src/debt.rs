@@ -1,5 +1,6 @@
-//! The copy-on-write debt: memory that guests can claim by writing to shared pages. This module
-//! compares the debt with the available memory, and decides whether a VM may be started.
+//! The copy-on-write debt: memory that guests can claim at any time by writing to shared pages.
+//! This module compares the debt with the host's available memory, and decides whether a VM may be
+//! started.
 //!
 //! The [`brake`] keeps these figures up to date.
 

@@ -1,4 +1,4 @@
-//! Errors of the daemon's requests.
+//! Errors that the daemon returns for requests of its users, such as an unknown VM name.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ pub enum DaemonError {
     #[error("no VM named '{0}'; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// The HTTP API has no such path.
-    #[error("no such path; GET /openapi.json lists all paths")]
+    #[error("the API has no such path; GET /openapi.json lists all paths")]
     NoSuchPath,
     /// A VM of this name is running or being started.
     #[error("a VM named '{0}' is running")]

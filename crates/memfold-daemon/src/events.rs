@@ -1,5 +1,6 @@
-//! Finds events, such as the end of a VM: differences between two samples of the daemon's state.
-//! Each event is a line of text.
+//! Finds events for the history of memory use: for example, a VM has ended, or KSM was started. An
+//! event is a difference between two consecutive samples of the daemon's state, described in one
+//! line of text.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,9 +1,10 @@
-//! Figures for metrics scrapes. They are cached, so that frequent scrapes cost little.
+//! Collects the figures that a metrics scrape shows, and caches them, so that frequent scrapes cost
+//! little.
 //!
-//! Most figures come from a [`FullReport`], which reads the page maps of all VMs and sums of all
-//! processes. Therefore all figures are read together, and cached for at least [`LEAST_AGE`] and
-//! for 100 times the CPU time of reading them. So scrapes cost at most a hundredth of a core. CPU
-//! time is measured, because elapsed time is longer on a busy host.
+//! Most figures come from a [`FullReport`]. To make it, the daemon reads the page maps of all VMs
+//! and the memory use of all processes. So all figures are collected together. They are cached for
+//! at least [`LEAST_AGE`], and for 100 times the CPU time of collecting them: scrapes take at most
+//! a hundredth of a core. CPU time is measured, because elapsed time is longer on a busy host.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

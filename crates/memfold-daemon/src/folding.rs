@@ -1,5 +1,6 @@
-//! The daemon's access to the fold engine's thread: figures, settings, commands. The engine may
-//! wait for a QEMU that does not answer; requests for figures then get the last known figures.
+//! Sends commands to the thread that folds VMs' memory (the fold engine), changes its settings, and
+//! reads its figures. The engine may be waiting for a QEMU that does not answer. Requests for
+//! figures then get the last known figures.
 
 use std::io;
 use std::sync::Arc;

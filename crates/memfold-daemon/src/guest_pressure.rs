@@ -1,5 +1,5 @@
-//! Counts guests of this host that are short of memory. If there are any, the host lends less,
-//! because its own VMs are about to need the memory.
+//! Counts the guests of this host that are short of memory. If there are any, the host lends less
+//! RAM to other hosts, because its own VMs will soon need the RAM.
 //!
 //! QEMU gets the figures from the guest's balloon driver (`guest-stats` of `virtio-balloon-pci`,
 //! `docs/interop/virtio-balloon-stats.rst` in QEMU), without an agent. A guest can report false

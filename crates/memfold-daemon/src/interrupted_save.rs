@@ -1,7 +1,7 @@
-//! Notes about saves in progress of VMs that memfold did not start. If the daemon dies during such
-//! a save, the VM may stay stopped, and no other file says how its disks were attached. So the save
-//! writes a note first. The next save or the next daemon then undoes the steps that the note
-//! records.
+//! Writes a note before a VM that memfold did not start (an attached VM) is saved as a snapshot. If
+//! the daemon dies during the save, the VM may stay stopped, and no other file says how its disks
+//! were attached. The VM's next save, or the next daemon, reads the note and undoes the interrupted
+//! save.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -151,6 +151,6 @@ pub(crate) fn let_go_of_disks(machine: Arc<Machine>) {
         }
     };
     if let Err(error) = threads::begin("disks", work) {
-        warn!(%error, "cannot start the thread that removes an interrupted save's copy jobs; the VM's next save removes the jobs");
+        warn!(%error, "cannot start the thread that removes the disk copy jobs of an interrupted save; the VM's next save removes the jobs");
     }
 }

@@ -1,4 +1,5 @@
-//! Writes JSON files. A file is replaced atomically.
+//! Writes the daemon's JSON files. A file is replaced atomically: readers see the old or the new
+//! contents.
 
 use std::path::Path;
 

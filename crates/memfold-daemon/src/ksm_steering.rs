@@ -10,8 +10,9 @@
 //!                  else: pages_to_scan, sleep_millisecs by the controller (`ksm::steer`)
 //!   stop, the daemon's end, the next daemon after a kill: the old settings are restored; merged pages stay merged
 //! ```
-//! `run` = 0 keeps merged pages merged. `run` = 2 unmerges them, and needs as much memory at once
-//! as merging has saved. So 2 is written only for a stop request that asks for it.
+//! If 0 is written to KSM's file `run`, merged pages stay merged. If 2 is written, they are
+//! unmerged, which needs as much memory at once as merging has saved. So memfold writes 2 only if
+//! the operator asks for it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! Leases: records of which host lends memory to which swap disk, kept in a registry.
+//! Takes, renews and releases leases. A lease is an entry in the lease registry. It says that one
+//! host lends RAM to a swap disk of another host.
 //!
 //! A swap disk needs a lease for each part of its memory. This host takes all leases of a disk or
 //! none, renews them while the disk is in use, and releases them in the end. It takes no lease from

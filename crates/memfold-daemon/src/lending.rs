@@ -1,5 +1,5 @@
-//! Lends this host's free memory to other hosts. The operator's last request is saved, so that the
-//! next daemon continues to lend.
+//! Lends this host's free memory to other hosts. The daemon saves the operator's last request
+//! (`memfold lend`), and continues to lend after a restart.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -161,7 +161,7 @@ impl Lending {
             lend: request.cloned(),
         };
         if let Err(error) = write_json(&self.note, &by_hand) {
-            warn!(%error, "cannot write lend.json; free space in the state directory and repeat 'memfold lend'");
+            warn!(%error, "cannot save the settings of 'memfold lend' in lend.json; free space in the state directory and repeat 'memfold lend'");
         }
     }
 
@@ -176,7 +176,9 @@ impl Lending {
         let old = || serde_json::from_slice(&bytes).map(|lend| (boot_id(), Some(lend)));
         let said = serde_json::from_slice::<ByHand>(&bytes).map(|said| (said.boot, said.lend));
         let Ok((boot, lend)) = said.or_else(|_| old()) else {
-            warn!("cannot read lend.json; repeat 'memfold lend'");
+            warn!(
+                "cannot read the settings of 'memfold lend' from lend.json; repeat 'memfold lend'"
+            );
             return configured;
         };
         if boot == boot_id() {

@@ -22,8 +22,8 @@
 //!   Sampling         a thread: samples, which become history and events
 //!   Views            views of memory for user interfaces
 //! ```
-//! The daemon holds no state that a new daemon could not find: VMs are in the state directory,
-//! mappings and the page store in the kernel. The daemon may be killed at any instant.
+//! The daemon may be killed at any instant. A new daemon finds everything again: the VMs in the
+//! state directory, their memory mappings and the page store in the kernel.
 
 mod arrivals;
 mod backoff;

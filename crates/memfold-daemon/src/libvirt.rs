@@ -1,7 +1,7 @@
-//! Adopts libvirt domains that are enabled for memfold, as these domains start.
+//! Adopts libvirt domains that are enabled for memfold, as soon as they run.
 //!
-//! libvirt is asked once about each QEMU that memfold's wrapper started. The search for new QEMUs
-//! only reads a directory.
+//! To find new QEMUs, the daemon only reads a directory. It asks libvirt once about each new QEMU
+//! that memfold's wrapper script started.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -1,6 +1,8 @@
-//! The order in which the daemon's threads take locks, so that threads cannot deadlock.
+//! Defines the order in which the daemon's threads take locks. If all threads keep to one order,
+//! they cannot deadlock.
 //!
-//! A thread that holds a lock takes only locks that stand below it here:
+//! The drawing lists the locks from top to bottom. A thread that holds a lock takes only locks
+//! further down:
 //!
 //! ```text
 //!   shared computations           Reports (joint, figures), Views (maps, sharing, doctor, explaining, estimating)
@@ -10,8 +12,8 @@
 //!   the registry                  Arrivals, then VmRegistry (vms)
 //!   states of single objects      Guard, Keeper, Machine's fields, SnapshotLocks, Leases (heard, distrust), Folding (last), Samples
 //! ```
-//! A *right* is a lock that a thread may hold for minutes. Debug builds check the order of the
-//! rights. A thread never holds two rights of one rank.
+//! A *right* is a lock that a thread may hold for minutes. Debug builds check that threads take
+//! rights in this order. A thread never holds two rights of one rank.
 
 use std::cell::Cell;
 use std::marker::PhantomData;

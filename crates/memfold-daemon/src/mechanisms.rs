@@ -1,5 +1,5 @@
-//! Creates the services that the VM services use, such as folding, lending and segments, and
-//! connects them.
+//! Creates and connects the daemon's basic services, such as folding, lending and segments. The
+//! services that start, stop, save and restore VMs use them.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;

@@ -1,4 +1,5 @@
-//! Options of the daemon.
+//! Options with which the daemon starts, such as its directories and its host name. The command
+//! `memfold serve` fills them in.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! Reports that combine several services: the ledger, the leases, and figures for metrics scrapes.
+//! Makes reports from the figures of several services: the ledger, the list of leases, and the
+//! figures for metrics scrapes.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

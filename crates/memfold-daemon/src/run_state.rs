@@ -1,5 +1,5 @@
-//! Run state of a VM: QEMU's state, the cause if the VM is not running, and the action that would
-//! make the VM run again.
+//! Describes whether a VM runs. If it does not, the description gives QEMU's run state, the cause,
+//! and what the operator can do to make the VM run again.
 //!
 //! Source: `RunState`, `query-block` (`io-status`) and the events of QEMU's `qapi/run-state.json`
 //! and `qapi/block-core.json`.

@@ -1,5 +1,6 @@
-//! Takes periodic samples of the ledger: always for the history, and more often while somebody
-//! watches the live view.
+//! Takes samples of the ledger periodically. Each sample is written to the history of memory use.
+//! While a user watches the live view (`memfold top` or the dashboard), samples are taken more
+//! often.
 //!
 //! The cost of a sample depends on the host, because a sample reads all processes. So the CPU time
 //! of each sample is measured, and the interval is set so that samples take at most [`IDLE_SHARE`]

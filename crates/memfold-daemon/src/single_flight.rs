@@ -1,4 +1,5 @@
-//! Shares one expensive result among concurrent callers.
+//! Lets several callers share one computation that takes long, such as a memory report. A caller
+//! that comes during a computation waits for the next one, so no result is older than its request.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

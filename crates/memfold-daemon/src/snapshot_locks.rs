@@ -1,5 +1,5 @@
-//! Locks snapshots by name. While an operation uses a snapshot, users see its progress, and the
-//! snapshot cannot be removed.
+//! Locks snapshots by name. While an operation such as a restore uses a snapshot, the snapshot
+//! cannot be removed, and users can see how far the operation is.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Deref;

@@ -1,13 +1,14 @@
-//! Moves swap disks of this host's VMs to lent RAM, watches them, and moves them back. The drawing
-//! shows the modules in the order of a loan.
+//! Moves the swap disks of this host's VMs to RAM that other hosts lend, watches the lenders, and
+//! moves the disks back. The drawing shows the modules in the order in which one loan of RAM needs
+//! them.
 //!
 //! ```text
 //!   again, automatic --> borrow --> watcher --> heal --> give_back --> reconcile --> guards, notes, relays
 //! ```
-//! Every operation may be interrupted at any instant. The block nodes that QEMU's device uses show
-//! the true state. The file `borrowed.json` names the leases, and is written before the first lease
-//! is used. [`SwapDisks::clean_up`] removes unused nodes and files. So a new daemon completes or
-//! undoes what the earlier one began.
+//! The daemon may be killed at any instant, so the next daemon must be able to complete or undo
+//! each operation. The block nodes that QEMU uses show where a disk really is. The file
+//! `borrowed.json` names the leases, and is written before the first lease is used.
+//! [`SwapDisks::clean_up`] removes unused block nodes and files.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,8 +1,10 @@
-//! Puts LVM swap volumes of this host on lent RAM, watches them, and takes them off again.
+//! Moves swap volumes (LVM logical volumes of this host) to RAM that other hosts lend, watches the
+//! lenders, and moves the volumes back.
 //!
-//! Every operation may be interrupted at any instant. LVM shows the true state. Notes name the
-//! leases and iSCSI targets, and are written before any change. [`SwapVolumes::take_off`] undoes
-//! every step that was done, and may be repeated.
+//! The daemon may be killed at any instant, so the next daemon must be able to undo each operation.
+//! LVM's metadata show where a volume really is. A file of the daemon names the leases and iSCSI
+//! targets, and is written before any change. [`SwapVolumes::take_off`] undoes every step that was
+//! done, and may be repeated.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -281,7 +283,7 @@ impl SwapVolumes {
         let loans: Vec<Loan> = match serde_json::from_slice(&bytes) {
             Ok(loans) => loans,
             Err(error) => {
-                warn!(%error, "cannot read volumes.json; run 'memfold return --lvm VG/LV' for each volume on lent RAM");
+                warn!(%error, "cannot read volumes.json, the list of volumes on lent RAM; run 'memfold return --lvm VG/LV' for each of these volumes");
                 return;
             }
         };
@@ -296,9 +298,9 @@ impl SwapVolumes {
         // All loans are inserted before the first one is written to the file.
         self.keepers.lock().clone_from(&all);
         for (volume, keeper) in all {
-            info!(%volume, "volume's borrowed memory is watched again after the daemon's restart");
+            info!(%volume, "daemon restarted; it watches the lease of the volume's borrowed memory again");
             if let Err(error) = self.keep(&keeper) {
-                warn!(%volume, error = chain(&error), "cannot watch the volume's loan; run 'memfold return --lvm' or restart the daemon");
+                warn!(%volume, error = chain(&error), "cannot renew the lease of the volume's borrowed memory; run 'memfold return --lvm' or restart the daemon within a minute");
             }
         }
     }

@@ -1,4 +1,5 @@
-//! Starts the daemon's threads, and measures time.
+//! Helpers for the daemon's threads: start a thread, repeat a check, wait with a time limit, and
+//! measure CPU time.
 
 use std::io;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Makes maps, tables and estimates of memory use for user interfaces. They are made only on
-//! request, one at a time, and cached for some seconds.
+//! Makes the memory maps, tables and estimates that the dashboard and the command line show. They
+//! are made only on request, one at a time, and cached for some seconds.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;

@@ -6,7 +6,8 @@
 //!   more than MOST bytes:     the last MOST go to NAME.log.1, then NAME.log is emptied
 //! ```
 //!
-//! As with logrotate's `copytruncate`, bytes that QEMU writes between these two steps are lost.
+//! The end of a long log is copied to another file, and then the log is emptied. As with
+//! logrotate's `copytruncate`, bytes that QEMU writes between these two steps are lost.
 
 use std::fs::File;
 use std::io;

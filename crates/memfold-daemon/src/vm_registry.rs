@@ -1,5 +1,5 @@
-//! The table of VMs: running VMs, VMs that are being started or adopted, and their names. All
-//! services use the table, and it uses none of them.
+//! The daemon's table of VMs: the VMs that run, and those that are being started or adopted. All
+//! services of the daemon find VMs here. The table itself uses no service.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -128,7 +128,7 @@ impl Vms {
                 bytes, "VM shares part of its kernel image with other VMs"
             ),
             Err(error) => {
-                debug!(vm = vm.name(), %error, "VM keeps its own copy of its kernel image");
+                debug!(vm = vm.name(), %error, "VM cannot share its kernel image with other VMs, and keeps its own copy");
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Compares some cached pages of files that have the same name and size but different paths, to
-//! find files with the same content.
+//! Finds files of different VMs that have the same content under different paths. Files with the
+//! same name and size are candidates; some of their cached pages are compared.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -25,7 +25,7 @@ impl Engine {
                 Some(true) => {
                     debug!(
                         domain = name,
-                        "samples show that files with two different paths have the same content"
+                        "samples of cached pages show that files with two different paths have the same content"
                     );
                     let content = domain.contents.get(candidate.content);
                     let members = content.map(|c| c.members.clone()).unwrap_or_default();

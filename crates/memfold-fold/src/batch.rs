@@ -1,9 +1,10 @@
-//! Processes one batch of hints: copies pages that several VMs cache into the page store, orders
-//! the library in each QEMU to fold them, and records the outcomes.
+//! Processes a batch of hints, which tell what file pages guests cache: copies pages that several
+//! VMs cache into the page store, orders memfold's library in each QEMU to fold them, and records
+//! the results.
 //!
-//! A *piece* is 64 consecutive pages of a file ([`PIECE`]). A *content* stands for the bytes of a
-//! file, of which several VMs may have a copy. A *member* of the content is one such file in one
-//! VM.
+//! Words in this module: a *piece* is 64 consecutive pages of a file ([`PIECE`]), a *content* is
+//! the bytes of a file, of which several VMs may have a copy, and a *member* of the content is one
+//! such file in one VM.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! Budgets of folding: token buckets that limit CPU time and pages per second, and the minimum
-//! length of a run that is worth a mapping.
+//! Limits the CPU time and the pages per second that folding takes (token buckets), and sets the
+//! shortest run of pages that is worth a memory mapping.
 
 use std::time::{Duration, Instant};
 

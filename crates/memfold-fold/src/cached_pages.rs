@@ -1,5 +1,5 @@
-//! Copies the engine's table of one VM's cached pages (which guest page caches which page of a
-//! file), for use on another thread.
+//! Copies the table of one VM's cached pages (which guest page caches which page of a file) out of
+//! the fold engine, so that another thread can use the table.
 
 use std::sync::Arc;
 

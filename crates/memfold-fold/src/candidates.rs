@@ -1,5 +1,5 @@
-//! Queue of pairs of files that have the same name and size, but different paths, and that wait for
-//! a comparison.
+//! Queue of pairs of guests' files that have the same name and size but different paths. Each pair
+//! waits to be compared, because the two files may have the same content.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

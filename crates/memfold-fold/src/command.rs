@@ -1,4 +1,4 @@
-//! Commands from the daemon to the thread of the fold engine.
+//! Commands that the daemon sends to the thread that folds VMs' memory (the fold engine).
 
 use std::fs::File;
 use std::os::fd::OwnedFd;

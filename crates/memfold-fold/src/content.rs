@@ -1,11 +1,12 @@
 //! Index of file contents: which files of which VMs probably have the same bytes, and which pages
-//! of the page store hold these bytes.
+//! of the page store hold these bytes. The fold engine looks there for pages that VMs can share.
 //!
-//! A [`Content`] stands for the bytes of one file, wherever copies of the file are. A VM's file
-//! joins a content by path and size. A file of the same name and size under another path joins
-//! after a comparison of some of its pages. A VM whose bytes keep differing moves to a *variant*:
-//! another content for the same path and size, so that VMs with the same other version share with
-//! each other. All of this is a guess; the comparison at folding decides.
+//! A [`Content`] stands for the bytes of one file of which several VMs may have a copy. Files with
+//! the same path and size are assumed to have the same content. A file with the same name and size
+//! under another path is added after some of its pages were compared. If a VM's file keeps
+//! differing, it gets another content (a *variant*), so that VMs with this other version of the
+//! file share with each other. All of this is a guess: before a page is folded, its bytes are
+//! compared.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

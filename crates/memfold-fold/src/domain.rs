@@ -1,4 +1,5 @@
-//! State of one trust domain: its page store, and the index of file contents that its VMs share.
+//! What the fold engine knows about one trust domain: its page store, and the index of file
+//! contents that its VMs can share.
 
 use std::time::Instant;
 

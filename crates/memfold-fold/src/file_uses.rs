@@ -1,6 +1,6 @@
-//! Reports the files that guests cache, according to their agents: how much of each file (for
-//! `memfold segment rank`), at which addresses (for `memfold estimate`), and the paths of files
-//! (for snapshots).
+//! Reports which files the guests cache, according to memfold's agents in them: how much of each
+//! file (for `memfold segment rank`), at which addresses (for `memfold estimate`), and the paths of
+//! files (for snapshots).
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_wire::agent::FileNumber;

@@ -1,10 +1,10 @@
-//! Folds pages back to a snapshot's image. A VM that runs from a snapshot has private mappings
-//! (*views*) of the snapshot's image. If a page that the guest wrote equals the image again, its
-//! private copy can be dropped.
+//! Drops private pages of a VM that equal its snapshot again (fold-back). A VM that runs from a
+//! snapshot maps the snapshot's RAM image privately, so each page that the guest writes becomes a
+//! private copy. If the copy later equals the image again, it is not needed any more.
 //!
-//! A *pass* searches all views of a VM. The daemon compares first, so that a page that differs
-//! costs the guest nothing. If a page is equal, the library freezes the page, compares again, and
-//! drops the private copy. The mapping stays unchanged.
+//! A *pass* searches all such mappings of a VM. The daemon compares pages first, so that a page
+//! that differs costs the guest nothing. If a page is equal, memfold's library in QEMU freezes the
+//! page, compares once more, and drops the private copy. The mapping stays unchanged.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};

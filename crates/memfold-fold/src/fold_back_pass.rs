@@ -1,5 +1,5 @@
-//! State of a VM's fold-back pass, and the time of the next pass. A pass searches the VM's memory
-//! for pages that equal the image of the VM's snapshot again.
+//! Schedules the search for pages of a VM that equal the RAM image of the VM's snapshot again (a
+//! fold-back pass), and holds the state of the search.
 
 use std::time::{Duration, Instant};
 

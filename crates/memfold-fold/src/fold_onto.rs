@@ -1,6 +1,6 @@
-//! Folds pages of a VM onto a file that holds the same bytes: the RAM image of the VM's newest
-//! fork. The fork and the VM then share this memory. The library stops the VM for each order,
-//! compares each page again, and leaves pages alone that the VM has written meanwhile.
+//! Makes a VM share memory with its newest fork: folds the VM's pages onto the fork's RAM image,
+//! which holds the same bytes. memfold's library in QEMU stops the VM for each order, compares each
+//! page again, and leaves alone the pages that the VM has written meanwhile.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;

@@ -1,4 +1,5 @@
-//! Interface through which the fold engine sends orders to a VM.
+//! The interface through which the fold engine sends orders, such as to fold pages, to a VM. Tests
+//! replace QEMU by another implementation.
 
 use std::io;
 use std::os::fd::BorrowedFd;

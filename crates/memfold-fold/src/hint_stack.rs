@@ -1,10 +1,11 @@
-//! Keeps one VM's hints until the engine processes them: a queue in which new hints wait, and a
-//! bounded stack from which the newest hint is taken first.
+//! Keeps the hints of one VM's agent until the fold engine processes them: a queue in which new
+//! hints wait, and a bounded stack from which the newest hint is taken first.
 //!
 //! A hint arrives when a page enters the guest's page cache, before the page's bytes are read from
 //! disk. So each hint first waits for the settling time (1 s by default). Then the newest hint is
 //! taken first, because old hints are most likely outdated. If the stack is full, the oldest hint
-//! is dropped. The engine finds its pages again by a sweep, a search of all tables.
+//! is dropped. The engine finds the pages of a dropped hint later, when it searches all its tables
+//! (a sweep).
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! Decides which transparent huge pages of guest RAM may be split to fold some of their pages.
+//! Decides which transparent huge pages of a VM's RAM the fold engine may split. A huge page must
+//! be split before some of its small pages can be folded.
 
 use std::collections::{HashMap, HashSet};
 

@@ -1,5 +1,5 @@
-//! RAM image of the snapshot that a VM runs from: the file that QEMU maps privately as the VM's
-//! RAM.
+//! What the fold engine knows about the RAM image of the snapshot that a VM runs from. QEMU maps
+//! this file privately as the VM's RAM.
 
 use std::fs::File;
 use std::io::IoSliceMut;

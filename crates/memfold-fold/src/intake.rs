@@ -1,6 +1,7 @@
-//! Handles the messages of guest agents: records in the engine's tables which guest page caches
-//! which page of a file. All messages are untrusted. Pages outside RAM and pages of files that were
-//! never introduced are counted and ignored, and the size of the VM's RAM limits every table.
+//! Handles the messages of memfold's agents in guests: records in the fold engine's tables which
+//! guest page caches which page of a file. All messages are untrusted. Messages about pages outside
+//! RAM or about unknown files are counted and ignored, and the size of the VM's RAM limits every
+//! table.
 
 use std::time::{Duration, Instant};
 

@@ -3,8 +3,8 @@
 //! several VMs cache, copies them into the store, and orders memfold's library in each QEMU to map
 //! the copy.
 //!
-//! The drawing follows a hint from left to right. The outcomes of orders and the kernel's page
-//! tables correct the tables of each VM.
+//! The drawing follows a hint from left to right. The tables about a VM are corrected by the
+//! results of orders and by the kernel's page tables.
 //!
 //! ```text
 //!   agents         +----------+  settle   +------------+  newest   +---------+  longest  +-----------+
@@ -19,11 +19,12 @@
 //! ```
 //!
 //! One thread ([`Engine`]) owns all tables, so there are no locks. The thread works within a CPU
-//! budget, to which the CPU time of the libraries counts too. It sleeps when no work is due.
+//! budget, which also covers the CPU time of memfold's libraries in QEMU. It sleeps when no work is
+//! due.
 //!
-//! Correctness does not depend on this crate. The library freezes the guest's pages and compares
-//! their bytes with the copy before it maps the copy, and a store page never changes. An error in a
-//! table costs only time.
+//! An error in these tables costs only time, and no guest ever gets wrong bytes. The library
+//! freezes the guest's pages and compares their bytes with the copy before it maps the copy, and a
+//! page of the store never changes.
 
 mod alias;
 mod batch;

@@ -1,5 +1,5 @@
-//! Numbers the pages of guest RAM without gaps, memory slot after memory slot, for use as table
-//! indexes.
+//! Gives the pages of a VM's RAM numbers without gaps, although the RAM consists of several memory
+//! slots. The numbers are indexes into the fold engine's tables.
 
 use memfold_units::{Hva, Pfn};
 use memfold_vm::RamLayout;

@@ -1,5 +1,5 @@
-//! Records how each run of a fold order ended, and decides which files the engine skips for a while
-//! because their bytes differ.
+//! Records for each run of pages whether it could be folded. If the bytes of a file keep differing
+//! from the expected ones, the fold engine skips the file for a while.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

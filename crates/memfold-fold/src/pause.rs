@@ -1,5 +1,6 @@
-//! Folds pages again in a VM whose disks use direct I/O. The library in QEMU stops the VM for one
-//! order, so that vCPUs and I/O are at rest.
+//! Folds pages again in a VM whose disks use direct I/O. Direct I/O writes to memory without the
+//! page tables, so write protection cannot keep these pages unchanged meanwhile. Instead, memfold's
+//! library in QEMU stops the VM for a moment, so that neither vCPUs nor I/O run.
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};

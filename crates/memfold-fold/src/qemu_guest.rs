@@ -1,5 +1,5 @@
-//! A QEMU process as the target of the engine's orders: sends orders to the fold library in QEMU,
-//! and asks QEMU whether pages may be folded again while the VM runs.
+//! Carries the fold engine's orders to a real VM: sends them to memfold's library in QEMU, and asks
+//! QEMU whether pages may be folded again while the VM runs.
 
 use std::io;
 use std::os::fd::BorrowedFd;

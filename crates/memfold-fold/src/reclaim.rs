@@ -1,12 +1,10 @@
-//! Frees pages of the page store that no VM can need any more. To find these pages, syncs the
-//! engine's tables with the kernel: which guest pages map the store, and which of them have private
-//! copies.
+//! Frees pages of the page store that no VM needs any more. The kernel's page tables show which
+//! guest pages map the store, and which of them already have private copies.
 //!
-//! A store page may be freed (punched out of the store's file) if no VM maps it, or if every guest
-//! page that maps it has a private copy *in memory*. No access can then reach the store page any
-//! more: after a discard, the library maps anonymous memory. A private copy that was swapped out
-//! does not count, because `PAGEMAP_SCAN` also shows the markers of write protection as swapped,
-//! and pages with such markers still use the store.
+//! A page of the store may be freed (punched out of the store's file) if no VM maps it, or if every
+//! guest page that maps it has a private copy *in memory*. No access of a guest can then reach the
+//! page any more. A private copy that seems to be swapped out does not count: `PAGEMAP_SCAN` also
+//! shows write-protected pages as swapped, and these may still use the store.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -275,7 +273,7 @@ fn punch(name: &str, domain: &mut Domain, garbage: &[u32]) {
         debug!(
             domain = name,
             pages = garbage.len(),
-            "freed pages of the page store that no VM needs"
+            "pages of the page store that no VM needs were freed"
         );
     }
 }

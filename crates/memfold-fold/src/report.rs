@@ -1,4 +1,4 @@
-//! Computes the statistics of the fold engine, its VMs and their trust domains.
+//! Computes statistics about folding: of the fold engine, of each VM, and of each trust domain.
 
 use memfold_sys::cpu::thread_cpu_ns;
 

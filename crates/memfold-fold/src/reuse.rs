@@ -1,8 +1,8 @@
-//! Reuses holes (freed pages) of a page store whose file has reached its last page number, because
-//! 16 TiB of pages were appended since the store was created.
+//! Reuses freed pages (holes) of the page store's file. This is needed only after 16 TiB of pages
+//! have been appended to the file, because then no new page number is left.
 //!
-//! A hole is reused only if no process maps it and no table of this engine refers to it, so it is
-//! like space that was never used.
+//! A hole is reused only if no process maps this place of the file and no table of the fold engine
+//! refers to it.
 
 use std::collections::HashSet;
 use std::io;

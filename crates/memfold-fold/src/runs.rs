@@ -1,4 +1,5 @@
-//! Runs of pages to fold, and groups of adjacent runs, which the library folds as one run.
+//! Runs: consecutive pages of a VM that are to be folded. Adjacent runs form a group, which
+//! memfold's library in QEMU folds as one run.
 
 use std::collections::VecDeque;
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! Settings of the fold engine that an operator may change.
+//! Settings of the fold engine that an operator may change, such as its CPU budget.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
-//! A sparse table (array): only entries that were set use memory, and the table is cheap to copy.
+//! A table for the fold engine, indexed by page number, in which only entries that were set use
+//! memory. A copy of the table is cheap, because it shares the entries until one of the two tables
+//! changes.
 
 use std::sync::Arc;
 

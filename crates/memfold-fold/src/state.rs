@@ -1,4 +1,5 @@
-//! State of the fold engine: its VMs, their trust domains, and the budgets of folding.
+//! State of the fold engine: what it knows about each VM and each trust domain, and how much CPU
+//! time it may still use.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};

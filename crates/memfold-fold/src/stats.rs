@@ -1,4 +1,5 @@
-//! Statistics of the fold engine, its VMs and their trust domains, for reports and studies.
+//! Figures about folding that reports and studies show: for the fold engine, each VM and each trust
+//! domain.
 
 use memfold_store::StoreIdentity;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,5 @@
-//! Task of a batch: a range of file pages to fold in all VMs that cache them.
+//! A task of the fold engine: one range of a file's pages that has to be folded in all VMs that
+//! cache it.
 
 use super::content::ContentId;
 use super::guest::VmId;

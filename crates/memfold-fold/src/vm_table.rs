@@ -1,9 +1,10 @@
-//! Tables of one VM's memory: which file page each guest page caches, and which page of the page
-//! store each guest page maps. The first table follows the agent's messages, which may be wrong.
+//! Tables of one VM's memory for the fold engine: which file page each guest page caches, and which
+//! page of the page store each guest page maps. The first table follows the messages of the agent
+//! in the guest, which may be wrong.
 //!
 //! The tables are divided into pieces, and only pieces with entries use memory: about 10 bytes for
-//! each cached page. A hint with false page numbers can create at most one piece, and
-//! [`VmTable::cache`] refuses pieces beyond a limit that depends on the size of the VM's RAM.
+//! each cached page. An agent with false hints can fill much of the tables. [`VmTable::cache`]
+//! therefore refuses pieces beyond a limit that depends on the size of the VM's RAM.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! Adds VMs to the fold engine, changes their RAM layout, holds them for a snapshot, and removes
-//! them. Handles libraries that no longer answer.
+//! Adds VMs to the fold engine, changes their RAM layout, stops folding while a snapshot is saved,
+//! and removes them. Also handles a QEMU in which memfold's library no longer answers.
 
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc::SyncSender;
@@ -181,7 +181,7 @@ impl Engine {
             info!(
                 vm = vm.stats.name,
                 error = error as &dyn std::error::Error,
-                "folding of the VM stopped; the daemon folds again when its library in QEMU answers"
+                "folding of the VM stopped; the daemon folds again when memfold's library in QEMU answers"
             );
             vm.stats.problem = Some(error.to_string());
             vm.stack.clear();
@@ -255,7 +255,7 @@ impl Engine {
         match vm.guest.order(order, None) {
             Ok(Reply::Error { reason }) => debug!(
                 vm = vm.stats.name,
-                reason, "memfold's library in QEMU had no earlier order to undo"
+                reason, "memfold's library in QEMU did not undo an earlier order (it has none)"
             ),
             Ok(_) => {}
             Err(error) => {

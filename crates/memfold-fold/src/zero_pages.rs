@@ -1,7 +1,7 @@
 //! Discards guest pages that hold only zeroes, so that the host has their memory back.
 //!
-//! memfold's library in QEMU finds, freezes, verifies and discards the pages; [`super::zero_pass`]
-//! decides when.
+//! This module orders memfold's library in QEMU to find, freeze, verify and discard such pages.
+//! [`super::zero_pass`] decides when.
 
 use std::time::Instant;
 

@@ -1,5 +1,6 @@
-//! Schedules the search of a VM's memory for zero pages: once after the VM has booted, and again
-//! whenever the QEMU process has grown by [`GROWTH_PAGES`] since the last search.
+//! Decides when a VM's memory is searched for pages of zeroes, which can be discarded: once after
+//! the VM has booted, and again whenever the QEMU process has grown by [`GROWTH_PAGES`] since the
+//! last search.
 
 use std::time::{Duration, Instant};
 

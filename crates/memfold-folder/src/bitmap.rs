@@ -1,4 +1,4 @@
-//! Bitmap with one bit for each page of a RAM block.
+//! A bitmap with one bit for each page of a RAM block of QEMU, for example to mark folded pages.
 
 /// Bitmap with a fixed number of bits, all clear at first. Bits beyond the end read as clear and
 /// cannot be set.

@@ -1,6 +1,6 @@
-//! Copy before write: saves the memory of a running VM as it was at one moment. All pages are
-//! write-protected. Before the VM writes to a page, the page's bytes are copied into a free slot of
-//! a file that the daemon reads (format: [`memfold_wire::past`]).
+//! Keeps the memory of a running VM as it was at one moment, for a snapshot. All pages are
+//! write-protected. Before the VM writes to a page, memfold's library in QEMU copies the page's
+//! bytes into a free slot of a file that the daemon reads (format: [`memfold_wire::past`]).
 //!
 //! ```text
 //!   vCPU, device    writes to a protected page: sleeps
@@ -10,9 +10,9 @@
 //!                   entry, lifts the protection; the writer continues
 //!   daemon          reads all pages and marks the table entry of each page that it has read
 //! ```
-//! The thread takes only the lock `copying`, so no holder of another lock can delay a writer. If a
-//! page cannot be saved, the whole copy fails: the VM continues to run, and the daemon reads the
-//! reason from the file.
+//! A thread of the library makes the copies. It takes only one lock (`copying`), so that no holder
+//! of another lock can delay the VM. If a page cannot be copied, the snapshot fails: the VM
+//! continues to run, and the daemon reads the reason from the file.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};

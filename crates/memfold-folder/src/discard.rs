@@ -1,5 +1,5 @@
-//! Handles QEMU's discards (`MADV_DONTNEED`, `MADV_FREE`) of guest RAM, so that a discarded page
-//! reads as zeroes even if it was folded, or has yet to arrive.
+//! Handles QEMU's discards of guest RAM (`MADV_DONTNEED`, `MADV_FREE`). After a discard, a page
+//! must read as zeroes, even if it was folded before, or has yet to arrive.
 
 use memfold_sys::region;
 use memfold_units::PAGE_SIZE;

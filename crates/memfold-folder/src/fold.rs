@@ -1,5 +1,5 @@
-//! Folds one run of pages: freezes the run, compares it with the page store, replaces the mapping,
-//! and thaws the run.
+//! Folds one run of pages in QEMU's memory: freezes the run, so that no thread can change it,
+//! compares it with the page store, maps the page store instead, and thaws the run.
 
 use std::os::fd::AsFd as _;
 use std::time::Duration;

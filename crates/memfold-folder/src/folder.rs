@@ -1,4 +1,5 @@
-//! Executes the daemon's orders on the RAM of this process.
+//! Carries out the daemon's orders, such as to fold pages, on the RAM of the process that contains
+//! this code. This is QEMU, or a test.
 
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;

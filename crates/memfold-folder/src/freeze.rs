@@ -1,5 +1,5 @@
-//! Freezes pages of a running guest: no thread can change a page until it is thawed. A guard thaws
-//! its pages when it is dropped.
+//! Freezes pages of a running guest, so that they can be compared and replaced: no thread can
+//! change a page until it is thawed. A guard thaws its pages when it is dropped.
 //!
 //! Anonymous pages are frozen by a move to a staging area, as drawn here. Pages that map a file are
 //! frozen by write protection.
@@ -11,9 +11,9 @@
 //!   staging     | the run's pages      |            <- compared here; no other thread knows them
 //! ```
 //!
-//! Between the first ioctl and the guard's `drop`, nothing may allocate: another thread may hold
-//! the allocator's lock and wait for one of these pages. This thread must not touch the frozen
-//! range, because it would wait for itself.
+//! While pages are frozen, the freezing thread must not allocate memory, because another thread may
+//! hold the allocator's lock and wait for one of these pages. The freezing thread must not touch
+//! the frozen range either, because it would wait for itself.
 
 use std::time::{Duration, Instant};
 

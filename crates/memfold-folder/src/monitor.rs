@@ -1,7 +1,8 @@
-//! Stops the VM for a moment, through the library's own QMP connection.
+//! Stops a VM for a moment while memfold's library in QEMU folds pages. The library has a QMP
+//! connection of its own to its QEMU for this purpose.
 //!
-//! The library itself stops the VM, not the daemon, because the library lives exactly as long as
-//! the VM: the VM resumes even if the daemon dies.
+//! The daemon does not stop the VM, because it may die before it resumes the VM. The library lives
+//! exactly as long as the VM.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -1,5 +1,5 @@
-//! The VM's RAM blocks: their addresses, and what each of their pages maps (anonymous memory, a
-//! page store, or a snapshot's file), or that the page has yet to arrive.
+//! What memfold's library in QEMU knows about the VM's RAM blocks: their addresses, and what each
+//! page maps (anonymous memory, a page store, or a snapshot's file), or that it has yet to arrive.
 
 use std::collections::BTreeMap;
 use std::fs;

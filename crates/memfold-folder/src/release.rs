@@ -1,5 +1,5 @@
-//! Releases folded pages: replaces their mappings of the page store by anonymous memory with the
-//! same bytes.
+//! Releases folded pages: replaces their mapping of the page store by anonymous memory of QEMU with
+//! the same bytes.
 
 use memfold_sys::region::Mapping;
 use memfold_sys::userfaultfd::Userfaultfd;

@@ -1,5 +1,5 @@
-//! Serves the Unix socket on which the daemon sends orders: one daemon at a time, until the process
-//! ends.
+//! Serves the Unix socket on which memfold's library in QEMU receives orders: from one daemon at a
+//! time, until QEMU ends.
 
 use std::io;
 use std::os::fd::OwnedFd;

@@ -1,5 +1,5 @@
-//! State of memfold's library in this process: RAM blocks, page stores and statistics. The daemon's
-//! orders and QEMU's discards change it.
+//! State of memfold's library in QEMU: RAM blocks, page stores and statistics. The daemon's orders
+//! and QEMU's discards of memory change this state.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,6 @@
-//! Page stores that this process may map into RAM: their read-only descriptors, and windows
-//! (read-only mappings) through which guest pages are compared with store pages.
+//! Page stores that memfold's library in QEMU may map into the VM's RAM: their read-only
+//! descriptors, and read-only mappings (windows) through which guest pages are compared with store
+//! pages.
 
 use std::os::fd::OwnedFd;
 

@@ -1,5 +1,5 @@
-//! Fuzzes the parser of QEMU's answers about its RAM. An attached process may be any version of
-//! QEMU, or another program.
+//! Fuzzes the parser of QEMU's answers about the layout of a VM's RAM. memfold may be attached to
+//! any version of QEMU, or to another program that answers in its place.
 
 use memfold_units::{PAGE_SIZE, Pfn};
 use memfold_vm::ram;

@@ -1,5 +1,5 @@
-//! Fuzzes without compiler instrumentation: changes valid inputs at random. Inputs that lead to a
-//! new kind of result are kept and changed further.
+//! Fuzzes memfold's parsers without compiler instrumentation: changes valid inputs at random. An
+//! input that leads to a new kind of result is kept and changed further.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! Fuzzes both ends of the NBD protocol: the relay as a client of lenders, and as a server for
-//! QEMU.
+//! Fuzzes both ends of the NBD protocol in the relay, the process between QEMU and a lending host:
+//! as a client of lenders, and as a server for QEMU.
 
 use std::io::{self, Read, Write};
 

@@ -1,5 +1,5 @@
-//! Fuzzes the parsers of two lists that a guest reports: its free pages, and the places of its
-//! files on its disks.
+//! Fuzzes the parsers of two lists that a guest reports when it is saved as a snapshot: its free
+//! pages, and where its files are on its disks.
 
 use memfold_snapshot::{free, guest_extents};
 

@@ -1,4 +1,5 @@
-//! Fuzzes the parsers of objects that are read from an object store.
+//! Fuzzes the parsers of a snapshot's parts that are read from an object store: compressed chunks,
+//! indexes and descriptions.
 
 use memfold_transfer::{Description, chunk};
 use serde_json::json;

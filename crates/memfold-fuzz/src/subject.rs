@@ -1,4 +1,4 @@
-//! A fuzz target: a parser with its valid inputs.
+//! Defines a fuzz target: a parser of memfold, together with valid inputs that fuzzing begins with.
 
 /// A fuzz target: one parser under test.
 #[derive(Clone, Copy, Debug)]

@@ -1,5 +1,5 @@
-//! Catches panics where code may panic on data from outside, for example from a guest. All other
-//! panics end the daemon, because a daemon that lacks a thread is of no use.
+//! Runs code that may panic on data from outside, for example from a guest, and turns a panic into
+//! an error. Any other panic in one of the daemon's threads ends the daemon.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};

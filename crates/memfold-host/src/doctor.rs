@@ -1,5 +1,5 @@
-//! Judges the host for `memfold doctor`: which features of memfold work here, and which commands
-//! make the others work.
+//! Makes the report of `memfold doctor`: which features of memfold work on this host, and which
+//! commands make the others work.
 
 use memfold_units::ByteSize;
 use serde::Serialize;

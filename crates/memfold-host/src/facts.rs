@@ -1,4 +1,5 @@
-//! Facts about the host. Features are tried out instead of deriving them from version numbers.
+//! Finds out what this host can do, such as KVM, userfaultfd or KSM. Each feature is tried out,
+//! because version numbers of kernel and QEMU do not tell for certain.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Locations of memfold's own files on this host: the library for QEMU, guest images, and programs.
+//! Finds memfold's own files on this host: the library for QEMU, guest images, and helper programs.
 
 use std::collections::BTreeMap;
 use std::io;

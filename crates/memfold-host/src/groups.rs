@@ -1,5 +1,5 @@
-//! Memory limits of control groups. For processes in a control group with a limit, this limit
-//! replaces the host's memory size.
+//! Reads the memory limits of control groups. If VMs are in a control group with a limit, memfold
+//! uses this limit in place of the host's memory size.
 //!
 //! Sources: the kernel's `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst`.
 

@@ -1,4 +1,4 @@
-//! Runs helper programs (qemu-img, virsh, lvm, ...) with a time limit.
+//! Runs helper programs of the daemon (qemu-img, virsh, lvm, ...) with a time limit.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd};

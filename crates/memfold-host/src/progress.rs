@@ -1,4 +1,5 @@
-//! Progress of a long operation, which other threads can read while it runs.
+//! Counts how far a long operation, such as a save, has come. Other threads read the count while
+//! the operation runs, to show it to users.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};

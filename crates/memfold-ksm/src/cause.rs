@@ -1,4 +1,4 @@
-//! Reasons why KSM does not merge pages of a VM's memory.
+//! The reasons why KSM, the kernel's same-page merging, does not merge pages of a VM's memory.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,4 +1,4 @@
-//! Reads and writes KSM's settings in `/sys/kernel/mm/ksm`.
+//! Reads and writes the settings of KSM, the kernel's same-page merging, in `/sys/kernel/mm/ksm`.
 //!
 //! Source: `Documentation/admin-guide/mm/ksm.rst`, `mm/ksm.c`.
 

@@ -1,5 +1,5 @@
-//! Lists the files in `/sys/kernel/mm/ksm`, with the meaning, unit and first kernel version of
-//! each.
+//! Lists the files in `/sys/kernel/mm/ksm`, with the meaning, the unit and the first kernel version
+//! of each. `memfold ksm status` and the metrics use this list.
 //!
 //! Source: `Documentation/admin-guide/mm/ksm.rst`, `mm/ksm.c`.
 

@@ -1,5 +1,5 @@
-//! Saves KSM's settings in memory and in a file while memfold uses KSM, and restores them
-//! afterwards.
+//! Restores KSM's settings after memfold has used KSM. The earlier settings are saved in memory and
+//! in a file, so that the next daemon can restore them after a crash.
 
 use std::fs::{self, File};
 use std::io;

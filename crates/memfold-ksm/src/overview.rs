@@ -1,5 +1,5 @@
-//! Collects all figures of KSM on this host at one moment: settings, counters, ksmd's CPU time, and
-//! figures of each process.
+//! Collects all figures that `memfold ksm status` shows, at one moment: KSM's settings and
+//! counters, the CPU time of ksmd, and figures of each process.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Counts a VM's pages by what prevents KSM from merging them, and computes how far ksmd has
-//! scanned them.
+//! Counts a VM's pages by what prevents KSM from merging them, and computes how far the kernel's
+//! thread ksmd has scanned them. `memfold ksm explain` reports the result.
 
 use super::facts::{Facts, HostSide};
 

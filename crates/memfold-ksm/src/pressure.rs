@@ -1,5 +1,5 @@
-//! Pressure stall information: the percentage of time in which tasks waited for CPU or memory on
-//! this host.
+//! Reads pressure stall information (PSI): the percentage of time in which tasks of this host
+//! waited for CPU or memory. Under pressure, memfold makes KSM scan more slowly.
 //!
 //! Source: `Documentation/accounting/psi.rst`.
 

@@ -3,7 +3,7 @@
 //! Before the kernel answers a read of `/proc/PID/ksm_stat` or `smaps`, it takes the process's
 //! `mmap` lock. If a process hangs while it holds this lock, for example because of an unreachable
 //! file server, the reader hangs, too. Therefore a separate thread reads, and the caller stops
-//! waiting after [`PATIENCE`]. No second read is started while one hangs.
+//! waiting after [`PATIENCE`]. While such a read hangs, no second one is started.
 
 use std::fs;
 use std::path::{Path, PathBuf};

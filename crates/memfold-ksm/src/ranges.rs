@@ -1,5 +1,5 @@
-//! Finds the mappings of guest RAM in a QEMU process, and KSM's figures of each mapping, in
-//! `/proc/PID/smaps`.
+//! Finds where a QEMU process has mapped its guest's RAM, and reads KSM's figures of each mapping,
+//! from `/proc/PID/smaps`.
 //!
 //! Source: `fs/proc/task_mmu.c` (`show_smap_vma_flags`), `mm/ksm.c` (`vma_ksm_compatible`).
 

@@ -1,4 +1,5 @@
-//! Runs KSM with given settings, pauses KSM, or limits ksmd to a CPU budget.
+//! Runs KSM for a study or a test with given settings: at the kernel's default speed, or within a
+//! CPU budget.
 
 use std::fs::File;
 use std::path::Path;

@@ -1,6 +1,6 @@
-//! Decides how fast ksmd scans. The decision depends on the cost of a scanned page, the CPU budget,
-//! the target time of a full scan, and the results of earlier passes. (*Steering* is this control
-//! of KSM by the daemon.)
+//! Decides how fast KSM's kernel thread, ksmd, scans memory. The decision depends on the cost of a
+//! scanned page, the CPU budget, the target time of a full scan, and the results of earlier passes.
+//! (This control of KSM by the daemon is called *steering*.)
 //!
 //! The drawing shows the three scan modes, and what changes the mode.
 //!
@@ -14,8 +14,9 @@
 //!    boost:  the whole CPU budget           steady: a full scan per target time, within the budget       idle: a tenth of that
 //!    While tasks wait for CPU or memory (PSI), each of these speeds is reduced, to no less than a tenth.
 //! ```
-//! [`Steer`] only computes; it reads no clock and no file. Each [`Sample`] holds the kernel's
-//! figures at one moment.
+//! Scanning is fast after a VM has started or memory has grown (boost), slower afterwards (steady),
+//! and very slow while nothing merges (idle). [`Steer`] only computes, from [`Sample`]s of the
+//! kernel's figures.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Estimates the number of zero pages in a VM's mergeable memory from a small sample. KSM itself
-//! counts zero pages only after it has merged them, and only with `use_zero_pages`.
+//! Estimates, from a small sample, how many pages of a VM's mergeable memory contain only zeroes.
+//! KSM itself counts zero pages only after it has merged them, and only with `use_zero_pages`.
 
 use std::io;
 

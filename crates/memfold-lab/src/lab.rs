@@ -1,5 +1,6 @@
-//! A test lab: real VMs in a daemon that runs within this process. When the lab is dropped or
-//! interrupted (Ctrl-C, SIGTERM), all its VMs end and their files are removed.
+//! A test lab for tests and studies: a daemon that runs within this process, with real VMs. When
+//! the lab is dropped or interrupted (Ctrl-C, SIGTERM), all its VMs end and their files are
+//! removed.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -197,7 +198,7 @@ impl Lab {
     fn run(&self, spec: VmSpec) -> anyhow::Result<()> {
         let name = spec.name.clone();
         let running = self.daemon.boots().run(spec).map(drop);
-        running.with_context(|| format!("'{name}' did not start"))
+        running.with_context(|| format!("VM '{name}' did not start"))
     }
 
     /// Starts a VM that need not boot: it is restored from the saved state of a guest with the same
@@ -221,7 +222,7 @@ impl Lab {
             let words = last_words(&vm);
             let limit_s = timeout.as_secs();
             let failed =
-                format!("'{name}' did not come up in {limit_s} s; its last words:\n{words}\n");
+                format!("VM '{name}' did not come up in {limit_s} s; its last output:\n{words}\n");
             // A guest that has come up, and whose agent doesn't answer, is no matter of the
             // emulator's.
             if words.contains(BOOTED) {
@@ -229,7 +230,9 @@ impl Lab {
             }
             eprintln!("{failed}it boots once more");
             Qmp::connect(&vm.qmp(), Duration::from_secs(60))?.execute("system_reset", json!({}))?;
-            wait().with_context(|| format!("{failed}nor once more: {}", last_words(&vm)))?;
+            wait().with_context(|| {
+                format!("{failed}the second boot failed, too; output: {}", last_words(&vm))
+            })?;
         }
         let what = format!("the agent in '{name}' reported no inventory of its page cache");
         wait_for(what, (timeout, Duration::from_millis(200)), || {
@@ -246,7 +249,7 @@ impl Lab {
     /// Runs a shell command in a guest, and returns its output.
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
         let result = self.daemon.vms().exec(name, script, timeout);
-        let result = result.with_context(|| format!("in '{name}': {script}"))?;
+        let result = result.with_context(|| format!("in the guest of VM '{name}': {script}"))?;
         let [said, errors] =
             [result.stdout, result.stderr].map(|s| String::from_utf8_lossy(&s).into_owned());
         let (code, output, errors) = (result.code, said.trim(), errors.trim());
@@ -291,7 +294,7 @@ impl Lab {
     pub fn pid(&self, name: &str) -> anyhow::Result<i32> {
         let vms = self.daemon.vms().list();
         let vm = vms.iter().find(|vm| vm.name == name);
-        Ok(vm.with_context(|| format!("no VM '{name}'"))?.pid)
+        Ok(vm.with_context(|| format!("the lab has no VM '{name}'"))?.pid)
     }
 
     /// Ends a VM of the lab.

@@ -1,4 +1,5 @@
-//! Waits, with a time limit, for something that a guest, a daemon or the kernel does.
+//! Helpers for tests and studies: wait, with a time limit, for something that a guest, a daemon or
+//! the kernel does.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -1,6 +1,6 @@
-//! Starts guests in a second. The first guest of each *shape* (virtual hardware and root disk)
-//! boots and is saved. Later guests of the shape are restored from this guest's state after the
-//! boot.
+//! Starts guests for tests in a second. The first guest of each *shape* (virtual hardware and root
+//! disk) boots and is saved. Later guests of the shape are restored from this guest's state after
+//! the boot.
 //!
 //! ```text
 //!   first guest of a shape     boots; shell on its console; disks flushed; stop; `migrate file:STATE`; quit
@@ -274,7 +274,7 @@ fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
             }
             Ok(None)
         })
-        .with_context(|| format!("its last words:\n{}", last_words(vm)))
+        .with_context(|| format!("the guest's last console output:\n{}", last_words(vm)))
     };
     wait(PROMPT, &mut console)?;
     console.write_all(format!("{SETTLE}\n").as_bytes())?;

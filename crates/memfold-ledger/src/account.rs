@@ -1,5 +1,6 @@
-//! The types of the ledger's accounts: of VMs, of page stores, and of the host. Every amount is in
-//! bytes, as read from the kernel.
+//! The types of the ledger's accounts, which show how the host's RAM is used: by each VM, by each
+//! page store (the pages that VMs share), and by the rest of the host. Every amount is in bytes, as
+//! read from the kernel.
 
 use std::fmt;
 

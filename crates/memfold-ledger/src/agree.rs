@@ -1,4 +1,5 @@
-//! Checks the ledger's accounts against sums that the kernel computes independently.
+//! Checks the ledger. Sums of the ledger's accounts must agree with sums that the kernel computes
+//! independently, such as a process's Rss.
 
 use memfold_units::ByteSize;
 

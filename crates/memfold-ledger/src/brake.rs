@@ -9,9 +9,9 @@
 //!   rising                   ok     |   ok      | warning  | warning   | braked
 //!   falling, for 10 s        ok     | warning   | warning  | braked    | braked
 //! ```
-//! The table shows the brake's level for each ratio of needed to available memory. The level rises
-//! immediately. The level falls only after the ratio was lower for [`CALM`] without a break, so
-//! that the level does not flap.
+//! The drawing shows the brake's level (ok, warning, braked) for each ratio of needed to available
+//! memory. The level rises immediately. The level falls only after the ratio was lower for [`CALM`]
+//! without a break, so that the level does not flap.
 
 use std::fmt;
 use std::str::FromStr;

@@ -7,10 +7,11 @@
 //!   zero       pages of zeroes that were given back            one page each
 //!   KSM        pages_sharing, and zero pages that KSM mapped   one copy each; the merged page is freed after the last copy
 //! ```
-//! The lines above are the classes of shared guest pages: what belongs to a class, and what a write
-//! costs. A guest page is in at most one class: a page that a VM has written is a private copy, and
-//! KSM merges only such pages. Segments are no debt, because guests cannot write to them. RAM that
-//! a guest has never used is no debt either: that RAM is promised, not shared.
+//! The drawing lists the classes of shared guest pages (folded, of a snapshot, zero, merged by
+//! KSM), and how much memory a write to such a page costs. A guest page is in at most one class,
+//! because KSM merges only private pages, and the others are shared by a mapping. Segments are no
+//! debt, because guests cannot write to them. RAM that a guest has never used is no debt either:
+//! that RAM is promised, not shared.
 
 use memfold_host::{Check, Status};
 use memfold_units::ByteSize;

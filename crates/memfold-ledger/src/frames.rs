@@ -1,5 +1,5 @@
-//! Reads the numbers of the physical page frames that hold a VM's RAM. Equal numbers prove that two
-//! VMs share a page; different numbers, that no page is shared across trust domains.
+//! Reads in which physical page frames of the host a VM's RAM is. memfold's self-test compares the
+//! frame numbers of two VMs: if the two share a page, both have the same frame for it.
 
 use std::io;
 

@@ -10,10 +10,10 @@
 //!   the host:  sum over VMs (PSS - its shares of store pages) + memfold (likewise) + page stores (allocated memory)
 //! ```
 //!
-//! A store page that k page tables map counts 1/k in each process's PSS, and not at all when no
-//! process maps it. The host's total therefore subtracts the shares of store pages from each
-//! process's PSS, and adds the allocated memory of the store files instead. The zero page is not
-//! counted. QEMU's shared libraries are counted by PSS.
+//! The host's total must count each page of a page store once, whether or not a process maps it. In
+//! a process's PSS (proportional set size), a page that k processes map counts 1/k. Therefore the
+//! ledger subtracts pages of the store from each process's PSS, and adds the memory of the store
+//! files instead. The zero page is not counted. QEMU's shared libraries are counted by PSS.
 //!
 //! - [`read`] parses the kernel's files.
 //! - [`take`] builds the accounts of `account` from these files.

@@ -1,5 +1,6 @@
-//! Classifies each page of guest RAM in a QEMU process, from the process's mappings and its page
-//! map (`/proc/PID/pagemap`).
+//! Tells for each page of a VM's RAM what it is: private, shared with the page store, of a file,
+//! zeroes, swapped or free. The mappings and page map (`/proc/PID/pagemap`) of QEMU's process show
+//! this.
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Region, category};

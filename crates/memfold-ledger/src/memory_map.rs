@@ -1,5 +1,5 @@
-//! Makes a map of one VM's whole RAM for display. The map divides the RAM into cells of equal size,
-//! and counts the pages of each cell by state.
+//! Makes a map of one VM's RAM, which the dashboard shows as a picture. The map divides the RAM
+//! into cells of equal size, and counts the pages of each cell by state, such as folded or private.
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::Filter;

@@ -1,5 +1,5 @@
-//! Predicts from the ledger's figures how much memory more VMs of a kind would take, and how many
-//! fit.
+//! Predicts how much memory more VMs like those that run would take, and how many fit on the host.
+//! The prediction uses the ledger's figures (`memfold plan`).
 //!
 //! ```text
 //!   used(N) = used now + sum over kinds: (N - n) x own            own:  memory that only this VM takes (mean of the n that run)
@@ -8,15 +8,13 @@
 //!
 //!   N fits:  used(N) + its error bar <= memory - reserve,   and   cover x owed(N) <= memory - reserve - used(N)
 //! ```
-//! `n` VMs of a kind run now, and the plan is for `N`. To plan for a later time, the model assumes
-//! that each VM keeps growing as fast as the VMs of its kind grew lately, until it uses all of its
-//! RAM. The model assumes that no VM shrinks.
+//! To plan for a later time, the model assumes that each VM keeps growing as fast as the VMs of its
+//! kind grew lately, until it uses all of its RAM. It assumes that no VM shrinks.
 //!
 //! The model assumes that one more VM is like those that run: it shares the pages that they share
-//! with each other. A VM that runs alone in its trust domain shares nothing yet, so its kind shares
-//! nothing in the model; `memfold estimate` tells what two such VMs would have in common. VMs may
-//! also use more memory than now: `most_bytes` of a kind is what a VM takes if it uses all of its
-//! RAM.
+//! with each other. A VM that runs alone in its trust domain shares nothing yet, so the model
+//! assumes that more such VMs share nothing either. `memfold estimate` tells what they would have
+//! in common. The field `most_bytes` is the memory that a VM takes if it uses all of its RAM.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -39,7 +37,7 @@ pub enum PlanError {
     #[error("no VM named '{0}' runs; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
     /// Two kinds list this VM.
-    #[error("VM '{0}' is named in two kinds of VMs (--kind); remove it from one of them")]
+    #[error("VM '{0}' is named in two kinds of VMs (--kind); leave the VM out of one kind")]
     Twice(String),
     /// The plan has no kind of the requested name. The second text lists the kinds that the plan
     /// has.

@@ -1,5 +1,5 @@
-//! Reads and parses the files in `/proc` that the ledger needs. The path of `/proc` can be set, so
-//! that tests can read a captured copy.
+//! Reads and parses the files in `/proc` from which the ledger is made. The path of `/proc` can be
+//! set, so that tests can read a captured copy.
 //!
 //! Sources: `Documentation/filesystems/proc.rst`; `fs/proc/task_mmu.c` (`smaps`), `mm/show_mem.c`
 //! (`si_mem_available`).

@@ -1,4 +1,4 @@
-//! Prints the ledger's report as tables for people.
+//! Prints the ledger's report as tables for people (`memfold report`).
 
 use std::fmt::Write;
 

@@ -1,5 +1,5 @@
-//! Builds the ledger's accounts of VMs, page stores, memfold and the host from the kernel's present
-//! figures.
+//! Makes the ledger: reads the kernel's present figures, and builds from them the accounts of VMs,
+//! page stores, memfold's own processes and the host.
 
 use std::os::fd::AsFd;
 

@@ -1,5 +1,5 @@
-//! Records about a VM's swap disk on lent RAM: the disk's copies there, their lenders and leases,
-//! and the copy on the borrower's disk.
+//! Records where the data of a VM's swap disk is while other hosts lend RAM for it: the copies in
+//! lent RAM with their lenders and leases, and the copy on the borrowing host's disk.
 
 use std::path::PathBuf;
 

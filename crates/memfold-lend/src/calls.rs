@@ -1,5 +1,5 @@
-//! Uses a registry in another daemon: each method of [`Registry`] becomes a request and its answer,
-//! which any transport can carry.
+//! Requests to the lease registry of another daemon. Each method of [`Registry`] becomes a request
+//! and its answer, which any transport can carry.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Starts, watches and ends child processes of the daemon and of its helper processes: relays,
-//! exports, iSCSI helpers.
+//! Starts, watches and ends the child processes that lending needs: relays (between QEMU and a
+//! lender), exports (servers of lent RAM), and helpers for iSCSI.
 
 use std::io::{self, Read as _};
 use std::os::fd::AsFd;

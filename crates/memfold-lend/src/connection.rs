@@ -1,11 +1,12 @@
-//! Watches and ends a connection of another process, such as QEMU's connection to a relay, through
-//! a second file descriptor of its socket (`pidfd_getfd(2)`).
+//! Watches and ends a network connection of another process, such as QEMU's connection to a server
+//! of lent RAM. The daemon does so through a second descriptor of the same socket
+//! (`pidfd_getfd(2)`).
 //!
 //! QEMU's NBD client waits for an answer as long as the connection exists, and QEMU's main loop may
-//! block meanwhile. The daemon's watcher must depend on neither QEMU nor the lender. With a
-//! descriptor of its own, the watcher sees the end of the connection at once, lets the kernel end
-//! the connection when the other host stops answering (TCP keepalive), and can end the connection
-//! itself.
+//! block meanwhile. With a descriptor of its own, the daemon sees the end of the connection at
+//! once. The daemon can also end the connection, and has the kernel end it when the other host
+//! stops answering (TCP keepalive). For this, the daemon needs an answer neither from QEMU nor from
+//! the lender.
 
 use std::ffi::OsStr;
 use std::io;

@@ -1,9 +1,9 @@
-//! Remembers which lenders returned bytes other than those written (wrong data). The daemon borrows
+//! Remembers lenders that returned other bytes than were written to their RAM. The daemon borrows
 //! nothing from such a lender for an hour, unless an operator trusts the lender again.
 //!
-//! One case of wrong data is enough, because RAM that flips bits will do so again. Other leases of
-//! the lender continue: their bytes are checked as well, and each lease ends at its own first wrong
-//! data.
+//! One case is enough, because RAM that flips bits will do so again. Other leases of the same
+//! lender continue. Their bytes are checked as well, and a lease ends when the lender returns wrong
+//! bytes for it.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};

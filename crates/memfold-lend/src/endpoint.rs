@@ -1,5 +1,5 @@
-//! Addresses of exports. An export is the network disk by which a lender serves a lease's RAM; its
-//! address consists of the place where the lender listens, the protocol and the key.
+//! Addresses of exports. An export is the network disk by which a lending host serves the RAM of
+//! one lease. Its address consists of the place where the lender listens, the protocol and the key.
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! The registry of leases in an etcd, for clusters. Every host sends its requests directly to etcd,
-//! so no memfold daemon has to run for the other hosts.
+//! Keeps the registry of leases in an etcd cluster. Every host sends its requests directly to etcd,
+//! so no host depends on the daemon of another host.
 //!
 //! | key | contents | how it changes |
 //! |---|---|---|

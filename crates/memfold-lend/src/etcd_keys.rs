@@ -1,4 +1,5 @@
-//! Names the registry's keys in an etcd, and reads and writes their values.
+//! Names of the keys under which the lease registry is stored in etcd, and the format of their
+//! values.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

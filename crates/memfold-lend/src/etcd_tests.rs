@@ -1,4 +1,4 @@
-//! Tests of the registry in real etcd servers, which are killed, stopped and started again.
+//! Tests of the lease registry in real etcd servers, which are killed, stopped and started again.
 
 use std::collections::HashSet;
 use std::net::TcpListener;

@@ -2,15 +2,14 @@
 //! the borrower as a network disk.
 //!
 //! Each lease has its own process, with nbdkit's `data` plugin and these options:
-//! - The memory is private to the process. No other borrower's server can reach the memory, and
-//!   none of it is in a file system. When the process ends, the kernel clears the pages before
-//!   their next use.
+//! - The memory is private to the process: no process of another lease can reach it, and it is in
+//!   no file system. When the process ends, the kernel clears the pages before their next use.
 //! - `allocator=malloc,mlock=true`, and one byte written at the very end, make nbdkit allocate and
 //!   lock all memory before the first client connects. So a lender that is short of memory fails to
 //!   start the export, later writes never fail for lack of memory, and nothing is swapped.
 //! - `limit` and `exitlast` (order: see [`FILTERS`]) allow one connection and never a second.
-//!   QEMU's client reconnects by itself, and writes that went only to the other copy meanwhile
-//!   would be missing in this export. An export ends with its connection.
+//!   QEMU's client would reconnect by itself. Writes that went only to the other copy of the swap
+//!   disk meanwhile would then be missing in this export. So an export ends with its connection.
 //!
 //! Over TCP, the export uses TLS with a pre-shared key, which the registry gives to the borrower
 //! only (TLS-PSK has no certificate that could expire). The export listens on the lender's
@@ -80,7 +79,7 @@ pub enum ExportError {
     #[error("cannot start nbdkit: {0}; install it (apt install nbdkit, or make setup)")]
     Missing(#[source] io::Error),
     /// A file or a socket of the export cannot be created.
-    #[error("cannot use {path}")]
+    #[error("cannot create {path} for an export (server of lent memory)")]
     Files {
         /// Path of the export's file, or address of its socket.
         path: PathBuf,

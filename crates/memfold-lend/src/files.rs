@@ -1,4 +1,5 @@
-//! Writes and removes the files that the daemon, relays and helper processes leave for each other.
+//! Writes and removes the small files through which the daemon and its child processes for lending
+//! pass information to each other.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -42,7 +43,7 @@ impl Removed {
     pub(crate) fn remove(&self) {
         for file in &self.0 {
             if let Err(error) = remove(file) {
-                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended export; remove the file by hand");
+                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended export (server of lent memory); remove the file by hand");
             }
         }
     }

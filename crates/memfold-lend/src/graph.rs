@@ -1,8 +1,9 @@
 //! QEMU's block nodes under a VM's swap disk, and how one set of nodes replaces another while the
 //! guest uses the disk.
 //!
-//! Each column shows the nodes for one location of the disk, the node that the guest's device uses
-//! at the top. N is a number, the generation, which each switch increases.
+//! Each column of the drawing shows the block nodes for one location of the disk. The node at the
+//! top is the one that the guest's device uses. N is a number, the generation, which increases with
+//! each move of the disk.
 //!
 //! ```text
 //!   on its disk            lent, durability disk          replica               none
@@ -12,7 +13,7 @@
 //!   swap-fileN           swap-lentN-0   swap-copyN      swap-lentN-0  swap-lentN-1
 //!                           nbd         raw on swap-fileN    nbd         nbd
 //! ```
-//! Each switch creates nodes of a new generation N, mirrors the old nodes onto the new ones
+//! Each move creates block nodes of a new generation N, mirrors the old nodes onto the new ones
 //! (`blockdev-mirror`), and then lets the guest's device use the new ones (`job-complete`). If a
 //! step before the last fails, the new nodes are removed again.
 //!

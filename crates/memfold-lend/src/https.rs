@@ -1,4 +1,5 @@
-//! A blocking HTTP client for a remote registry: another daemon, or the members of an etcd cluster.
+//! An HTTP client for a lease registry on other hosts: another daemon, or the members of an etcd
+//! cluster. Each request blocks until its answer arrives.
 //!
 //! The client keeps its connections and reuses them, each for one request at a time. A server
 //! proves its identity by its certificate only. The client sends no request to a server whose
@@ -40,7 +41,7 @@ const LONGEST_ANSWER: usize = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum HttpError {
     /// The request was not sent to any server.
-    #[error("cannot reach {member}: {why}")]
+    #[error("cannot reach the lease registry's server {member}: {why}")]
     Unreached {
         /// Host and port of the server that was to be asked.
         member: Member,
@@ -48,7 +49,7 @@ pub enum HttpError {
         why: String,
     },
     /// The request was sent. The server may or may not have executed it.
-    #[error("{member} did not answer: {why}")]
+    #[error("the lease registry's server {member} did not answer: {why}")]
     Unanswered {
         /// Host and port of the server that was asked.
         member: Member,

@@ -1,4 +1,5 @@
-//! Predicts what happens to the VMs that borrow from a lender if the lender dies.
+//! Predicts, for each host that lends RAM, what would happen to the borrowing VMs if this host
+//! died. `memfold leases` and the dashboard show the prediction.
 
 use std::collections::BTreeMap;
 

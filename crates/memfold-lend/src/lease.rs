@@ -1,5 +1,5 @@
-//! The records of a registry: leases (RAM lent by one host to one VM of another), lenders, and the
-//! durability of the lent bytes.
+//! The records in the lease registry: leases (RAM that one host lends to one VM of another host),
+//! the lending hosts, and where a copy of the lent data is (durability).
 
 use std::fmt;
 use std::time::Duration;

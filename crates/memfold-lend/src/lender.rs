@@ -1,8 +1,8 @@
-//! The lender of a host: decides how much RAM the host can spare, offers this RAM in the registry,
-//! serves the RAM to borrowers, and takes memory back.
+//! Lends RAM of this host: decides how much RAM it can spare, offers this RAM in the lease
+//! registry, serves the RAM to borrowers, and takes it back when this host needs it.
 //!
-//! One thread does all of this. Every export is a child of that thread, because nbdkit ends with
-//! the thread that started it (`Export`).
+//! One thread does all of this. That thread starts the server of each lease (nbdkit), because
+//! nbdkit ends with the thread that started it (`Export`).
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Options of a lender, and its status for the API and the command line.
+//! Options of a lending host, and the status of its lending that the API and the command line show.
 
 use std::path::PathBuf;
 use std::sync::Arc;

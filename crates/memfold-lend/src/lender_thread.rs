@@ -1,5 +1,6 @@
-//! The lender's thread. Twice a second it decides how much RAM this host can spare, publishes the
-//! offer, serves the leased memory to borrowers, and takes memory back.
+//! The thread that lends this host's RAM. Twice a second it decides how much RAM this host can
+//! spare, publishes the offer in the lease registry, serves leased RAM to borrowers, and takes RAM
+//! back.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -136,7 +137,7 @@ impl Work {
                 warn!(
                     lease = id.0,
                     strangers,
-                    "connections to an export were refused or aborted; let only borrowers reach the ports of --ports"
+                    "connections to an export (server of lent memory) were refused or aborted; let only borrowers reach the ports of --ports"
                 );
             }
             let health = lent.export.health();
@@ -158,7 +159,7 @@ impl Work {
             warn!(
                 lease = id.0,
                 ?health,
-                "export failed or its borrower disconnected, lease ended; see the borrower's log"
+                "export of lent memory failed or its borrower disconnected, lease ended; see the borrower's log"
             );
             self.end_export(id, true);
         }
@@ -251,7 +252,7 @@ impl Work {
                         lease = lease.id.0,
                         borrower = lease.borrower,
                         vm = lease.vm,
-                        "borrower did not return the lease in time, export ended; see the borrower's log"
+                        "borrower did not return the lent memory in time, export ended; see the borrower's log"
                     );
                 }
                 self.end_export(lease.id, false);
@@ -275,14 +276,14 @@ impl Work {
                 lent.orphaned = true;
                 warn!(
                     lease = id.0,
-                    "registry no longer knows the lease; the export ends at the lease's deadline"
+                    "lease registry no longer knows the lease; the export of its memory ends at the lease's deadline"
                 );
             }
         }
         for id in over {
             warn!(
                 lease = id.0,
-                "lease unknown to the registry, export ended; no action is needed"
+                "lease unknown to the lease registry, so the export of its memory ended; no action is needed"
             );
             self.end_export(id, false);
         }
@@ -296,7 +297,7 @@ impl Work {
         for id in over {
             warn!(
                 lease = id.0,
-                "lease expired while the registry was unreachable, export ended; check the registry"
+                "lease expired while the lease registry was unreachable, export of its memory ended; check the registry"
             );
             self.end_export(id, false);
         }
@@ -379,7 +380,7 @@ impl Work {
         // If the registry does not receive this, the next round finds the lease without an export.
         let lender = self.lender.clone();
         if let Err(error) = self.ask(|registry| registry.ended(id, &lender)) {
-            warn!(lease = id.0, %error, "cannot tell the registry that the export ended; retrying");
+            warn!(lease = id.0, %error, "cannot tell the lease registry that the export of the lease's memory ended; retrying");
         }
     }
 

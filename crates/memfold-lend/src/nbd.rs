@@ -1,5 +1,6 @@
-//! The part of the NBD protocol that the relay needs, for client and server (`doc/proto.md` of the
-//! NBD project): the fixed newstyle handshake with `GO`, then simple replies.
+//! The part of the NBD protocol that the relay between QEMU and a lender needs, as client and as
+//! server (`doc/proto.md` of the NBD project): the fixed newstyle handshake with `GO`, then simple
+//! replies.
 //!
 //! ```text
 //!   server  "NBDMAGIC" "IHAVEOPT" flags                 request  magic flags command cookie offset length [bytes]

@@ -1,5 +1,5 @@
-//! Parses addresses of a registry as operators write them, and checks the files with which this
-//! host authenticates there.
+//! Parses the address of the lease registry as an operator writes it (`serve --registry`), and
+//! checks the files with which this host authenticates there.
 //!
 //! | address | registry |
 //! |---|---|
@@ -30,7 +30,7 @@ const LONGEST_TOKEN: u64 = 256;
 pub enum PlaceError {
     /// The given text is not an address of a registry.
     #[error(
-        "'{said}' is not the address of a registry ({why}); give the path of a socket, https://HOST:PORT of another daemon, or etcd+https://HOST:PORT,..."
+        "'{said}' is not the address of a lease registry ({why}); give the path of a socket, https://HOST:PORT of another daemon, or etcd+https://HOST:PORT,..."
     )]
     Address {
         /// The text that the operator gave.
@@ -57,7 +57,7 @@ pub enum PlaceError {
         option: &'static str,
     },
     /// A file with which this host authenticates to the registry cannot be used.
-    #[error("cannot use {path} for the registry: {why}")]
+    #[error("cannot use {path} to log in to the lease registry: {why}")]
     File {
         /// Path of the key, certificate or token file.
         path: PathBuf,

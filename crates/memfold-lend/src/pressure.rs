@@ -1,4 +1,4 @@
-//! Reads this host's memory figures, on which the lender bases its decisions.
+//! Reads this host's memory figures, by which it decides how much RAM it lends to other hosts.
 //!
 //! Sources: `Documentation/filesystems/proc.rst` (meminfo), `Documentation/accounting/psi.rst`,
 //! `mm/vmstat.c` (refaults: pages that were reclaimed and needed again; counted in

@@ -1,5 +1,5 @@
-//! Interface of the registry, which records which host lends RAM to which, and guarantees that no
-//! byte is lent twice. The drawing shows the states of a lease, and which call of lender or
+//! Interface of the lease registry, which records which host lends RAM to which, and guarantees
+//! that no byte is lent twice. The drawing shows the states of a lease, and which call of lender or
 //! borrower leads to each state.
 //!
 //! ```text
@@ -10,11 +10,11 @@
 //! ```
 //! A lease's bytes count as lent from [`take`](Registry::take) until its *lender* calls
 //! [`ended`](Registry::ended), because only the lender knows when nobody can reach the bytes any
-//! more. An expired deadline frees nothing by itself; it tells the lender to end the export. So no
-//! byte is lent twice, whichever process dies or is cut off.
+//! more. When a lease's deadline has passed, the lender ends the export, and only then are the
+//! bytes free. So no byte is lent twice, whichever process dies or is cut off.
 //!
-//! Each method is one transaction that compares and changes one lender's record and one lease, so
-//! an etcd can execute it as well.
+//! Each method is one transaction that compares and changes one lender's record and one lease.
+//! Therefore both a database and an etcd can execute it.
 
 use std::fmt;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Errors of a registry of leases, and checks of the values in requests.
+//! Errors of the lease registry, and checks of the names, sizes and times in requests to the
+//! registry.
 
 use std::time::Duration;
 
@@ -45,7 +46,7 @@ pub enum RegistryError {
     },
     /// The lease does not exist, or does not belong to the caller.
     #[error(
-        "host '{who}' has no lease {id}: the lender has ended the lease, or it never existed; 'memfold leases' lists all leases"
+        "host '{who}' has no lease {id}: the lender has ended the lease, or the lease never existed; 'memfold leases' lists all leases"
     )]
     NoLease {
         /// Number of the lease that was asked for.

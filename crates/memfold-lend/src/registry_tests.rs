@@ -1,4 +1,5 @@
-//! Test suite of a registry's guarantees, which runs on each implementation.
+//! Tests of the guarantees of a lease registry, for example that no byte is lent twice. They run on
+//! each implementation: `SQLite` and etcd.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};

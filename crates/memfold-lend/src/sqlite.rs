@@ -1,4 +1,4 @@
-//! The registry of leases that one daemon serves, stored in an `SQLite` database.
+//! The lease registry that one daemon serves to all hosts, stored in an `SQLite` database.
 //!
 //! Times in the database are milliseconds since the boot of the daemon's host. So hosts need not
 //! agree on the time, and setting the clock changes nothing. `BEGIN IMMEDIATE` takes the database's

@@ -1,4 +1,5 @@
-//! Decides how much RAM a host can lend. The decision is cautious, and an offer grows only slowly.
+//! Decides how much RAM a host can lend to others. The host offers additional RAM only slowly, and
+//! takes RAM back at once.
 //!
 //! The drawing is a scale of the memory that the host has left, with plenty at the top. It shows
 //! what the lender does in each range.
@@ -15,13 +16,13 @@
 //!   an eighth - - - - - -
 //!   |                       exports whose borrowers have a copy end without notice
 //! ```
-//! Borrowers need time to give memory back, so memory that shrinks steadily counts as gone: if the
-//! loss of the last three seconds would go on and reach the low mark before lent memory could be
+//! Borrowers need time to give memory back, so the lender looks ahead. If the host's memory keeps
+//! shrinking as in the last three seconds, and would reach the low mark before lent memory could be
 //! back, lent memory is taken back now.
 //!
 //! *Owed* memory is the memory that this host's own VMs may need at once by writing to pages that
-//! they share (the brake's debt x cover). Lent memory cannot serve these writes, so it is taken
-//! back before the brake would stop anything.
+//! they share (the brake's debt x cover). Lent memory cannot serve these writes, so the lender
+//! takes it back before the brake has to stop anything.
 //!
 //! Lent memory is locked, so `MemAvailable` no longer contains it. The maximum offer is the memory
 //! that is lent now plus the surplus.

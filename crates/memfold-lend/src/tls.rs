@@ -1,5 +1,5 @@
-//! Reads certificate files for TLS to a registry: the CA's certificates, and this host's own
-//! certificate.
+//! Reads the certificate files for TLS to a lease registry: the certificates of the CA that signed
+//! the registry's certificate, and this host's own certificate.
 
 use std::path::{Path, PathBuf};
 

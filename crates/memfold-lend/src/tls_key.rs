@@ -1,4 +1,4 @@
-//! Reads private keys for TLS from PEM files.
+//! Reads this host's private key for TLS to a lease registry, from a PEM file.
 
 use std::path::Path;
 

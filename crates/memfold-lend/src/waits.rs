@@ -1,5 +1,6 @@
-//! Counts how long a guest has waited for its swap disk, with QEMU's latency histograms:
-//! `block-latency-histogram-set` and `query-blockstats` (`qapi/block-core.json`).
+//! Counts how long a guest has waited for its swap disk, which may be in RAM of another host.
+//! QEMU's latency histograms have the times: `block-latency-histogram-set` and `query-blockstats`
+//! (`qapi/block-core.json`).
 
 use memfold_vm::{Qmp, QmpError};
 use serde::{Deserialize, Serialize};

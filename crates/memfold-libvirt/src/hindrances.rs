@@ -1,5 +1,5 @@
-//! Finds the settings in a domain's XML that prevent folding of the domain's memory. The operator
-//! learns of them when the domain is enabled, before the domain's next start.
+//! Finds the settings in a libvirt domain's XML that prevent folding of the domain's memory. The
+//! operator learns of them when memfold is enabled for the domain, before the domain's next start.
 //!
 //! For a running VM, the daemon asks QEMU and the kernel instead ([`memfold_vm::conditions`]),
 //! because the XML may not show hot-plugged devices, and an option of QEMU can be written in

@@ -1,5 +1,5 @@
-//! Finds the QEMU processes that libvirt runs, and the QMP socket in each that memfold's daemon may
-//! use.
+//! Finds the QEMU processes that libvirt runs, and in each of them the QMP socket that memfold's
+//! daemon uses.
 
 use std::io;
 use std::path::{Path, PathBuf};

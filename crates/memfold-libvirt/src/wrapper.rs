@@ -1,5 +1,6 @@
-//! Installs the wrapper script. It is the `<emulator>` of each libvirt domain that is enabled for
-//! memfold. The script starts QEMU with memfold's library and with a QMP socket for the daemon.
+//! Installs the wrapper script for QEMU. A libvirt domain for which memfold is enabled names this
+//! script, instead of QEMU, as its `<emulator>`. The script starts QEMU with memfold's library and
+//! with a QMP socket for the daemon.
 //!
 //! The script is in QEMU's directory. Its name is the name of the QEMU program with the prefix
 //! `memfold-`.

@@ -1,5 +1,5 @@
-//! Changes a domain's XML to enable or disable memfold. Only the changed elements are edited in the
-//! text; everything else remains byte for byte.
+//! Changes the XML of a libvirt domain to enable or disable memfold for the domain. Only the
+//! changed elements are edited in the text; every other byte stays as it was.
 //!
 //! ```text
 //!   <metadata> <memfold:vm domain="shop" emulator="/usr/bin/qemu-system-x86_64" channel="added" controllers="virtio-serial:0"/> </metadata>

@@ -1,5 +1,6 @@
-//! Test of folding when the process cannot have more mappings (`vm.max_map_count`). The test has a
-//! program of its own, because it uses up all mappings of the process.
+//! Test of memfold's library in QEMU when the process cannot have more memory mappings
+//! (`vm.max_map_count`). The test is a separate program, because it uses up all mappings of its
+//! process.
 
 mod support;
 

@@ -1,5 +1,5 @@
-//! Tests of each order that the daemon can give to memfold's library in QEMU: what the order does,
-//! and when the library refuses the order.
+//! Tests of each order that the daemon can give to memfold's library in QEMU, such as to fold
+//! pages: what the order does, and when the library refuses the order.
 
 #[path = "../src/preload.rs"]
 mod preload;

@@ -1,4 +1,5 @@
-//! Tests of orders for which memfold's library stops the VM. The VM must resume in every case.
+//! Tests of orders for which memfold's library in QEMU stops the VM for a moment. The VM must
+//! resume in every case.
 
 mod support;
 

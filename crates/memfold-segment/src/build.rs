@@ -1,5 +1,6 @@
-//! Builds a segment's next generation (numbered image): chooses files, copies them, and packs them
-//! into an EROFS image that guests can map. The drawing shows the image's layout in bytes.
+//! Builds a segment's next image: chooses files, copies them, and packs them into an EROFS image
+//! that guests can map. Each image of a segment has a number, its generation. The drawing shows the
+//! image's layout in bytes.
 //!
 //! ```text
 //!   byte 0       1024                                                     padded to 2 MiB

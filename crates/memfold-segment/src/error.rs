@@ -1,4 +1,4 @@
-//! Errors of building, verifying, attaching and removing segments.
+//! Errors of operations on segments: build, verify, attach, remove.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ pub enum SegmentError {
     },
     #[error("{program} failed: {why}")]
     Tool { program: &'static str, why: String },
-    #[error("cannot use {path}")]
+    #[error("cannot read or write {path}")]
     Files {
         path: PathBuf,
         #[source]
@@ -36,7 +36,7 @@ pub enum SegmentError {
         vm: String,
         other: String,
     },
-    #[error("segment '{name}' is used by {users}; end or remove these first")]
+    #[error("segment '{name}' is used by {users}; end or remove these users first")]
     InUse { name: String, users: String },
     #[error(
         "segment '{name}' is being written by VM '{writer}'; build the next generation from that VM (--from vm:{writer}), or detach the segment there (memfold segment detach {writer} {name})"

@@ -1,5 +1,5 @@
-//! Unpacks ext2, ext3 and ext4 images with `debugfs` (e2fsprogs), which needs neither a loop device
-//! nor a mount.
+//! Unpacks a disk image with an ext2, ext3 or ext4 file system, from which a segment is built.
+//! `debugfs` (e2fsprogs) reads the image, so neither a loop device nor a mount is needed.
 //!
 //! `debugfs` does not restore all file attributes. These attributes are queried separately and set
 //! afterwards, so that builds are reproducible and programs keep their set-user-ID bits and

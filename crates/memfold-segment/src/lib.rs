@@ -1,6 +1,6 @@
 //! Segments: read-only images of files that VMs of one trust domain map and execute in place, so
 //! that these files never enter a guest's page cache. The drawing shows the three tasks around a
-//! segment, and the modules that do them. (Study A calls segments DCSS.)
+//! segment, and the modules that do them. (Segments are like the shared segments, DCSS, of z/VM.)
 //!
 //! ```text
 //!   build    source -> tree (chosen files) -> EROFS image, padded -> SHELF/NAME/GENERATION/      (source, tree, build, shelf)

@@ -1,5 +1,5 @@
-//! The manifest (`manifest.json`) of a segment's generation, that is, of one numbered image of the
-//! segment. It describes the image's contents and build.
+//! The manifest of a segment's image (`manifest.json`): what the image contains, and how it was
+//! built. Each image of a segment is a numbered generation with its own manifest.
 
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};

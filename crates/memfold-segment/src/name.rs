@@ -1,5 +1,5 @@
-//! Parses references to segments: `NAME` means the newest image (generation) of the segment,
-//! `NAME@GENERATION` a certain one.
+//! Parses the name of a segment as users write it: `NAME` means the segment's newest image,
+//! `NAME@GENERATION` the image with that number.
 
 use std::fmt;
 

@@ -1,10 +1,10 @@
-//! Ranks files by the memory that they would save in a segment, from the pages that VMs cache now.
+//! Ranks files of the VMs by the memory that they would save if they were in a segment, from the
+//! pages that VMs cache now.
 //!
-//! A file has `n` pages, and `u` of `v` VMs each cache `t` of them: together `u * t` pages of guest
-//! page caches. In a segment, the touched pages exist once per trust domain (at least `t`, at most
-//! `n`). But every VM that maps the segment spends 64 bytes (`struct page`) on each of the `n`
-//! pages. So the segment saves `u * t - t - v * n / 64` pages. A file that only one VM uses saves
-//! nothing. (Study A does not say how to choose files.)
+//! Let a file have `n` pages, and let `u` of `v` VMs cache `t` pages of it each: together `u * t`
+//! pages. In a segment, these pages exist once for all VMs of a trust domain (at least `t` pages).
+//! But every VM that maps the segment spends 64 bytes (`struct page`) on each of the `n` pages. So
+//! the segment saves `u * t - t - v * n / 64` pages. A file that only one VM uses saves nothing.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

@@ -1,6 +1,6 @@
-//! The directory of all segments of a host (called shelf). Each build of a segment makes a
-//! *generation*: a subdirectory with an image and its description, which exists only when it is
-//! complete.
+//! The directory that contains all segments of a host (in the code: shelf). Each build of a segment
+//! makes a numbered subdirectory, a *generation*, with an image and its description. The
+//! subdirectory gets its number only when it is complete.
 //!
 //! ```text
 //!   SHELF/NAME/GENERATION/    image            what VMs map, read-only and (where the file system can) immutable
@@ -147,7 +147,7 @@ impl Shelf {
                     Ok(manifest) => all.push(manifest),
                     Err(error) => {
                         let error: &dyn std::error::Error = &error;
-                        tracing::warn!(segment = %format_args!("{name}@{generation}"), error, "cannot read the segment, so it cannot be attached; build the segment again");
+                        tracing::warn!(segment = %format_args!("{name}@{generation}"), error, "cannot read the segment, so no VM can map the segment; build the segment again");
                     }
                 }
             }

@@ -1,5 +1,5 @@
-//! Opens the sources of a segment's files: a directory, a disk image with a file system, or Debian
-//! packages.
+//! Opens the source from which a segment's files are taken: a directory, a disk image with a file
+//! system, or Debian packages.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

@@ -1,5 +1,5 @@
-//! Chooses the files of a segment, copies them to a build directory, and computes a digest of the
-//! copied directory tree.
+//! Chooses the files that a segment will contain, copies them to a build directory, and computes a
+//! digest of the copies.
 
 use std::collections::HashMap;
 use std::fs::{self, File};

@@ -1,4 +1,5 @@
-//! Parses the JSON bodies of API requests, and makes responses from results and errors.
+//! Parses the JSON bodies of requests to the daemon's API, and makes responses from results and
+//! errors.
 
 use std::io;
 use std::ops::Deref;

@@ -1,4 +1,5 @@
-//! Limits of request bodies and streams.
+//! Limits of the daemon's API: sizes of request bodies, and numbers of open streams of live
+//! samples.
 
 /// Largest request body, in bytes.
 pub(crate) const MAX_BODY: usize = 1 << 20;

@@ -1,5 +1,5 @@
-//! API paths for the dashboard: live samples, the history, maps of memory, the checks of
-//! `memfold doctor`, and estimates.
+//! API paths for the dashboard: live samples of memory use, their history, maps of VMs' memory, the
+//! checks of `memfold doctor`, and estimates of possible savings.
 
 use std::convert::Infallible;
 use std::sync::Arc;

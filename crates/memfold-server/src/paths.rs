@@ -1,4 +1,4 @@
-//! API paths that the access check treats specially.
+//! Names of those API paths for which access control has special rules, such as login.
 
 pub(crate) const SESSION_PATH: &str = "/v1/session";
 

@@ -1,8 +1,9 @@
-//! API paths of planning: the number of VMs that fit, and the placement of VMs on hosts.
+//! API paths for planning: how many more VMs fit on this host, and which VMs of several hosts
+//! should run together.
 //!
-//! A plan is computed from a report that readers may see anyway, and changes nothing. A proposal
-//! for a placement uses CPU time and fingerprints of other hosts, so only operators may ask for it,
-//! as for an estimate.
+//! Users with the role *read* may ask for a plan, because it is computed from a report that they
+//! may see anyway. Only users with the role *operate* may ask which VMs should run together,
+//! because this takes CPU time and uses fingerprints of other hosts.
 
 use axum::body::Bytes;
 use axum::extract::Query;

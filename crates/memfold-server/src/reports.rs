@@ -1,4 +1,5 @@
-//! API paths for the ledger's report, the limits of folding, the copy-on-write debt, and KSM.
+//! API paths for the ledger's report, the limits of folding, the copy-on-write debt (memory that
+//! guests can claim by writing to shared pages), and KSM.
 
 use std::sync::Arc;
 

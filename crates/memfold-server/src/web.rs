@@ -1,4 +1,4 @@
-//! The dashboard's files, which are part of the program.
+//! Serves the files of the dashboard (HTML, scripts, styles), which are built into the program.
 //!
 //! These files are the same for all users and contain no figures, so they need no login.
 

@@ -1,5 +1,5 @@
-//! Saves the parts of a snapshot other than memory and disks: copies of files that the VM's command
-//! line names, records of its read-only media, and its CPU features.
+//! Saves the parts of a snapshot other than memory and disks: copies of files that QEMU's command
+//! line names, such as firmware, facts about read-only media, and the features of the VM's CPU.
 
 use std::fs::File;
 use std::io;

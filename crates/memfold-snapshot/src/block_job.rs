@@ -1,4 +1,5 @@
-//! Waits for QEMU block jobs by polling `query-jobs`.
+//! Waits until a block job of QEMU (a disk copy or a merge of overlays) ends, by polling
+//! `query-jobs`, and ends the job.
 
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};

@@ -1,14 +1,15 @@
-//! Finds pages of a VM's memory that the VM's disks contain, too, and where the files of the host
-//! hold these pages. The drawing lists the sources of this knowledge in order:
+//! Finds pages of a VM's memory that are probably also in the files of the VM's disks. A snapshot
+//! can then refer to the disk, instead of storing such a page. The drawing shows who knows what, in
+//! the order in which memfold asks:
 //!
 //! ```text
-//!   guest       "these pages cache 8 MiB of my second disk, from byte 3 GiB on"     Candidate
-//!   samples     the guest's second disk is disk 0 of the description                match_disks
-//!   qemu-img    byte 3 GiB of disk 0 is byte 17 MiB of the file that it is built on DiskMap
-//!   save        each page is compared with the file's bytes when the page is read   Writer
+//!   guest's agent    "these pages cache 8 MiB of my second disk, from byte 3 GiB on"      Candidate
+//!   some pages read  the guest's second disk is disk 0 of the VM's description            match_disks
+//!   qemu-img         byte 3 GiB of disk 0 is byte 17 MiB of its backing file              DiskMap
+//!   save             each page is compared with the file's bytes when the page is saved   Writer
 //! ```
-//! Only the last step decides, by comparing bytes. The other steps yield guesses, which may be
-//! wrong or outdated. A guest that lies only makes its own snapshot larger.
+//! Only the comparison of bytes decides. All earlier steps yield guesses, which may be wrong or
+//! outdated. A guest that lies only makes its own snapshot larger.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -257,7 +258,7 @@ impl Candidates {
         let mut maps = Vec::new();
         for target in targets(spec, frozen) {
             let map = found.map(&target).inspect_err(|why| {
-                tracing::info!(vm = spec.name, disk = %target.image.display(), why, "disk not searched for pages that the guest has cached");
+                tracing::info!(vm = spec.name, disk = %target.image.display(), why, "disk not searched for the guest's cached pages, so the snapshot contains these pages");
             });
             maps.extend(map);
         }
@@ -284,7 +285,7 @@ impl Candidates {
             placed_pages = pages(&placed),
             compared_pages = pages(&found.runs),
             runs_and_mappings = ?found.counts(),
-            "cached pages chosen for the comparison with disks"
+            "guest's cached pages chosen that the save compares with the VM's disks"
         );
         found.fetch();
         found

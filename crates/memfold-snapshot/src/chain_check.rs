@@ -1,5 +1,5 @@
-//! Checks that the backing files of a VM's disks are the files that QEMU has open and that the
-//! qcow2 headers name.
+//! Checks, before a VM is saved, that each disk's overlay and its backing files are in order: QEMU
+//! has those files open that the qcow2 headers name, and all of them still exist.
 
 use std::collections::HashSet;
 use std::fs;

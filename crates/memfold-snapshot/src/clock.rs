@@ -1,5 +1,5 @@
-//! Corrects the wall clock of a guest that was stopped. The clock of such a guest resumes at the
-//! moment of the stop, however long ago that was. The correction has three steps:
+//! Corrects the wall clock of a guest that was stopped. When such a guest resumes, its clock still
+//! shows the time of the stop. The correction has three steps:
 //!
 //! ```text
 //!   look   the guest reports its time; the host's clock is read before and after
@@ -8,8 +8,8 @@
 //!          time daemon has checked the clock)
 //!   look   measures the error that is left: the error of the first look, and the duration of the step
 //! ```
-//! The guest itself adds the difference to its clock, so the time that a request takes to reach the
-//! guest adds no error; only the run time of the guest's `date` does.
+//! The guest itself adds the difference to its clock, so it does not matter how long the request
+//! takes to reach the guest. Only the run time of the guest's program `date` adds an error.
 
 use std::time::{Duration, SystemTime};
 

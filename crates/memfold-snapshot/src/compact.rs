@@ -1,12 +1,14 @@
-//! Makes a layer complete, so that it needs no other snapshot.
+//! Turns a layer into a snapshot that needs no other snapshot. A layer holds only the pages and
+//! disk blocks that differ from another snapshot, its parent, and refers to the parent for the
+//! rest.
 //!
 //! ```text
 //!   before   ram ##..#.....   ram.refs -> ram of a parent, disk of a parent, base image     disk0 -> disk0 of a parent -> base image
 //!   after    ram ######.#..   ram.refs -> base image                                        disk0 -> base image
 //! ```
-//! The complete snapshot is written beside the layer, and then both change places at one instant
-//! (`RENAME_EXCHANGE`). VMs that run from the layer keep its files open. The contents of memory are
-//! the same, and so are its checksums.
+//! The complete snapshot is written beside the layer, and then the two directories are exchanged in
+//! one step (`RENAME_EXCHANGE`). VMs that run from the layer keep its files open. The contents of
+//! memory are the same in both, and so are its checksums.
 
 use std::fs;
 use std::io::Write as _;

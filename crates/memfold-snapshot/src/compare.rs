@@ -1,9 +1,10 @@
-//! Compares memory with the contents of files, piece by piece, to find pages that can be saved by
-//! reference.
+//! Compares a VM's memory with the contents of files, to find pages that a snapshot can store as
+//! references to a file.
 //!
-//! A run of pages that a file contains becomes one reference for each chunk of the image that it
-//! touches. Several workers compare pieces of chunks in any order. A worker does not know the
-//! results for the neighbouring pieces, so it assumes that the neighbouring pages are equal, too.
+//! A reference costs the restored VM memory mappings, so it is made only for at least
+//! [`FEWEST_PAGES`] equal pages in sequence. Several threads compare pieces of memory in any order.
+//! At the edge of its piece, a thread does not know whether the next pages are equal, too, and
+//! assumes that they are.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;

@@ -1,5 +1,6 @@
-//! Features of a guest's CPU. A guest kernel detects the features once, at boot. A VM that is
-//! restored on a CPU without one of them would fail with illegal instructions, or hang.
+//! Saves which features the VM's CPU has (CPUID), and checks before a restore that the host has all
+//! of them. A guest's kernel detects CPU features only at boot. If one of them were missing after a
+//! restore, the guest would fail with illegal instructions, or hang.
 //!
 //! QEMU reports the CPUID of a running VM's CPU, without features that the accelerator lacks, as
 //! bits (`feature-words`) and by name (one property for each feature). The bits take one query, the

@@ -1,5 +1,5 @@
-//! Reads the chain of a disk's overlays: the files that QEMU has open, and the files that the qcow2
-//! headers name.
+//! Finds the files of a VM's disk: the top overlay and its backing files. It reads them both from
+//! QEMU, which knows the files that are open, and from the qcow2 headers.
 
 use std::fs;
 use std::io;

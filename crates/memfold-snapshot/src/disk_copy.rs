@@ -14,9 +14,9 @@
 //! into `old` before the VM overwrites them in `disk`. The node `access` shows the disk as of the
 //! snapshot's instant, and the backup job copies this content to `new`.
 //!
-//! The VM always writes to its own file. A failure here or in the daemon loses the snapshot, but no
-//! write of the VM. If the filter cannot save old data, the snapshot fails (`on-cbw-error`), and
-//! not the VM.
+//! The VM always writes to its own file. If the copy or the daemon fails, the snapshot is lost, but
+//! no write of the VM. If the filter cannot save old data, the snapshot fails (`on-cbw-error`), and
+//! the VM goes on.
 
 use std::fs::File;
 use std::os::fd::AsFd;

@@ -1,6 +1,7 @@
-//! Draft: a snapshot that is being saved or pulled. A draft is a locked directory. When the
-//! snapshot is complete, the directory is renamed to the snapshot's name. After a failed save, the
-//! directory is removed; after an interrupted pull, it stays for the next pull.
+//! Draft: a snapshot that is being saved, or copied from an object store. A draft is a locked
+//! directory. When the snapshot is complete, the directory is renamed to the snapshot's name. After
+//! a failed save, the directory is removed. After an interrupted copy, the directory stays, and the
+//! next attempt continues it.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;

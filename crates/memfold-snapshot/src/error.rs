@@ -18,7 +18,7 @@ pub enum SnapshotError {
     Taken(String),
     #[error("{0}")]
     Name(String),
-    #[error("cannot use {path}")]
+    #[error("cannot read or write {path}")]
     Files {
         path: PathBuf,
         #[source]

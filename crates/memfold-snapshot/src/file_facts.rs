@@ -1,5 +1,5 @@
-//! Reads facts about files of a snapshot: length, checksum, modification time, identity of a block
-//! device.
+//! Reads facts about a snapshot's files, such as length, checksum and modification time. A later
+//! restore compares them, to find files that have changed.
 
 use std::fs::{self, File};
 use std::io;

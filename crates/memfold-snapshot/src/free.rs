@@ -4,11 +4,11 @@
 //! ```text
 //!   write tracking begins -- the agent lists free pages -- VM is stopped -- result: the list minus written pages
 //! ```
-//! Write tracking begins before the agent lists the free pages. A page on the list that was not
-//! written to until the VM was stopped contains nothing of value, because a kernel writes to a
-//! newly allocated page before anything reads it. QEMU's device emulation writes through the
-//! process's page tables, so its writes are tracked, too. VMs with pinned memory are not asked for
-//! a list of free pages.
+//! The daemon begins to track the VM's writes before the agent lists the free pages. A listed page
+//! that nobody has written to when the VM is stopped contains nothing of value, because a kernel
+//! writes to a newly allocated page before anything reads it. QEMU's device emulation writes
+//! through the process's page tables, so its writes are tracked, too. VMs with pinned memory are
+//! not asked for a list of free pages.
 
 use std::io;
 use std::ops::Range;

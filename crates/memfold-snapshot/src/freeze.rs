@@ -1,5 +1,5 @@
-//! Freezes, at one instant, every disk that has a temporary overlay: the disk gets a second overlay
-//! on top, and the VM no longer writes to the first one.
+//! Freezes all disks of a VM that have a temporary overlay, at one instant, for a snapshot. Each
+//! disk gets a new overlay on top, and the VM writes only to the new overlay from then on.
 
 use std::fs;
 use std::path::{Path, PathBuf};

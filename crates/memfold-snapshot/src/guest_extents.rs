@@ -1,10 +1,11 @@
-//! Asks a guest's agent where the guest's disks hold the contents of files
-//! (`memfold-agent --extents`).
+//! Asks the agent in a guest where on the guest's disks the contents of given files are
+//! (`memfold-agent --extents`). A snapshot can then refer to the disks for pages that cache these
+//! files.
 //!
-//! The request is a shell script with the paths of the files, one per line. Bytes other than plain
-//! characters are written as `\ooo` (octal). The answer has one line for each extent, and gives the
-//! number of the path in the request. The guest may lie, so the length of the answer is limited,
-//! and the bytes on disk are compared with memory later.
+//! The request is a shell script with the paths of the files, one per line. Unusual bytes are
+//! written as `\ooo` (octal). The answer has one line for each extent, with the number of the path
+//! in the request. The guest may lie, so the length of the answer is limited, and memfold compares
+//! the bytes on disk with memory later.
 
 use std::fmt::Write;
 

@@ -1,5 +1,5 @@
-//! Checks that a VM can be saved: QEMU's present hardware is the hardware in the VM's description,
-//! and QEMU can save the state of this hardware.
+//! Checks, before a VM is saved, that QEMU's hardware still is the hardware in the VM's
+//! description, and that QEMU can save the state of all its devices.
 //!
 //! Unlike QEMU's own migration, `xen-save-devices-state` ignores migration blockers, so they are
 //! checked here. Devices that were hot-plugged are not in the description, and an unknown writable

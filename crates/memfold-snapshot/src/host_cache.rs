@@ -1,4 +1,5 @@
-//! Reports how much of a VM's disks the host's page cache holds.
+//! Estimates how much of a VM's disks is in the host's page cache. The daemon uses this to predict
+//! how long a save takes that compares the VM's memory with its disks.
 
 use std::fs::File;
 

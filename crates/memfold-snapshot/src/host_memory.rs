@@ -1,4 +1,5 @@
-//! Reads how much memory the host has available.
+//! Reads how much memory the host has available (`MemAvailable`). Saves and restores use this
+//! figure before they take memory for copies of pages.
 
 use std::{fs, io};
 

@@ -1,4 +1,4 @@
-//! RAM image: a sparse file that QEMU's process can map directly.
+//! The RAM image of a snapshot: a sparse file with the VM's memory, which QEMU can map directly.
 //!
 //! ```text
 //!   ram        | block 0: page 0, 1, 2 ...  | block 1 ...     each block at its offset, a whole number of chunks

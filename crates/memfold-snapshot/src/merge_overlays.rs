@@ -1,14 +1,14 @@
-//! Merges surplus overlays of a VM. If a save fails after it has switched the disks to new
-//! overlays, or the daemon is killed then, the VM writes to an overlay that is not needed. This
-//! module switches the VM back to the older overlay:
+//! Merges disk overlays that a failed or interrupted save has left. The save had switched the VM to
+//! a new overlay for each disk, which is not needed without the snapshot. This module switches the
+//! VM back to the older overlay:
 //!
 //! ```text
 //!   base <-- older (frozen) <-- newer (the VM writes)
 //!   base <-- older (the VM writes)                      newer's contents were written to older (block-commit)
 //! ```
-//! An older overlay that is part of a snapshot has a second name (hard link) and is not changed.
-//! Files that a VM maps as its memory are not written either, because pages that this VM has not
-//! written itself would change.
+//! The merge writes to the older overlay, so two kinds of overlays are left alone: one that is part
+//! of a snapshot (it has a second name, a hard link), and one that a VM maps as its memory, which
+//! would change.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

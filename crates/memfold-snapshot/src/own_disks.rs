@@ -1,5 +1,6 @@
-//! Copies disks and other files of a snapshot for one VM that will run from it. The copies remain
-//! when the VM ends.
+//! Copies a snapshot's disks and files for one VM that is started from the snapshot. Without
+//! copies, the VM writes to temporary overlays, which are removed when the VM ends. The copies
+//! remain.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};

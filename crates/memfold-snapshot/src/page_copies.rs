@@ -1,6 +1,9 @@
-//! Copies of a stopped VM's changed pages. A layer has few pages to save, so they are copied while
-//! the VM is stopped, and hashed and written after it has resumed. (A userfaultfd cannot
-//! write-protect pages of a private file mapping, as a live save does with other pages.)
+//! Copies the changed pages of a stopped VM into memory of this process. If a VM runs from a
+//! snapshot, its next snapshot stores only the pages that have changed since (a layer). These pages
+//! are few, so they are copied at once, and are hashed and written after the VM has resumed.
+//!
+//! Other live saves write-protect memory with userfaultfd, and copy it while the VM runs.
+//! userfaultfd cannot write-protect pages of a private file mapping, which these VMs have.
 
 use std::io;
 

@@ -1,6 +1,6 @@
-//! The parent of a layer. A snapshot of a VM that runs from another snapshot, its parent, is a
-//! layer: it holds only pages that differ from the parent, and refers to the parent's files for all
-//! others.
+//! Finds the pages that a VM has in common with the snapshot from which it runs, its parent. The
+//! VM's next snapshot is a layer: it stores only pages that differ from the parent, and refers to
+//! the parent's files for all others.
 //!
 //! ```text
 //!   mappings of the VM   | ram of the parent       | disk of the parent | anonymous |    /proc/PID/maps
@@ -8,9 +8,9 @@
 //!   kept                 | ###..######.########### | ######.########### |           |    a reference to the parent's file
 //!   read and compared    |    ..      .            |       .            | ...       |    a reference if equal, else bytes
 //! ```
-//! Kept pages are not read at all: a private mapping of a file shows the file's bytes until the
-//! process writes to a page, and then the page is a private one. References go straight to the file
-//! that holds the bytes, so a layer of a layer takes no longer to restore.
+//! Pages that the VM has not written need not be read: QEMU maps the parent's file privately, and a
+//! page that is no private copy shows the file's bytes. A reference goes straight to the file that
+//! holds the bytes, so a layer of a layer takes no longer to restore.
 
 use std::io;
 use std::ops::Range;

@@ -1,5 +1,5 @@
-//! Completes a snapshot's image after the disks are frozen and the VM has resumed: writes the table
-//! of the pages that are stored only as references to the snapshot's disks, or compresses the
+//! Completes a snapshot's RAM image after the disks are frozen and the VM runs again. Writes the
+//! table of pages that are stored only as references to the snapshot's disks, or compresses the
 //! image.
 
 use std::collections::HashMap;

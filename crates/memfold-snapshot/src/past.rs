@@ -1,6 +1,6 @@
-//! Reads a VM's memory as it was at the instant of the snapshot, while the VM runs. The library in
-//! QEMU write-protects the memory, and copies a page before the VM changes it. Memfold and the
-//! library share a table with one entry for each page:
+//! Reads a VM's memory as it was at the instant of the snapshot, although the VM continues to run
+//! and write. memfold's library in QEMU write-protects the memory, and copies a page before the VM
+//! changes it. The daemon and the library share a table with one entry for each page:
 //!
 //! ```text
 //!   VM is stopped     the wanted pages are listed, and the library write-protects them (KeepPast)
@@ -9,10 +9,10 @@
 //!                       the entry names a slot: the library kept the old bytes there
 //!                       neither: the age of the bytes read is unknown, and the snapshot fails
 //! ```
-//! The age of the bytes is unknown (the last case) if KSM replaces a protected page by a merged
-//! page that is not protected (`replace_page` in `mm/ksm.c` creates the new page table entry
-//! without the userfaultfd mark). So KSM is stopped during the save, and pages that have lost their
-//! protection are not accepted.
+//! KSM would make this fail, because it replaces a protected page by a merged page that is not
+//! protected (`replace_page` in `mm/ksm.c` creates the new page table entry without the userfaultfd
+//! mark). So KSM is stopped during the save, and a page that has lost its protection makes the save
+//! fail.
 
 use std::collections::BTreeSet;
 use std::fs::File;

@@ -6,8 +6,8 @@
 //!   chunks --+- worker 2: the same, of the next chunk                       +--> page cache --> Writeback --> disk
 //!            +- ...       one for each core                                -+       (one fsync at the end, by Draft::commit)
 //! ```
-//! 1. Each worker takes the next unprocessed chunk and runs all stages on it. One worker reads
-//!    while another writes.
+//! 1. Each worker (a thread) takes the next unprocessed chunk of 2 MiB and runs all stages on it.
+//!    One worker reads while another writes.
 //! 2. A worker processes a chunk in pieces that fit its core's cache, so that memory is read only
 //!    once.
 //! 3. A separate thread starts writeback from the page cache to the disk. Workers never wait for

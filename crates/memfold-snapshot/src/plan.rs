@@ -1,9 +1,10 @@
-//! Plan of a save: which pages of a process must be read, by its page tables at one instant.
+//! Plans a save: decides which pages of QEMU's process must be read for the snapshot, from the
+//! process's page tables at one instant.
 //!
-//! The kernel's page tables of the QEMU process decide which pages are saved. Saved are pages in
-//! memory, pages *in swap*, and pages of mapped files (the page store, a template), the latter even
-//! if this process never touched them. Holes are anonymous pages that were never touched or were
-//! discarded, the kernel's zero page, and pages that hold only zeroes.
+//! A snapshot needs pages that are in memory or in swap, and all pages of files that QEMU maps as
+//! guest RAM (the page store, or the RAM image of another snapshot), even if QEMU has never touched
+//! them. It needs no anonymous pages that were never touched or were discarded, no zero page of the
+//! kernel, and no pages that hold only zeroes.
 
 use std::io;
 use std::ops::Range;

@@ -1,13 +1,15 @@
 //! Takes a snapshot apart into files that can be copied to another host, and puts the snapshot
-//! together there. The drawing shows names and paths of these files on both hosts, and in between.
+//! together there. The drawing shows the names and paths of the files on the first host, on the
+//! way, and on the second host.
 //!
 //! ```text
 //!   here          ram, ram.sums, ..., disk0.qcow2 --backing--> /images/debian.img      files in the snapshot, and outside it
 //!   on the way    ram, ram.sums, ..., disk0.qcow2,              base0                  all have plain names (members)
 //!   there         SHELF/NAME/disk0.qcow2          --backing--> SHELF/NAME/base0        paths in manifest and headers are set anew
 //! ```
-//! A manifest from another host must not make this host use other files of its own. Therefore each
-//! file that the manifest or the header of a disk names must be a member.
+//! A snapshot that comes from another host must not make this host use other files of its own.
+//! Therefore each file that the snapshot's manifest or the header of a disk names must belong to
+//! the snapshot.
 
 use std::collections::BTreeMap;
 use std::fs::File;

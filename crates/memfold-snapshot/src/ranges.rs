@@ -1,4 +1,5 @@
-//! Operations on lists of ranges, of pages, bytes or addresses.
+//! Joins and subtracts lists of ranges (of pages, bytes or addresses). Saves use this to decide
+//! which pages a snapshot must store.
 
 use std::ops::Range;
 

@@ -1,13 +1,14 @@
-//! References: pages of a RAM image that a disk contains, too. A reference stores a file and an
-//! offset at which the pages are, instead of the pages' bytes.
+//! Stores pages of a snapshot's memory as references to a disk that contains the same bytes. A
+//! reference is a file and an offset in it. It replaces the bytes of the pages in the RAM image.
 //!
 //! ```text
 //!   ram        ####....##..     pages that no disk contains
 //!   ram.refs   pages 4 to 7 = file 0, blocks 900 to 903
 //! ```
-//! A guest's file systems align file contents to 4 KiB, and disk images preserve this alignment.
-//! The guest names candidate pages ([`super::candidates`]); their bytes are compared when memory is
-//! read ([`super::writer`]).
+//! A guest's file systems align file contents to 4 KiB, and disk images preserve this alignment. So
+//! a cached page of a file equals a block of the disk. The guest says which block
+//! ([`super::candidates`]). memfold compares the bytes when it reads the memory
+//! ([`super::writer`]).
 
 use std::fs::File;
 use std::io;

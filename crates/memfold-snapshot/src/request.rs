@@ -1,4 +1,5 @@
-//! Input of a save: the snapshot's name, the save's options, and results of the steps before it.
+//! Input of a save: the snapshot's name, the options that the user gave, and facts about the VM
+//! that the daemon found out before the save.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

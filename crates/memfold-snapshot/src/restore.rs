@@ -1,12 +1,13 @@
-//! Restores a VM from a snapshot.
+//! Restores a VM from a snapshot: starts a new QEMU with the snapshot's RAM, disks and device
+//! state.
 //!
-//! QEMU starts with `-incoming defer` and plain anonymous RAM. The library maps the RAM image
-//! privately over this RAM. QEMU still treats the RAM as anonymous, so balloon and free page
-//! reporting work, and all clones share untouched pages in the page cache.
+//! QEMU starts with `-incoming defer` and plain anonymous RAM. memfold's library in QEMU maps the
+//! snapshot's RAM image privately over this RAM. QEMU still treats the RAM as anonymous, so balloon
+//! and free page reporting work, and all clones share untouched pages in the page cache.
 //!
-//! For pages that a disk of the snapshot holds, too, the image has only references. The library
-//! maps these pages from the disk's file, over the mapped image. Nobody writes to the disk's file
-//! any more.
+//! For pages that are also in a disk of the snapshot, the image has only references. The library
+//! maps these pages from the disk's file, over the mapped image. Nobody writes to that file any
+//! more.
 //!
 //! Other RAM blocks (firmware, tables) are small, so they are copied. Then QEMU reads the device
 //! state.

@@ -14,9 +14,9 @@
 //!   6. --keep hot: the table of references to disks is written (parts); --compress: the image is compressed (pack)
 //!   7. frozen overlays get a name in the snapshot; manifest; the VM's names of these overlays are removed
 //! ```
-//! Before step 4 the VM is not changed. If a later step fails, the VM is switched back to its older
-//! overlays (`merge_overlays`), or keeps the longer chain until the next save. No write of the VM
-//! is lost.
+//! Until its disks are frozen, the VM is not changed. If the save fails afterwards, the VM is
+//! switched back to its older overlays (`merge_overlays`), or keeps the additional overlays until
+//! the next save. No write of the VM is lost.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Records the files of a saved VM's disks, and puts frozen overlays into the snapshot, as hard
-//! links or as copies.
+//! Puts the frozen disk overlays of a saved VM into the snapshot's directory, as hard links or as
+//! copies, and records the files of all its disks for the manifest.
 
 use std::fs::{self, File};
 use std::io;

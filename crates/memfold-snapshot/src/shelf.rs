@@ -1,5 +1,5 @@
-//! The snapshot directory (called shelf), which contains all snapshots. Each snapshot is a
-//! subdirectory, which exists only when it is complete.
+//! The directory that contains all snapshots of a host (in the code: shelf). Each snapshot is a
+//! subdirectory, which gets its name only when the snapshot is complete.
 //!
 //! ```text
 //!   SHELF/NAME/            0700

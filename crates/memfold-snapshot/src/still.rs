@@ -1,6 +1,6 @@
-//! Saves the parts of a snapshot that must be from one instant, while the VM is stopped: device
-//! state and RAM (a save with `--live` copies RAM later). At this instant, the VM also begins to
-//! write to new disk overlays.
+//! Does the part of a save that needs the VM to be stopped: saves the devices' state and RAM, and
+//! switches the VM to new disk overlays. With `--live`, RAM is only write-protected now, and copied
+//! after the VM has resumed.
 
 use std::fs::File;
 use std::io;

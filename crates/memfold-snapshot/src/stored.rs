@@ -4,9 +4,10 @@
 //!   ram, or ram.zst + ram.index  --+
 //!   disks, by ram.refs           --+-->  chunk  -- checksum in ram.sums? -->  mapped, or assembled in memory
 //! ```
-//! An image in `ram` whose references cover long runs is mapped directly. An image that is
-//! compressed, or that refers to single pages, is first assembled in sealed memory (*laid out*),
-//! once for all VMs that run from it. After the assembly, the image's files are no longer needed.
+//! If the image is not compressed, QEMU maps the image's file directly, and the referenced parts of
+//! disks. If the image is compressed, or refers to many single pages of disks, it is first
+//! assembled in sealed memory (*laid out*), once for all VMs that run from the snapshot. The
+//! image's files are then no longer needed.
 
 use std::fs::File;
 use std::io;

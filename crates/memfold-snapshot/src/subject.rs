@@ -1,4 +1,5 @@
-//! The VM that is saved: its description, the record of its QEMU process, and its temporary files.
+//! The VM that a save turns into a snapshot: its description, the record of its QEMU process, and
+//! its temporary files.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,5 @@
-//! Finds the users of a snapshot: processes that map its RAM image or its disks, and other
-//! snapshots whose disks have its disks as backing files.
+//! Finds out who uses a snapshot, because a used snapshot cannot be removed: processes that map its
+//! RAM image or its disks, and other snapshots whose disks have its disks as backing files.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};

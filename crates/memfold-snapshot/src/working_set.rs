@@ -1,6 +1,5 @@
-//! The working set of a snapshot: the pages that a VM touches in the first seconds after its
-//! restore. The first restore records the working set; later restores prefetch these pages on
-//! request.
+//! Records which pages a VM touches in the first seconds after a restore (the snapshot's working
+//! set). Later restores with `--prefetch` load these pages in advance.
 //!
 //! ```text
 //!   first restore       VM runs for 10 s -- its page tables show the touched pages -- file working-set

@@ -1,5 +1,6 @@
-//! Writes a RAM image. All cores work in parallel ([`pipeline`]): they read the VM's memory,
-//! compute checksums, compare pages with the disks, and write the pages that no disk contains.
+//! Writes the RAM image of a snapshot. All cores work in parallel ([`pipeline`]): they read the
+//! VM's memory, compute checksums, compare pages with the disks, and write the pages that no disk
+//! contains.
 
 use std::fs::File;
 use std::io;

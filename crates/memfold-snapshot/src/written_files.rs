@@ -1,7 +1,7 @@
-//! Finds files other than disks that a VM's QEMU writes: firmware variables, file-backed memory,
-//! logs, output of character devices. A second VM with the same command line would write to the
-//! same files, so a snapshot needs copies. QEMU's open file descriptors decide which files these
-//! are, not its command line.
+//! Finds the files other than disks that a VM's QEMU writes, such as firmware variables,
+//! file-backed memory and logs. A second VM with the same command line would write to the same
+//! files, so a snapshot needs copies of them. QEMU's open file descriptors show which files these
+//! are; the command line does not decide.
 
 use std::collections::HashSet;
 use std::fs::{self, File};

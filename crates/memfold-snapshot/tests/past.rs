@@ -1,5 +1,6 @@
-//! Tests that a live save reads memory as it was at the snapshot's instant, while threads write to
-//! it. The tests use the memory of the test process and the library's own code.
+//! Tests that a live save stores memory as it was at the snapshot's instant, while threads write to
+//! that memory. A test's own process takes the place of QEMU, and runs the code of memfold's
+//! library.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _};

@@ -1,5 +1,5 @@
-//! The page store of one trust domain: creates or adopts its file, appends pages, and frees pages
-//! (punches them out of the file).
+//! The file that holds the page store of one trust domain: creates it, or adopts it from an earlier
+//! daemon, appends pages, and frees pages (punches holes into the file).
 
 use std::fs::{File, Metadata};
 use std::io;

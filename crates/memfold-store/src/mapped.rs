@@ -1,5 +1,5 @@
-//! Finds the processes that map a page store, and their mappings, in `/proc/PID/maps`. The kernel
-//! keeps these mappings while the daemon restarts.
+//! Finds the QEMU processes that map a page store, and where they map it, in `/proc/PID/maps`. A
+//! restarted daemon recognizes folded pages in this way.
 
 use std::fs::File;
 use std::io;

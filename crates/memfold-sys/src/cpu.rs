@@ -1,4 +1,5 @@
-//! Reads the CPU time of threads, `clock_gettime(2)`.
+//! Reads how much CPU time a thread has used (`clock_gettime(2)`), so that memfold keeps to its CPU
+//! budgets.
 
 use rustix::time::{ClockId, clock_gettime};
 

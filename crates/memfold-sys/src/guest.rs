@@ -1,5 +1,5 @@
-//! Kernel interfaces for the guest agent: file handles, page-cache residency, signals as a
-//! descriptor, new random numbers, read-only devices.
+//! Kernel interfaces that memfold's agent in the guest uses: file handles, which pages of a file
+//! are cached, signals as a descriptor, new random numbers, read-only devices.
 //!
 //! Sources: `open_by_handle_at(2)`, `mincore(2)`, `madvise(2)`, `signalfd(2)`, `fcntl(2)`,
 //! `random(4)`.

@@ -1,5 +1,5 @@
-//! Memory that is locked in RAM and that other processes can read and write, because it belongs to
-//! a memfd.
+//! Makes memory that is locked in RAM and that other processes can read and write, because it
+//! belongs to a memfd. memfold lends such memory by iSCSI.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 

@@ -1,4 +1,5 @@
-//! Reads and writes another process's memory with `process_vm_readv(2)` and `process_vm_writev(2)`.
+//! Reads and writes the memory of another process, such as QEMU (`process_vm_readv(2)`,
+//! `process_vm_writev(2)`).
 
 use std::io;
 

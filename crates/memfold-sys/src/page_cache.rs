@@ -1,4 +1,4 @@
-//! Reports how much of a file the kernel's page cache holds.
+//! Reports how many pages of a file are in the kernel's page cache (`cachestat(2)`).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};

@@ -1,5 +1,5 @@
-//! Looks up the groups of the process at the other end of a Unix socket, and the numbers and names
-//! of users and groups.
+//! Looks up the groups of the process at the other end of a Unix socket, and converts between
+//! numbers and names of users and groups. The daemon's access control uses this.
 
 use std::ffi::{CStr, CString};
 use std::io;

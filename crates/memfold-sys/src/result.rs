@@ -1,4 +1,5 @@
-//! Results of system calls that the C library returns: 0 or a descriptor, or -1 and `errno`.
+//! Converts what system calls return through the C library (0 or a descriptor, or -1 and `errno`)
+//! into Rust's `Result`.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};

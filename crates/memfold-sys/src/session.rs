@@ -1,4 +1,5 @@
-//! Starts child processes that outlive their parent.
+//! Starts child processes that outlive their parent (`setsid(2)`). VMs outlive the daemon in this
+//! way.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;

@@ -1,4 +1,5 @@
-//! Shares 32-bit words of a file among several processes that change them at the same time.
+//! Access to 32-bit words of a file that several processes map and change at the same time. The
+//! daemon and memfold's library in QEMU use this for a live save.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicU32;

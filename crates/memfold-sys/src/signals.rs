@@ -1,4 +1,4 @@
-//! Blocks signals in threads, `pthread_sigmask(3)`.
+//! Blocks signals in a thread (`pthread_sigmask(3)`), so that another thread receives them.
 
 use std::mem::MaybeUninit;
 

@@ -3,10 +3,11 @@
 //! Sources: `include/uapi/linux/userfaultfd.h`, `Documentation/admin-guide/mm/userfaultfd.rst`,
 //! `mm/userfaultfd.c`.
 //!
-//! While the library in QEMU freezes pages for folding, nobody reads events from the descriptor. A
-//! thread that touches a frozen page sleeps in the kernel until [`Userfaultfd::wake`], and then
-//! faults again. Only the thread that copies pages before a VM writes to them reads events
-//! ([`Userfaultfd::next_fault`]).
+//! memfold's library in QEMU uses userfaultfd in two ways. While it freezes pages for folding,
+//! nobody reads events from the descriptor. A thread that touches a frozen page sleeps in the
+//! kernel until [`Userfaultfd::wake`], and then faults again. While it saves old pages for a
+//! snapshot, a thread reads the events ([`Userfaultfd::next_fault`]) and copies each page before
+//! the VM writes to it.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,5 @@
-//! Starts writing a file's dirty pages from the page cache to its disk.
+//! Starts writing a file's dirty pages from the page cache to its disk, without waiting for the end
+//! (`sync_file_range(2)`).
 
 use std::io;
 use std::ops::Range;

@@ -1,5 +1,6 @@
-//! Tests write protection in a process whose memory KSM may merge. This is a separate program,
-//! because that setting (`PR_SET_MEMORY_MERGE`) applies to all memory of the process.
+//! Tests userfaultfd's write protection in a process whose memory KSM may merge. The test is a
+//! separate program, because that setting (`PR_SET_MEMORY_MERGE`) applies to all memory of its
+//! process.
 
 use memfold_sys::userfaultfd::Userfaultfd;
 

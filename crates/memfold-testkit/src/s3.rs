@@ -1,5 +1,5 @@
-//! Starts a real S3 server for tests: s3rver, which `make setup` installs with the packages of
-//! `web`.
+//! Starts a real S3 server for tests of snapshots in object stores: s3rver, which `make setup`
+//! installs with the packages of `web`.
 
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Waits for a condition, with a deadline. Deadlines are longer if this machine is now slower than
-//! the machines that they were chosen for.
+//! Waits in tests for a condition, with a deadline. Deadlines are longer if this machine is now
+//! slower than the machines that they were chosen for.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};

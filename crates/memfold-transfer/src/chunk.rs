@@ -1,5 +1,5 @@
-//! Chunks: pieces of a snapshot's files in an object store. A chunk is named by the BLAKE3 hash of
-//! its bytes.
+//! Splits a snapshot's files into chunks, in which they are stored in an object store. A chunk is
+//! named by the BLAKE3 hash of its bytes.
 
 use std::fs::File;
 use std::io::{self, Read};

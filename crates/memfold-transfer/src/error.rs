@@ -1,4 +1,4 @@
-//! Errors of transfers from and to object stores.
+//! Errors of copying snapshots to and from object stores.
 
 use std::io;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ pub enum TransferError {
         "'{url}' is not the address of an object store ({why}); use file:///DIRECTORY, s3://BUCKET/PREFIX, gs://, az://, http:// or https://"
     )]
     Address { url: String, why: String },
-    #[error("cannot use object '{object}' in the object store")]
+    #[error("cannot read or write object '{object}' in the object store")]
     Store {
         object: String,
         #[source]
@@ -36,7 +36,7 @@ pub enum TransferError {
     Unsigned { name: String, url: String },
     #[error("the signature of snapshot '{name}' was not made with the trusted key")]
     Signature { name: String },
-    #[error("cannot use the key: {0}")]
+    #[error("cannot use the key that signs snapshots: {0}")]
     Key(String),
     #[error(
         "snapshot '{name}' starts QEMU with arguments of its own ({arguments}), which run with QEMU's rights on this host; pass --trust KEY if its maker signed it, or --allow-arguments"
@@ -51,7 +51,7 @@ pub enum TransferError {
         needed: memfold_units::ByteSize,
         available: memfold_units::ByteSize,
     },
-    #[error("cannot use {path}")]
+    #[error("cannot read or write {path}")]
     Files {
         path: PathBuf,
         #[source]

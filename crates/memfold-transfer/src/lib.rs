@@ -1,5 +1,5 @@
-//! Snapshots in object stores: push, pull, list and remove. The drawing shows the objects that a
-//! push writes.
+//! Copies snapshots to object stores (push) and back (pull), and lists and removes them there. The
+//! drawing shows the objects that a push writes.
 //!
 //! ```text
 //!   snapshot's files --1 MiB--> chunk --BLAKE3--> name    --zstd--> chunks/HH/HASH           what is there is not sent again

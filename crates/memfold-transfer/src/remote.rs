@@ -1,4 +1,4 @@
-//! Access to an object store at a URL, and to the snapshots in the store.
+//! Opens an object store at a URL, and reads and lists the snapshots in it.
 
 use std::future::Future;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Types for addresses: guest-physical addresses, virtual addresses of a process, and pages of a
-//! page-store file.
+//! Types for addresses: guest-physical addresses, virtual addresses of a process, and page numbers
+//! in the page store's file.
 
 use std::fmt;
 

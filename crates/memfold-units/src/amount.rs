@@ -1,4 +1,4 @@
-//! Types for amounts of memory, in pages or bytes.
+//! Types for amounts of memory: a number of pages, and a number of bytes.
 
 use std::fmt;
 use std::iter::Sum;

@@ -1,5 +1,5 @@
-//! Limits how many bytes and how many pages a second the messages of a guest's agent may cost the
-//! daemon. A guest that exceeds a limit waits; the daemon and other guests do not.
+//! Limits how many bytes and how many pages a second a guest's agent may report to the daemon. An
+//! agent that exceeds a limit waits. The daemon and other guests are not slowed down.
 
 use std::time::{Duration, Instant};
 

@@ -4,10 +4,10 @@
 //!   connect -> [Hello -> Welcome, Inventory -> messages ...] -> error or end -> wait, connect again
 //!                 ^------------- a new Hello: the guest rebooted, or its agent began anew
 //! ```
-//! One thread reads the agent's messages and passes each to a callback of the caller, the sink.
-//! While the sink blocks, the thread does not read. QEMU's buffer then fills and the guest waits,
-//! so a flood of messages costs the host bounded memory. The link decodes messages and checks them
-//! for limits ([`memfold_wire`]); their content stays untrusted.
+//! One thread reads the agent's messages and passes each to a callback (the sink). While the
+//! callback blocks, the thread does not read, QEMU's buffer fills, and the guest waits. So a flood
+//! of messages takes only limited memory of the host. The messages are decoded and checked for
+//! limits ([`memfold_wire`]), but what they say stays untrusted.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};

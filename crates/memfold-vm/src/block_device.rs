@@ -1,6 +1,6 @@
-//! Tells whether a path still leads to the same block device with the same content, also after a
-//! reboot of the host. A name such as `/dev/sdb`, a device number and the times of a device node
-//! are valid for one boot only; the next boot may assign them to another disk.
+//! Recognizes a block device that a snapshot uses as a disk: tells whether a path still leads to
+//! the same device with the same content. Names such as `/dev/sdb`, device numbers and the times of
+//! device nodes are no help, because they may belong to another disk after the host's next boot.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

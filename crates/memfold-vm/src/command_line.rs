@@ -1,4 +1,4 @@
-//! Builds QEMU's command line for a VM.
+//! Builds QEMU's command line for a VM from the VM's description.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,8 @@
-//! Finds out whether a VM's RAM can be folded and, if not, why.
+//! Finds out whether a VM's RAM can be folded and, if not, why. Pinned or locked memory and some
+//! QEMU options prevent folding.
 //!
-//! The kernel's facts take precedence over QEMU's. Open descriptors and locked memory are read from
-//! `/proc`, because QEMU does not report all options and hot-plugged devices.
+//! QEMU does not report all options and hot-plugged devices. Therefore open descriptors and locked
+//! memory are read from `/proc`.
 
 use std::fs;
 

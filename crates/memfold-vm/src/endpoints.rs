@@ -1,6 +1,7 @@
-//! Finds the sockets of a running QEMU that memfold may not have started. The process's memory map
-//! and environment lead to the socket of memfold's library, QEMU's device tree to that of the
-//! agent's port.
+//! Finds the sockets of a running QEMU, through which the daemon talks to memfold's library in QEMU
+//! and to memfold's agent in the guest. Another program than memfold may have started this QEMU.
+//! The process's memory map and environment lead to the library's socket, QEMU's device tree to the
+//! agent's.
 
 use std::fs;
 use std::io;

@@ -1,5 +1,5 @@
-//! Host ports that QEMU's user-mode network forwards into a guest. Only one process of the host can
-//! listen on each port.
+//! Parses and checks the ports of the host that QEMU's user-mode network forwards into a guest.
+//! Only one process of the host can listen on each port.
 
 use std::fmt;
 use std::io;

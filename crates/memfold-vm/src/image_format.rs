@@ -1,9 +1,9 @@
-//! Determines the format of a disk image when a VM is first described.
+//! Determines the format of a VM's disk image (raw, qcow2, ...) when the VM is described for the
+//! first time. The format comes from the VM's description or from the image's file name.
 //!
-//! The format comes from the VM's description or from the image's file name. Unless the description
-//! says raw, memfold refuses the VM if the first bytes of the file show another format. The first
-//! bytes alone decide nothing, because the guest writes those of a raw disk; the name alone may be
-//! wrong.
+//! The first bytes of the file alone cannot decide, because the guest can write any bytes to a raw
+//! disk. The file name alone may be wrong. So memfold refuses the VM if the first bytes show
+//! another format than the file name, unless the description says that the image is raw.
 
 use std::fs::File;
 use std::io::{self, Read};

@@ -2,9 +2,8 @@
 //!
 //! QEMU reads a Linux image into its memory (`hw/i386/x86-common.c`, `x86_load_linux`) and passes
 //! it to the guest's boot code at each boot. So every QEMU process holds about 11 MiB that nobody
-//! writes. The QEMU of a clone, which does not boot, does not even read them. Right after a VM's
-//! start, memfold replaces this memory by a private mapping of one sealed copy. All VMs of a trust
-//! domain with the same image map that copy.
+//! writes. Right after a VM's start, memfold replaces this memory by a private mapping of one
+//! sealed copy. All VMs of a trust domain with the same image map that copy.
 //!
 //! ```text
 //!   image file   | boot sector and setup | the kernel proper ................................. |

@@ -54,7 +54,7 @@ const LAST_WORDS: Duration = Duration::from_secs(10);
 pub enum LaunchError {
     #[error("the VM's description is not valid")]
     Spec(#[from] SpecError),
-    #[error("cannot use QEMU")]
+    #[error("cannot find out what the QEMU program supports")]
     Qemu(#[from] QemuError),
     #[error("{program} has version {}.{}.{}; memfold needs 10.0 or newer", version.0, version.1, version.2)]
     TooOld {

@@ -1,5 +1,5 @@
-//! Opens a running VM: one that this daemon started, one that an earlier daemon started, or one
-//! that memfold attached to by its QMP socket.
+//! Opens a running VM, so that the daemon can use it: a VM that this daemon or an earlier one
+//! started, or a VM to which memfold attached by its QMP socket.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;

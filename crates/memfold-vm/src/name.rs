@@ -1,4 +1,5 @@
-//! Validates names of VMs, trust domains and other objects whose names become directories.
+//! Checks the names of VMs, trust domains and other objects. A name must be usable as the name of a
+//! directory.
 
 use super::spec_error::SpecError;
 

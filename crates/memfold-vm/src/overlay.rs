@@ -1,4 +1,5 @@
-//! Creates temporary disk overlays: empty qcow2 files that receive a VM's writes.
+//! Creates temporary disk overlays: empty qcow2 files above a VM's disk images. A VM's writes go to
+//! the overlay, and the overlay is removed when the VM ends.
 
 use std::ffi::OsStr;
 use std::fs::File;

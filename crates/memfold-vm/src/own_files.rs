@@ -1,6 +1,6 @@
-//! Gives each VM its own copies of the files, other than disks, that its additional QEMU arguments
-//! name and that QEMU writes, such as firmware variables and logs. A VM that starts from a snapshot
-//! has these copies in its directory.
+//! Gives each VM its own copies of files, other than disks, that QEMU writes: firmware variables,
+//! logs and others that QEMU's additional arguments name. A VM that starts from a snapshot has the
+//! copies in its directory.
 //!
 //! In the arguments of a VM description, tokens stand for the paths of these files. So the
 //! description does not depend on where the VM's directory is.

@@ -1,5 +1,5 @@
-//! Identifies QEMU processes by process ID *and* start time, so that a process with a reused ID is
-//! never mistaken for a VM.
+//! Identifies QEMU processes by process ID *and* start time. The kernel uses process IDs again, so
+//! a process ID alone could lead to another process than the VM's.
 
 use std::fs;
 use std::io;

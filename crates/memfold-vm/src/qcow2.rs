@@ -1,6 +1,6 @@
-//! Reads which backing file the header of a qcow2 image names, and writes empty images. A fork does
-//! both several times, and each start of `qemu-img` takes 10 to 20 ms, and up to 200 ms beside a
-//! busy disk, because `qemu-img create` waits for the disk.
+//! Reads the name of the backing file in the header of a qcow2 image, and writes empty images.
+//! Forking a VM needs this several times, and `qemu-img` would be slow: its start takes 10 to 20
+//! ms, and `qemu-img create` waits for a busy disk for up to 200 ms.
 //!
 //! ```text
 //!   byte   0  magic "QFI\xfb"        byte  40  offset of the L1 table

@@ -1,6 +1,5 @@
-//! Writes values in QEMU's command-line syntax, and replaces tokens by file paths. In a VM
-//! description, tokens stand for the paths of files, so that the description does not depend on
-//! where the files are.
+//! Writes values in the syntax of QEMU's command line. In a VM description, tokens stand for the
+//! paths of files, because the files may be moved. This module replaces the tokens by the paths.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

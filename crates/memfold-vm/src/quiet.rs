@@ -1,5 +1,6 @@
-//! Adapts a VM description for a trial start, which only tests whether QEMU accepts the command
-//! line. No guest instruction runs, and QEMU writes nothing outside the VM's own directory.
+//! Changes a VM's QEMU options for a trial start, which only tests whether QEMU accepts them. QEMU
+//! is started beside the running VM and executes no guest instruction. It must not write files
+//! outside its own directory, and must not claim ports or sockets of the host.
 
 use super::foreign::null_chardev;
 use super::foreign::value::Value;

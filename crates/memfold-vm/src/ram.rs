@@ -7,7 +7,8 @@
 //!   info mtree -f   address space "memory": guest-physical range -> block + offset, the hole below 4 GiB left out
 //! ```
 //! The flat view (`info mtree -f`) changes when the firmware maps its shadow areas below 1 MiB and
-//! when memory is hot-plugged. Read the layout again after boot and after each hot-plug.
+//! when memory is hot-plugged. So the daemon must read the layout again after the guest's boot and
+//! after each hot-plug.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Describes a segment within a VM description.
+//! The part of a VM's description that names a segment which the VM maps.
 
 use std::path::PathBuf;
 

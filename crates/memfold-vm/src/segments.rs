@@ -4,7 +4,7 @@
 //! ```text
 //!   memory-backend-file "segment0"  --->  virtio-pmem-pci "seg0"  in  pcie-root-port "segport0"        one for each slot
 //! ```
-//! QEMU can plug such a device into a running VM but cannot unplug it. A slot keeps its segment
+//! QEMU can plug such a device into a running VM but cannot unplug it. So a segment stays in the VM
 //! until the VM ends.
 
 use std::os::fd::BorrowedFd;

@@ -1,4 +1,4 @@
-//! Shares a VM's QMP connection among several threads, which use it one at a time.
+//! Lets several threads of the daemon use a VM's one QMP connection to QEMU, one thread at a time.
 
 use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! The description of a VM, read from a TOML file, built from command-line flags, or read back from
-//! the state directory.
+//! The description of a VM: its memory, CPUs, disks and options. The description is read from a
+//! TOML file, built from command-line flags, or read back from the state directory.
 
 use std::path::{Path, PathBuf};
 

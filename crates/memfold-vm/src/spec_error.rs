@@ -24,7 +24,7 @@ pub enum SpecError {
     Name { field: &'static str, value: String },
     #[error("{field}: {why}")]
     Value { field: &'static str, why: String },
-    #[error("{field}: cannot use {path}")]
+    #[error("{field}: cannot open or read {path}")]
     File {
         field: &'static str,
         path: PathBuf,

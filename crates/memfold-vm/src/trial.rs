@@ -1,12 +1,13 @@
-//! Tests whether QEMU starts with a copied command line: starts such a QEMU paused, compares its
-//! devices with those of the original, and kills it.
+//! Tests, when a VM that memfold did not start is saved, whether QEMU starts with memfold's copy of
+//! the VM's command line: starts such a QEMU paused, compares its devices with those of the
+//! original, and kills it.
 //!
 //! ```text
 //!   words of the copy + files as disks, empty, as large --> QEMU -S --> same devices, RAM blocks, media? --> writes its device state --> killed
 //! ```
 //! No file of the original VM is opened for writing, no guest code runs, and guest RAM is never
-//! accessed. The test runs when a snapshot is saved, so errors that otherwise only a restore would
-//! find are reported while the original VM still runs.
+//! accessed. Because the test runs when the snapshot is saved, the operator learns of errors while
+//! the original VM still runs, and not at a restore.
 
 use std::collections::BTreeMap;
 use std::fs::File;

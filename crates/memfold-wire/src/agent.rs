@@ -5,9 +5,9 @@
 //! [`ToAgent::Welcome`] and asks for an inventory: hints for all pages that are in the guest's page
 //! cache now. From then on, the agent reports changes of the page cache as they happen.
 //!
-//! If the host side closes and quickly opens again, the agent may notice this late or never. In
-//! that case the daemon receives the rest of a frame, and no Hello. So a daemon whose first
-//! received message is not a Hello closes its side, waits, and opens it again.
+//! If the daemon closes its side of the port and quickly opens it again, the agent may not notice
+//! this, and sends no Hello. So if the first message that the daemon receives is not a Hello, the
+//! daemon closes its side, waits, and opens it again.
 //!
 //! A *hint* says that a *run* of guest pages caches consecutive pages of a file. Everything in
 //! [`FromAgent`] is untrusted: the daemon checks each hint against the VM's RAM layout and budget,

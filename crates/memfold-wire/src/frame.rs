@@ -1,5 +1,5 @@
-//! Framing of messages in both protocols, with the guest agent and with the library in QEMU. A
-//! frame is a little-endian `u32`, the length of the body in bytes, and then the body.
+//! Frames of memfold's two message protocols, with the guest agent and with memfold's library in
+//! QEMU. A frame is a little-endian `u32`, the length of the body in bytes, and then the body.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

@@ -1,5 +1,6 @@
-//! Format of the file for copies before write ([`KeepPast`]): the bytes that pages had before the
-//! VM wrote to them. The library in QEMU fills the file; the daemon reads it.
+//! Format of a file through which a snapshot of a running VM gets the old bytes of its memory: the
+//! bytes that pages had before the VM wrote to them. memfold's library in QEMU fills the file
+//! ([`KeepPast`]); the daemon reads it.
 //!
 //! ```text
 //!   page 0            u32 number of used slots | u32 errno that ended the copy; 0 while it goes on

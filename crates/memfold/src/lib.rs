@@ -1,3 +1,3 @@
-//! Library of the program `memfold`: its command line.
+//! The command line of the program `memfold`, as a library: the program and its tests use it.
 
 pub mod cli;

@@ -1,8 +1,8 @@
-//! Test of the ledger on real guests: after boot, under load, after folding, and after their end.
-//! Each time, all sums agree with the kernel's.
+//! Tests memfold's ledger (account of the host's RAM) with real guests: after boot, under load,
+//! after folding, and after their end. Each time, all sums must agree with the kernel's.
 //!
-//! The test is skipped without guest images; with `MEMFOLD_REAL` set (as `make test` does), it then
-//! fails.
+//! Without guest images, the test is skipped; if `MEMFOLD_REAL` is set (as by `make test`), the
+//! test fails.
 
 use std::fs::File;
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! Tests of the Debian packages and of a release's other files in clean installations of Debian 12
-//! and 13, and of the unit under a systemd. They run `scripts/test-deb`, `scripts/test-release`,
+//! Tests of the Debian packages, of a release's other files, and of the systemd unit, in clean
+//! installations of Debian 12 and 13. They run `scripts/test-deb`, `scripts/test-release`,
 //! `scripts/test-unit` and `scripts/test-ansible`, which print what they check.
 
 use std::path::Path;

@@ -1,6 +1,6 @@
-//! The agent's connection to the daemon through the virtio-serial port: waits for the daemon, does
-//! the handshake, executes the daemon's messages, and resets the agent's state when the connection
-//! is lost.
+//! The connection of the agent in the guest to the daemon on the host, through a virtio-serial
+//! port: waits for the daemon, does the handshake, carries out the daemon's messages, and forgets
+//! what the daemon knew when the connection is lost.
 
 use std::fs;
 use std::time::{Duration, Instant};

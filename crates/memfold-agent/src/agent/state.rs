@@ -1,4 +1,5 @@
-//! State of the agent's main loop, and the functions that send its messages.
+//! State of the main loop of the agent in the guest (connection, page cache, running commands), and
+//! the functions that send messages to the daemon.
 
 use std::fs::{self, File};
 use std::os::fd::OwnedFd;

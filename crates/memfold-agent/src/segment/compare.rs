@@ -1,9 +1,10 @@
 //! Finds the files of a segment that equal the guest's own files, by their metadata.
 //!
 //! Two files are equal if they have the same type, mode, owner, group and extended attributes.
-//! Regular files must also have the same size and modification time, and with `content` the same
-//! bytes. Symbolic links must have the same target, and devices the same number. The guest does not
-//! see a segment's file that differs, so a wrong result "different" costs only memory.
+//! Regular files must also have the same size and modification time, and the same bytes if the
+//! operator asked for this (`content`). Symbolic links must have the same target, and devices the
+//! same number. If two equal files are taken for different ones, this only costs memory: the guest
+//! then uses its own file.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};

@@ -1,4 +1,5 @@
-//! `--segment-lay`: mounts directories of a segment over the guest's own directories.
+//! The agent's option `--segment-lay`: mounts directories of a segment over the guest's own
+//! directories, so that programs use the segment's files instead.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;

@@ -1,4 +1,5 @@
-//! Prepares, mounts and unmounts the overlay that shows a segment over one guest directory.
+//! Prepares, mounts and unmounts the overlay file system that shows a segment's files in one
+//! directory of the guest.
 
 use std::ffi::CString;
 use std::fs::{self, DirBuilder};

@@ -1,4 +1,5 @@
-//! `--segment-list`: lists the guest's segments, their devices, mount points and layers.
+//! The agent's option `--segment-list`: lists the guest's segments, with their devices, mount
+//! points and overlay layers.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,6 @@
-//! Reads `/.memfold-segment`, the manifest of a segment's image. The parser trusts no byte of it,
-//! because the builder of the image wrote the manifest.
+//! Reads `/.memfold-segment`, the manifest of a segment's image. The manifest says over which
+//! directories of the guest the image is mounted. The agent does not trust it, because the image
+//! comes from outside the guest.
 //!
 //! ```text
 //!   format 1

@@ -1,9 +1,9 @@
-//! Builds the mask: the topmost lower layer of a segment's overlay. The mask hides files of the
-//! segment that differ from the guest's.
+//! Builds the mask, a layer of the overlay that shows a segment's files in a guest directory. The
+//! mask is above the layer with the segment's files, and hides those that differ from the guest's
+//! own.
 //!
-//! The mask is on the guest's own file system, so it can show the guest's file by a hard link. If a
-//! program had the guest's file open before, it continues to write to the file that all programs
-//! see.
+//! Instead of a hidden file, the mask shows the guest's own file, by a hard link. So a program that
+//! already has this file open and a program that opens it later use the same file.
 
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;

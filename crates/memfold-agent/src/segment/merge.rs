@@ -1,5 +1,5 @@
-//! Merges the files that were written while a segment was mounted over a directory into the guest's
-//! own directory.
+//! Ends a segment's mount over a guest directory: the files that were written while it was mounted
+//! move from the overlay's upper layer into the guest's own directory.
 //!
 //! ```text
 //!   upper (files written meanwhile)       own (the guest's own directory)
@@ -8,9 +8,10 @@
 //!   directory                --merge--->  entry by entry, then its owner, mode, times, attributes
 //!   opaque directory         --rename-->  replaces the directory as a whole
 //! ```
-//! Each step is one atomic change, and the upper layer only shrinks. After a crash, the rest of it
-//! is exactly what must still be merged, so the next run continues. Files are renamed, not copied:
-//! a program that has one open for writing continues to write to the file in the tree.
+//! Each step is one atomic change that takes an entry out of the upper layer. After a crash, the
+//! upper layer contains exactly what must still be merged, so the next run continues. Files are
+//! renamed, not copied. So a program that has a file open for writing continues to write to the
+//! file in the guest's directory.
 
 use std::ffi::CStr;
 use std::io;

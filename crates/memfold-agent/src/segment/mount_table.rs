@@ -1,5 +1,5 @@
-//! Table of all mounts, from `/proc/thread-self/mountinfo`. ([`crate::mounts`] is another table,
-//! which has only disk file systems, for hints.)
+//! Reads the table of all mounts of the guest, from `/proc/thread-self/mountinfo`. The agent looks
+//! there for mounted segments. ([`crate::mounts`] is a table of disk file systems only.)
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;

@@ -1,9 +1,10 @@
-//! `--segment-settle`: merges written files and mounts segments when the guest boots.
+//! The agent's option `--segment-settle`: when the guest boots, merges the files that were written
+//! while segments were mounted, and mounts the segments again.
 //!
-//! If the guest went down while a segment was mounted, the files written since are not merged, and
-//! the guest's own directories are out of date. So these files are merged first. Then the recorded
-//! segments are mounted again. A failure must not keep the guest from booting, so it is reported
-//! and skipped.
+//! If the guest went down while a segment was mounted, files that were written meanwhile are still
+//! in the overlay's upper layer. So the agent first moves them into the guest's own directories,
+//! and then mounts the recorded segments again. A failure must not keep the guest from booting, so
+//! it is reported and skipped.
 
 use std::collections::HashSet;
 use std::fs;

@@ -1,5 +1,5 @@
-//! Paths of the files that the agent keeps about segments, their lock, and the record of what to
-//! mount again:
+//! The agent's own files about segments: their paths, the lock that protects them, and the record
+//! of the segments that must be mounted again after a reboot.
 //!
 //! ```text
 //!   /run/memfold/segments.lock              held by a process that changes any of these files

@@ -1,5 +1,5 @@
-//! `--segment-take-off`: unmounts a segment's overlays, and merges the files that were written
-//! meanwhile into the guest's own directories.
+//! The agent's option `--segment-take-off`: unmounts a segment from the guest's directories, and
+//! moves the files that were written meanwhile into these directories.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

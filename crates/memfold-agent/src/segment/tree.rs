@@ -1,6 +1,6 @@
-//! Access to directory trees by descriptor, so that nobody can replace a part of a path by a
-//! symbolic link between check and use. Ordinary users may own directories below the directory over
-//! which a segment is mounted.
+//! Opens, reads and changes files of a directory tree by descriptors of their directories, not by
+//! paths. Otherwise an ordinary user of the guest, who may own a directory of the tree, could
+//! replace a part of a path by a symbolic link between check and use.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};

@@ -1,9 +1,11 @@
-//! Checks a segment's overlay after it was mounted: what the guest sees through the overlay, and
-//! once more the files that were compared.
+//! Checks a segment once more, right after it was mounted over a directory of the guest as an
+//! overlay.
 //!
-//! After the mount, every path leads to the overlay. The guest's own directory can then change only
-//! through a file that was opened before. So this check finds every file that is open for writing,
-//! and every change since the comparison.
+//! Before the mount, the agent compared the guest's own files with the segment's files. A program
+//! may have changed a file since. So this module searches for compared files that have changed, and
+//! for compared files that a program still has open for writing. It also checks that programs see
+//! the right files through the overlay. After the mount no path leads to the guest's own files, so
+//! they cannot change in any other way.
 
 use std::ffi::{CStr, CString};
 use std::io;

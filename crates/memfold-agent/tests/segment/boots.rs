@@ -1,4 +1,5 @@
-//! Tests of segments in the guest during failures, crashes and boots.
+//! Tests of segments mounted in a guest: operations fail, the guest crashes, and the guest boots
+//! again.
 
 use std::collections::BTreeSet;
 use std::fs;

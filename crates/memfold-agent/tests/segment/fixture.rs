@@ -1,5 +1,5 @@
-//! Test fixture: a guest's directories below a temporary directory, and a read-only bind mount in
-//! place of a segment's image. The test runs in a mount namespace of its own.
+//! Test fixture for segments: a temporary directory takes the place of a guest's directories, and a
+//! read-only bind mount that of a segment's image. The test runs in a mount namespace of its own.
 
 use std::collections::BTreeMap;
 use std::ffi::CString;

@@ -1,5 +1,5 @@
-//! File operations of programs, which tests apply to two equal directory trees to compare the
-//! results.
+//! File operations as programs do them. Tests of segments apply them to two equal directory trees,
+//! one of them below a mounted segment, and compare the results.
 
 use std::fs;
 use std::io::{self, Write};

@@ -1,5 +1,5 @@
-//! Runs one arm of the study `hints`: boots fresh VMs, starts one mechanism that shares memory, and
-//! measures one compilation.
+//! Runs one arm of the study `hints`, which compares mechanisms that share memory: boots fresh VMs,
+//! starts one mechanism (folding, KSM or none), and measures while the VMs compile.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

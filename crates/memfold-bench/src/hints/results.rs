@@ -1,4 +1,4 @@
-//! Computes the results and figures of the study `hints` from its arms.
+//! Computes results and draws figures of the study `hints`, which compares folding with KSM.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! Measures how much memory KSM saves, by number of VMs and by workload, and how merging affects
-//! programs whose memory is merged.
+//! The part `foci` of the study `ksm`: measures how much memory KSM saves, by number of VMs and by
+//! workload, and how merging affects programs whose memory is merged.
 
 use std::time::Instant;
 

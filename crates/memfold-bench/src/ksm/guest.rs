@@ -1,4 +1,5 @@
-//! Controls the program `guest.py`, which the guests of the study `ksm` run.
+//! Controls, from the host, the test program `guest.py` in the guests of the study `ksm`. The
+//! program fills memory with data and measures its speed.
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! The scale of the study `ksm`: number and size of VMs, amount of data, and repetitions.
+//! How large the study `ksm` is: number and size of VMs, amount of data, and repetitions. With
+//! `--quick`, all are smaller.
 
 use memfold_units::ByteSize;
 

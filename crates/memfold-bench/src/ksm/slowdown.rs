@@ -1,6 +1,7 @@
-//! Measures how much slower guests run while ksmd scans, at different scan rates (figure 1 of study
-//! C). Two guests, each on its own core, first run a program that computes, and then a program that
-//! writes to its memory.
+//! The part `slowdown` of the study `ksm`: measures how much slower guests run while KSM's thread
+//! (ksmd) scans memory, at different scan rates (figure 1 of study C, a published study). Two
+//! guests, each on its own core, first run a program that computes, and then a program that writes
+//! to its memory.
 
 use std::time::Duration;
 

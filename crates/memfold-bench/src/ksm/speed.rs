@@ -1,5 +1,6 @@
-//! Measures how long KSM takes to merge all equal pages, and how much CPU time. KSM's scan rate is
-//! set by the kernel's defaults, by memfold, or by the kernel's advisor.
+//! The part `speed` of the study `ksm`: measures how long KSM takes to merge all equal pages, and
+//! how much CPU time. KSM's scan rate is set by the kernel's defaults, by memfold, or by the
+//! kernel's advisor.
 
 use std::time::{Duration, Instant};
 

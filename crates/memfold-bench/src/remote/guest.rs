@@ -1,4 +1,4 @@
-//! The swapping VM of the study `remote`, and the programs that run in its guest.
+//! The VM of the study `remote` that swaps to another host's RAM, and the programs in its guest.
 
 use std::time::{Duration, Instant};
 
@@ -281,7 +281,7 @@ impl Guest<'_> {
         std::thread::sleep(Duration::from_secs(1));
         let line = self.exec(&swap::used())?;
         let used = swap::parse_used(line.as_bytes());
-        let used = used.with_context(|| format!("the guest said '{line}'"))?;
+        let used = used.with_context(|| format!("the guest reported no swap use: '{line}'"))?;
         Ok(GivenBack {
             used: ByteSize(used),
             took_ms: self.back()?,

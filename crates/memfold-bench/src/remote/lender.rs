@@ -1,5 +1,5 @@
-//! The lending host of the study `remote`: a daemon at the other end of the link, which also serves
-//! the lease registry.
+//! The host of the study `remote` that lends RAM: a daemon at the other end of a simulated network
+//! link. The daemon also serves the lease registry.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! A simulated link of 10 Gbit/s to a second host: a network namespace on this host, connected by a
-//! veth pair.
+//! The network link of the study `remote`: 10 Gbit/s to a simulated second host, which is a network
+//! namespace on this host, connected by a veth pair.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};

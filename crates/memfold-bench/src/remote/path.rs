@@ -1,6 +1,6 @@
-//! Measures how long an access of 4 KiB to lent memory takes through QEMU's block layer, without a
-//! guest. The lender is at the other end of the link. The drawing shows the three ways that are
-//! compared.
+//! A part of the study `remote`: measures how long an access of 4 KiB to another host's RAM takes
+//! through QEMU's block layer, without a guest. The lending host is at the other end of a simulated
+//! link. The drawing shows the three ways that are compared.
 //!
 //! ```text
 //!   bare     a client of NBD with TLS -----------------------------> nbdkit
@@ -8,8 +8,8 @@
 //!   blocks   qemu-io, quorum, nbd --Unix socket--> relay, with TLS -> nbdkit
 //!                            file (the copy)
 //! ```
-//! Each way has its own lease. memfold does not use `direct`, which shows the cost of QEMU's NBD
-//! client alone.
+//! Each way has its own lease. `bare` is a plain NBD client, `direct` is QEMU's NBD client alone
+//! (which memfold does not use), and `blocks` is what a VM uses.
 //!
 //! The ways take turns of [`TURN`] consecutive accesses, as a swapping guest makes them, because a
 //! process that gets the next request at once need not be woken. `apart` holds the latency of

@@ -1,5 +1,5 @@
-//! Stress test of the fold library on memory of this process, while threads write to this memory.
-//! The test finds kernels that move pages incorrectly, and fold libraries that lose a write.
+//! A part of the self-test: folds memory of this process while threads write to it. The test finds
+//! kernels that move pages incorrectly, and faults of memfold's library that lose a write.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;

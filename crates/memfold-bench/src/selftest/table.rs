@@ -1,4 +1,4 @@
-//! Formats the result of the self-test as text.
+//! Formats the result of the self-test (`memfold doctor --self-test`) as text.
 
 use comfy_table::{ContentArrangement, Table, presets};
 

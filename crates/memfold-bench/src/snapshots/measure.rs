@@ -1,4 +1,5 @@
-//! Saves and restores one VM in each of several ways, and measures the times and sizes.
+//! Measures for the study `snapshots`: saves and restores one VM in each of several ways (memfold's
+//! and QEMU's), and records times and sizes.
 
 use std::collections::BTreeMap;
 use std::fs::File;

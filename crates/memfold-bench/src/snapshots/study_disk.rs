@@ -1,6 +1,6 @@
-//! Part `study-disk` of the study `snapshots`: measures saves to a disk as slow as that of the
-//! original study (70 MB/s). A child process makes the measurements, with all its files on that
-//! disk.
+//! The part `study-disk` of the study `snapshots`: measures how long VMs take to save to a slow
+//! disk (70 MB/s), like that of the published study. A child process makes the measurements, with
+//! all its files on that disk.
 
 use std::process::{Command, Stdio};
 

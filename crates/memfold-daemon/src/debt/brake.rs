@@ -8,7 +8,8 @@
 //!     braked:   no VM is started, and until the level is ok again folding and KSM share no more pages (shared pages stay shared)
 //!     braked, and less than the reserve is left: guests are asked in turn to drop clean page cache, until the reserve is available
 //! ```
-//! Most measurements only read counters, and do not walk page maps.
+//! Most measurements only read counters. The kernel's page tables are read less often, because that
+//! takes longer.
 
 use std::io;
 use std::path::Path;
@@ -111,7 +112,7 @@ impl DebtBrake {
         let policy = &mut state.policy;
         policy.reserve = reserve.unwrap_or(policy.reserve);
         policy.cover_percent = request.cover_percent.unwrap_or(policy.cover_percent);
-        info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the memory brake changed");
+        info!(reserve = %policy.reserve, cover_percent = policy.cover_percent, "limits of the brake, which stops sharing while memory is short, changed");
         drop(state);
         self.debt()
     }

@@ -1,4 +1,4 @@
-//! Measures KSM once a second while the daemon steers it, and sets KSM's controls in
+//! While the daemon steers KSM, measures KSM once a second, and sets KSM's controls in
 //! `/sys/kernel/mm/ksm` accordingly.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +19,7 @@ pub(crate) const LONGEST_TARGET_S: f64 = 86_400.0;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 enum HoldReason {
     /// A process outside the trust domain has mergeable memory.
-    #[error("{0}; merged pages stay merged, and KSM resumes when that memory is gone")]
+    #[error("{0}; merged pages stay merged, and KSM resumes when no such memory is left")]
     Others(String),
     /// Another program wrote this value to `run`.
     #[error(
@@ -32,7 +32,7 @@ enum HoldReason {
     )]
     Braked(String),
     /// The daemon cannot determine which processes have mergeable memory (error message).
-    #[error("{0}; merged pages stay merged, and KSM resumes when that process does")]
+    #[error("{0}; merged pages stay merged, and KSM resumes when this process goes on")]
     Blind(String),
 }
 
@@ -127,7 +127,7 @@ impl SteeredKsm {
     /// logged.
     pub fn look(&mut self, ours: &Ours) {
         if let Err(error) = self.try_look(ours) {
-            warn!(%error, "cannot steer KSM; retrying");
+            warn!(%error, "cannot read or write KSM's settings in /sys/kernel/mm/ksm; retrying");
         }
     }
 

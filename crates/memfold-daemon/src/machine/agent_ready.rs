@@ -1,4 +1,5 @@
-//! Starts work in a guest as soon as the guest's agent answers.
+//! Starts the work that a guest needs after its boot, such as enabling its swap disk, as soon as
+//! memfold's agent in the guest answers.
 
 use std::io;
 use std::sync::Arc;

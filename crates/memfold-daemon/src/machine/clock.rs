@@ -1,5 +1,6 @@
-//! Sets clocks of guests whose VM was stopped. The guest's clock is set to the host's as soon as
-//! the agent answers, before commands of users run.
+//! Corrects the clock of a guest after its VM was stopped for a time. As soon as memfold's agent in
+//! the guest answers, the guest's clock is set to the host's. Commands of users run in the guest
+//! only afterwards.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,4 +1,4 @@
-//! Makes the entry of a VM in the list of VMs that users see.
+//! Builds a VM's entry in the list that `memfold vm list` shows.
 
 use memfold_api::{SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap};
 use memfold_units::PAGE_SIZE;

@@ -1,7 +1,9 @@
-//! Measures pauses of a VM from QEMU's STOP and RESUME events, whoever stopped the VM.
+//! Measures how long a VM was paused, from the times of QEMU's events STOP and RESUME. It does not
+//! matter who paused the VM.
 //!
-//! After a pause the guest's wall clock is behind, so memfold sets it to the host's. Pauses of a
-//! save are ignored here, because the save itself sets the clock if necessary.
+//! After a pause the guest's wall clock is behind, so memfold sets it to the host's clock. Pauses
+//! that a snapshot's save causes are ignored here, because the save itself sets the clock if
+//! necessary.
 
 use std::time::Duration;
 

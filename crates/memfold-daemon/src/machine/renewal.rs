@@ -1,5 +1,5 @@
-//! Gives restored guests new identities: host keys, machine id and others, so that clones of a
-//! snapshot differ.
+//! Gives a new identity (SSH host keys, machine id, MAC addresses) to each guest that was restored
+//! from a snapshot. So two clones of one snapshot differ from each other.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -66,7 +66,7 @@ impl Machine {
             Ok(renewal) => {
                 info!(vm = self.name(), done = ?renewal.done, left = ?renewal.left, "guest's identity renewed (random numbers, MAC addresses, ...)");
                 if let Some(Err(error)) = self.vm.directory().map(Plan::remove) {
-                    warn!(vm = self.name(), %error, "cannot remove renewal.json; remove it before the daemon restarts");
+                    warn!(vm = self.name(), %error, "cannot remove renewal.json from the VM's directory; remove this file before the daemon restarts, or the guest's identity is renewed again");
                 }
                 self.set_renewal(renewal);
             }

@@ -1,6 +1,7 @@
-//! Periodic checks of a VM: its run state, its conditions for folding, and its fold library.
-//! Resumes VMs that were stopped by a full disk, when the disk has free space again (option
-//! `resume_when_room`).
+//! Checks a VM periodically until its QEMU ends: whether the VM runs, whether its memory may be
+//! folded, and whether memfold's library in QEMU answers. A full disk of the host may have stopped
+//! the VM. If the VM has the option `resume_when_room`, it is resumed when the disk has free space
+//! again.
 
 use std::io;
 use std::path::Path;

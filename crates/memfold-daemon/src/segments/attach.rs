@@ -83,7 +83,7 @@ impl Segments {
             info!(
                 vm,
                 segment = manifest.name,
-                "VM is now the writer of the segment's next generation"
+                "segment attached with --writer: its next generation (image) can be built only from this VM"
             );
         }
         drop(kept);

@@ -1,5 +1,5 @@
-//! Builds new generations of segments (a generation is one build of a segment), and ranks files by
-//! what a segment would save.
+//! Builds segments. Each new build of a segment is called a generation. Also ranks files of the
+//! VMs, to show which files would save the most memory in a segment.
 
 use std::collections::BTreeSet;
 

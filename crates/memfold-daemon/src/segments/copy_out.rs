@@ -1,11 +1,11 @@
-//! Copies files of a running guest to a disk image that the host reads, for
-//! `segment build --from vm:NAME`.
+//! Copies files of a running guest to a disk image that the host reads, for `segment build --from
+//! vm:NAME`.
 //!
 //! ```text
 //!   guest: cp -a  ->  ext4 on a virtio-blk disk in a free slot for segments  ->  file of the host  ->  unpacked like any image
 //! ```
-//! The disk is removed when the copy is complete or has failed. The guest controls the image's
-//! contents, so programs that read it are confined (`segment::ext`).
+//! The disk is removed from the VM when the copy is complete or has failed. The guest may have put
+//! anything on this disk, so the programs that read it run in a sandbox (`segment::ext`).
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};

@@ -1,5 +1,5 @@
-//! Finds the users of segments: VMs, snapshots, and the VM that writes a segment's next generation
-//! (build). Removes old generations that have no user.
+//! Finds out who uses a segment: VMs that map it, snapshots of such VMs, and the VM from which the
+//! segment's next generation (build) will be made. Removes old generations that nobody uses.
 
 use std::collections::BTreeSet;
 
@@ -102,12 +102,12 @@ impl Segments {
                 match self.shelf.remove(&old) {
                     Ok(()) => info!(
                         segment = old.reference(),
-                        "old segment generation removed: a newer generation exists, and no VM uses the old one"
+                        "old image (generation) of the segment removed: a newer image exists, and no VM uses the old one"
                     ),
                     Err(error) => warn!(
                         segment = old.reference(),
                         error = &error as &dyn std::error::Error,
-                        "cannot remove the old segment generation; the daemon tries again at its next start"
+                        "cannot remove an old image (generation) of the segment; the daemon tries again at its next start"
                     ),
                 }
             }
@@ -133,7 +133,7 @@ impl Segments {
             warn!(
                 segment = name,
                 error = &error as &dyn std::error::Error,
-                "cannot remove the file that records the segment's writer; the daemon tries again at its next start"
+                "cannot remove the file that names the VM from which the segment is built next; the daemon tries again at its next start"
             );
         }
     }

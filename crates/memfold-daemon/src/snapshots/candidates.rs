@@ -1,5 +1,5 @@
-//! Finds pages of a VM's memory that its disks may also hold, as the guest reports. A hot save
-//! (`--keep hot`) stores a reference to the disk instead of such a page.
+//! Asks a guest which pages of its memory are also on its disks. A save that keeps hot pages
+//! (`--keep hot`) then stores a reference to the disk instead of such a page.
 //!
 //! ```text
 //!   engine   runs of pages that cache consecutive pages of a file, by the agent's hints       CachedPages
@@ -7,8 +7,8 @@
 //!   here     run of pages -> disk of the guest, and byte on it                                Candidate
 //! ```
 //! A guest may report anything. A false report harms only the guest's own snapshot, because the
-//! save compares the bytes. The report takes bounded memory ([`MAX_PLACES`], and one candidate for
-//! each [`FEWEST_PAGES`] pages of RAM) and bounded time ([`LIMIT`]).
+//! save compares the bytes. The memory for a report is limited ([`MAX_PLACES`], and one candidate
+//! for each [`FEWEST_PAGES`] pages of RAM), and so is the time ([`LIMIT`]).
 
 use std::cmp::Reverse;
 use std::collections::HashMap;

@@ -1,14 +1,15 @@
-//! Chooses how much of the guest's page cache a snapshot keeps (`--keep auto`): the choice with the
-//! shortest save.
+//! Chooses how much of the guest's page cache a snapshot contains, if the user does not say
+//! (`--keep auto`). The choice with the shortest save is taken.
 //!
 //! ```text
 //!   none   dropped by the guest                          cached pages * time to drop one
 //!   hot    compared with the disks, the rest is saved    pages on disks / comparing + rest / writing
 //!   all    saved                                         cached pages / writing
 //! ```
-//! All other work of a save takes the same time with each choice. If choices take about the same
-//! time, hot is preferred to none, and none to all: with hot, the snapshot is small and a restored
-//! guest has a warm cache; with none, the snapshot is only small.
+//! The choices are: all of the cache, none of it, or only pages that are not also on the guest's
+//! disks (hot), with references to the disks for the others. If choices take about the same time,
+//! hot is preferred to none, and none to all: with hot, the snapshot is small and a restored guest
+//! has a warm cache; with none, the snapshot is only small.
 
 use std::fs::File;
 use std::io;
@@ -121,7 +122,7 @@ pub(super) fn disk_speed(directory: &Path) -> f64 {
     let existing = directory.ancestors().find(|place| place.is_dir());
     let measured = measure_disk(existing.unwrap_or(directory));
     measured.unwrap_or_else(|error| {
-        debug!(directory = %directory.display(), %error, "cannot measure the throughput of the disk for snapshots");
+        debug!(directory = %directory.display(), %error, "cannot measure the throughput of the disk that snapshots are saved to");
         WRITTEN_PER_S
     })
 }

@@ -1,5 +1,6 @@
-//! Forks running VMs: saves a VM at this instant as a layer, from which other VMs start, and makes
-//! the VM share the layer's memory.
+//! Forks running VMs. To fork a VM, memfold saves it at this instant as a layer, a snapshot that
+//! contains only what differs from the snapshot from which the VM runs. Other VMs, the forks, start
+//! from the layer, and the forked VM shares the layer's memory with them.
 //!
 //! ```text
 //!   VM runs from P    | P's pages         | own pages |
@@ -7,8 +8,7 @@
 //!   VM afterwards     | P's pages         | L's pages |    folded onto L's image, unless written since
 //!   forks of the VM   | P's pages         | L's pages |    they are restored from L
 //! ```
-//! A layer without users is removed: it is needed as long as a VM maps it, or another layer refers
-//! to it.
+//! A layer is removed when no VM maps it and no other layer refers to it.
 
 use std::io;
 use std::sync::Arc;
@@ -121,7 +121,7 @@ impl Snapshots {
         let users = match restore::holders_of_each(shelf, &names) {
             Ok(users) => users,
             Err(error) => {
-                debug!(%error, "cannot find the users of layers of forks");
+                debug!(%error, "cannot find out which VMs use the layers that forks started from");
                 return;
             }
         };
@@ -130,12 +130,12 @@ impl Snapshots {
             match self.remove(&name) {
                 Ok(()) => info!(
                     snapshot = name,
-                    "layer of forks removed, because no VM needs it"
+                    "layer (snapshot that forks of a VM start from) removed, because no VM needs the layer"
                 ),
                 Err(DaemonError::Snapshot(
                     SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
                 )) => {}
-                Err(error) => debug!(snapshot = name, %error, "cannot remove the layer of forks"),
+                Err(error) => debug!(snapshot = name, %error, "cannot remove an unused layer that forks started from"),
             }
         }
     }
@@ -149,7 +149,7 @@ fn share(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<u64,
             vm = machine.name(),
             snapshot = layer.name,
             why,
-            "the VM keeps its own copy of the memory that its forks start with"
+            "forked VM keeps its own copy of the memory that it could share with its forks"
         );
     })
 }

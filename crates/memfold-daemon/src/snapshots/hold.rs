@@ -1,4 +1,5 @@
-//! Controls a VM during its save: tracks the VM's writes, or stops the VM.
+//! Controls a running VM while it is saved as a snapshot: tracks which memory the VM writes, and
+//! stops and resumes the VM.
 
 use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;

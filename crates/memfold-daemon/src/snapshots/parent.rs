@@ -1,5 +1,5 @@
-//! Chooses the parent of a new snapshot: the snapshot that the VM runs from, or one that the user
-//! names.
+//! Chooses the parent of a new snapshot, so that only pages which differ from the parent are
+//! stored. The parent is the snapshot that the VM was started from, or one that the user names.
 
 use std::sync::Arc;
 
@@ -80,7 +80,7 @@ impl Snapshots {
                     vm = machine.name(),
                     snapshot = origin.name,
                     why,
-                    "all pages of the VM are saved, because its snapshot cannot be the parent"
+                    "all pages of the VM are saved, because the snapshot from which the VM runs cannot be the parent"
                 );
             })
             .ok())

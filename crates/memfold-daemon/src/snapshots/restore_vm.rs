@@ -1,5 +1,5 @@
-//! Starts VMs from snapshots, and records or prefetches the snapshot's working set: the pages that
-//! a VM touches first after a restore.
+//! Starts VMs from snapshots. Also records a snapshot's working set, the pages that a VM touches
+//! first after a restore. Later restores load these pages in advance.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -153,10 +153,10 @@ impl Snapshots {
                 match set.prefetch(machine.pid(), &places) {
                     Ok(pages) => info!(
                         vm = machine.name(),
-                        pages, "working set of the restored VM loaded in advance"
+                        pages, "pages that the restored VM needs first (its working set) loaded"
                     ),
                     Err(error) => {
-                        debug!(vm = machine.name(), %error, "cannot load the whole working set of the restored VM in advance");
+                        debug!(vm = machine.name(), %error, "cannot load all pages that the restored VM needs first (its working set)");
                     }
                 }
                 return;
@@ -182,10 +182,10 @@ impl Snapshots {
                     vm = name,
                     snapshot = manifest.name,
                     bytes = set.bytes(),
-                    "working set of the restored VM recorded"
+                    "pages that the restored VM touched first (its working set) recorded"
                 ),
                 Err(error) => {
-                    debug!(vm = name, %error, "cannot record the working set of the restored VM");
+                    debug!(vm = name, %error, "cannot record which pages the restored VM touched first (its working set)");
                 }
             }
         };

@@ -153,7 +153,7 @@ impl Snapshots {
         });
         // The inventory reports pages that were dropped while events were off.
         if let Err(error) = events.and_then(|()| machine.take_inventory()) {
-            info!(vm = request.vm, %error, "cannot get an inventory of the guest's page cache after the save");
+            info!(vm = request.vm, %error, "cannot have the guest report its cached files again after the save");
         }
         saved
     }

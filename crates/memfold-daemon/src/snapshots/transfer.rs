@@ -1,4 +1,5 @@
-//! Copies snapshots to object stores and back, and lists and removes snapshots in object stores.
+//! Copies snapshots to an object store (for example S3) and back, and lists and removes snapshots
+//! there.
 
 use memfold_api::{PullBody, PushBody};
 use memfold_transfer::{
@@ -24,7 +25,7 @@ impl Snapshots {
             snapshot = name,
             url = report.url,
             new_bytes = report.new_bytes,
-            "snapshot pushed"
+            "snapshot copied to the object store (pushed)"
         );
         Ok(report)
     }
@@ -49,7 +50,7 @@ impl Snapshots {
             snapshot = name,
             url = report.url,
             fetched_bytes = report.fetched_bytes,
-            "snapshot pulled"
+            "snapshot copied from the object store (pulled)"
         );
         Ok(report)
     }

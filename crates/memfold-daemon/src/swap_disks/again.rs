@@ -1,13 +1,16 @@
-//! Borrows memory again after a loan that an operator requested (`memfold borrow`) was interrupted.
-//! An operator's request stays in force until the operator returns the loan, or the VM ends.
+//! Moves a VM's swap disk to the RAM of another host again, after the VM lost the RAM that an
+//! operator had borrowed for it (`memfold borrow`). The operator's request stays in force until the
+//! operator takes it back (`memfold return`), or the VM ends.
 //!
-//! If a lender dies, is upgraded or needs its memory, the VM's swap moves to this host's disk,
-//! which is safe and slow. When a lender has free memory again, the swap is moved again: one minute
-//! after the loss of a lender, ten minutes after a recall, so that no lender is asked for memory
-//! that it has just recalled. The request is a file in the VM's directory ([`VmDirectory::wish`]),
-//! so the next daemon knows the request, too.
+//! If the host that lends the RAM dies, is upgraded or needs its memory, the swap disk moves to
+//! this host's disk, which is safe and slow. When a host has free memory again, the swap disk is
+//! moved to that host: one minute after the loss of a lender, or ten minutes after a lender took
+//! its memory back. The longer pause keeps this host from asking at once for memory that the lender
+//! needs. The request is a file in the VM's directory ([`VmDirectory::wish`]), so the next daemon
+//! knows it, too.
 //!
-//! Automatic loans are not repeated here: VMs that keep swapping borrow again anyway.
+//! If the daemon borrowed the RAM by itself (`serve --borrow auto`), this module does nothing: a VM
+//! that keeps swapping borrows again anyway.
 //!
 //! [`VmDirectory::wish`]: memfold_vm::VmDirectory::wish
 
@@ -101,7 +104,7 @@ impl SwapDisks {
                 info!(
                     vm,
                     seconds = rest.as_secs(),
-                    "VM will borrow memory again after a pause, if a lender then has free memory"
+                    "VM will borrow memory for its swap disk again after a pause, if a lender then has free memory"
                 );
                 let mut tries = Backoff::default();
                 tries.rest(now + rest);
@@ -127,7 +130,7 @@ impl SwapDisks {
                 info!(
                     vm,
                     error = chain(&error),
-                    "VM cannot borrow memory again yet; retrying later"
+                    "VM cannot borrow memory for its swap disk again yet; retrying later"
                 );
                 None
             }

@@ -1,11 +1,11 @@
-//! Automatic loans (`serve --borrow auto`): a VM that keeps swapping gets lent RAM, and returns it
-//! after it has stopped swapping.
+//! Borrows RAM of another host for a VM that keeps swapping, and returns the RAM after the VM has
+//! stopped swapping. Used if the daemon runs with `--borrow auto`.
 //!
-//! The measure is the traffic of the VM's swap device, as QEMU counts it. Short bursts are ignored,
-//! because each move copies the whole disk. A loan begins after ten seconds of at least [`BUSY`],
-//! and ends after ten minutes below [`IDLE`], which is far lower. Loans of an operator are not
-//! ended automatically. After an operator or a lender has ended a VM's loan, no automatic loan
-//! begins for that VM for ten minutes.
+//! The measure is the traffic of the VM's swap disk, as QEMU counts it. Short bursts are ignored,
+//! because each move copies the whole disk. The daemon borrows after ten seconds of at least
+//! [`BUSY`], and returns the RAM after ten minutes below [`IDLE`], which is far lower. RAM that an
+//! operator borrowed is not returned automatically. After an operator or a lender has ended a VM's
+//! loan, the daemon does not borrow for that VM for ten minutes.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -190,14 +190,14 @@ impl SwapDisks {
         };
         match self.borrow_as(vm, &request, Asker::Itself) {
             Ok(done) => {
-                info!(vm, lenders = ?done.lenders, "VM keeps swapping; memory borrowed automatically");
+                info!(vm, lenders = ?done.lenders, "VM keeps swapping; memory for its swap disk borrowed automatically");
                 Some(SwapMove::Borrow)
             }
             Err(error) => {
                 info!(
                     vm,
                     error = chain(&error),
-                    "VM keeps swapping, but cannot borrow memory; retrying later"
+                    "VM keeps swapping, but memfold cannot borrow memory for its swap disk; retrying later"
                 );
                 None
             }

@@ -1,4 +1,4 @@
-//! Moves swap disks to lent RAM.
+//! Moves a VM's swap disk from this host's disk to RAM that other hosts lend.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -313,7 +313,7 @@ impl SwapDisks {
         let wires = borrowing.parts.iter().map(find).collect();
         info!(
             vm = machine.name(),
-            "VM's borrowed memory is watched again after the daemon's restart"
+            "daemon restarted; it watches the lease of the VM's borrowed memory again"
         );
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let guard = Guard::new(machine.name(), borrowing, wires);

@@ -1,8 +1,10 @@
-//! Processes QEMU's events about failed requests of a swap disk. After a time in which no daemon
-//! received such events, verifies the disk's copy on this host.
+//! Watches the copy on this host's disk of a swap disk that is on another host's RAM. Processes
+//! QEMU's events about failed writes. After a time in which no daemon received such events, has the
+//! copy compared with the written data.
 //!
-//! The relay knows which blocks were written ([`compare`](memfold_lend::relay::compare)). Until the
-//! relay has verified the copy, the loss of the lender may leave old data.
+//! The relay, a process between QEMU and the lending host, knows which blocks were written, and
+//! compares them ([`compare`](memfold_lend::relay::compare)). Until then, the copy may contain old
+//! data, which the VM would read if the lender were lost.
 
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
@@ -58,7 +60,7 @@ impl Comparison {
                     Ok(asked) => self.asked = Some(asked),
                     Err(error) => {
                         self.is_old = error.kind() == ErrorKind::NotFound;
-                        warn!(vm = guard.vm, %error, "cannot have the relay process verify the swap disk's copy; run 'memfold return', then 'memfold borrow'");
+                        warn!(vm = guard.vm, %error, "cannot ask the relay process (between QEMU and the lender) to verify the swap disk's copy on this host; run 'memfold return', then 'memfold borrow'");
                     }
                 }
             }
@@ -85,11 +87,11 @@ impl Comparison {
                 true
             }
             Ok(other) => {
-                warn!(vm = guard.vm, answer = ?other, "relay process cannot verify the swap disk's copy on this host; retrying in 60 s");
+                warn!(vm = guard.vm, answer = ?other, "relay process (between QEMU and the lender) cannot compare the swap disk's copy on this host with the written data; retrying in 60 s");
                 return;
             }
             Err(error) => {
-                warn!(vm = guard.vm, %error, "relay process did not say whether the swap disk's copy on this host is complete; retrying in 60 s");
+                warn!(vm = guard.vm, %error, "relay process (between QEMU and the lender) did not say whether the swap disk's copy on this host is complete; retrying in 60 s");
                 return;
             }
         };

@@ -1,4 +1,4 @@
-//! Moves swap disks back to this host's disk.
+//! Moves a VM's swap disk from the RAM of other hosts back to this host's disk.
 
 use std::cell::Cell;
 use std::path::PathBuf;

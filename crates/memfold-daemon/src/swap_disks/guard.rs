@@ -1,4 +1,6 @@
-//! A loan of memory to one VM, shared by the thread that watches the loan and by requests.
+//! State of the RAM that one VM has borrowed for its swap disk: the leases, the connections, and
+//! whether the leases still hold. The thread that watches the loan and users' requests share this
+//! state.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,5 @@
-//! Reacts to a lost lender, and to a lender that recalls its memory.
+//! Reacts when a host that lends RAM to a swap disk is lost or wants its memory back: QEMU goes on
+//! without that host.
 
 use std::time::{Duration, Instant};
 

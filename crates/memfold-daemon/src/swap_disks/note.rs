@@ -1,6 +1,6 @@
-//! Files of a loan in the VM's directory, by which the next daemon finds the loan. The note
-//! (`borrowed.json`) names the leases, and is written before the first lease is used. Another file
-//! has the operator's request.
+//! Reads and writes the files that tell the next daemon what a VM's swap disk has borrowed. The
+//! note (`borrowed.json`) names the leases, and is written before the first lease is used. A second
+//! file contains the operator's request to borrow.
 
 use std::path::Path;
 

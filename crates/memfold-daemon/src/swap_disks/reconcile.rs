@@ -1,8 +1,8 @@
-//! Determines where a swap disk is, after QEMU's answer to the last step of a move was lost or came
-//! too late.
+//! Asks QEMU whether a swap disk is on this host's disk or on lent RAM. This is unknown if QEMU did
+//! not answer, or answered too late, when the disk was to be switched from one to the other.
 //!
-//! Until QEMU answers, all resources that the disk may use are kept: relays, connections, leases,
-//! the note.
+//! Until QEMU answers, everything that the disk may still use is kept: relay processes,
+//! connections, leases, and the note about the loan.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl SwapDisks {
         let is_lent = top.node == borrowing.top();
         info!(
             vm = machine.name(),
-            is_lent, "location of the swap disk known again: QEMU has answered"
+            is_lent, "swap disk's location (host or lender) known again: QEMU has answered"
         );
         Self::clean_up(machine);
         if !is_lent {

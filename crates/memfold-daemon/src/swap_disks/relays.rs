@@ -1,4 +1,5 @@
-//! Starts, supervises and ends the relay processes between this host's VMs and lenders.
+//! Starts, supervises and ends relay processes. A relay passes the requests of QEMU to a VM's swap
+//! disk on to the host whose RAM holds that disk.
 
 use std::fs::File;
 
@@ -85,7 +86,7 @@ pub(crate) fn wait_longer(guard: &Guard) {
     for relay in guard.relays() {
         // The relay's answer to this request is not needed.
         if let Err(error) = relay.ask(&patience) {
-            warn!(vm = guard.vm, %error, "cannot make the relay process wait longer for the lender of the only copy; run 'memfold return'");
+            warn!(vm = guard.vm, %error, "cannot tell the relay process to wait longer for the lender, which has the only copy of the swap disk; run 'memfold return'");
         }
     }
 }

@@ -1,4 +1,6 @@
-//! The thread that watches a VM's loan: lost lenders, stopped relays, leases, and QEMU's events.
+//! A thread that watches one VM whose swap disk is on other hosts' RAM. It notices when a lending
+//! host or a relay process (between QEMU and that host) fails, renews the leases, and receives
+//! QEMU's events.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -34,7 +36,7 @@ impl SwapDisks {
         let guard = guard.clone();
         let watch = move || keep_watch(&disks, &machine, &guard);
         if let Err(error) = threads::begin("borrowed", watch) {
-            warn!(%error, "cannot start the thread that renews the loan; run 'memfold return' or restart the daemon within a minute");
+            warn!(%error, "cannot start the thread that renews the lease of a VM's borrowed memory; run 'memfold return' or restart the daemon within a minute");
         }
     }
 }
@@ -64,7 +66,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         if stands_still(guard) {
             warn!(
                 vm,
-                "relay process was stopped (SIGSTOP), so its lender is no longer used; do not stop relay processes"
+                "relay process between QEMU and the lender was stopped (SIGSTOP), so the lender is no longer used; do not stop relay processes"
             );
             for (part, _) in guard.borrowing().reached() {
                 guard.cut(part);

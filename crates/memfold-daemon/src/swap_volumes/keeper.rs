@@ -1,5 +1,5 @@
-//! RAM of another host that this host's swap volume (an LVM volume) has borrowed. The thread that
-//! watches the loan and API requests share this state.
+//! State of the RAM that this host has borrowed for one LVM volume, such as its lease and whether
+//! the lender answers. The thread that watches the loan and users' requests share this state.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,5 @@
-//! Asks LVM about swap volumes, and takes volumes off lent disks. A lent disk is an iSCSI disk in a
-//! lender's RAM.
+//! Asks LVM about swap volumes, and moves volumes off lent disks. A lent disk is an iSCSI disk in
+//! the RAM of another host.
 
 use memfold_api::BorrowRequest;
 use memfold_host::chain;

@@ -1,4 +1,5 @@
-//! Adopts VMs of an earlier daemon: takes over each running QEMU process, as soon as QEMU answers.
+//! After a start of the daemon, adopts the VMs that an earlier daemon left running, each as soon as
+//! its QEMU answers.
 
 use std::io;
 use std::sync::Arc;
@@ -148,7 +149,7 @@ impl Vms {
         );
         let why = chain(&error);
         if is_gone {
-            info!(vm = request.name, error = why, "VM no longer attached");
+            info!(vm = request.name, error = why, "VM not attached again after the daemon's start; see 'error'");
         } else if entry.arrival.set_problem(&why) {
             warn!(
                 vm = request.name,

@@ -1,5 +1,5 @@
-//! Attaches the daemon to QEMU processes that memfold did not start, and records attached VMs for
-//! the next daemon.
+//! Attaches the daemon to QEMU processes that memfold did not start (`memfold vm attach`). Records
+//! these VMs in a file, so that the next daemon attaches to them again.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Tests of the fold engine's answer to the question which files one VM has in its page cache, and
-//! in which pages.
+//! Tests that the fold engine reports correctly which files a VM has in its page cache, and in
+//! which pages.
 
 use std::sync::mpsc::{SyncSender, sync_channel};
 

@@ -1,5 +1,5 @@
-//! Tests of the figures of the copy-on-write debt, and of a fold engine that the brake keeps from
-//! sharing more pages.
+//! Tests that the fold engine reports the copy-on-write debt correctly, and that it shares no more
+//! pages while the brake is on.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

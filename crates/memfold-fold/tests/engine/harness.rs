@@ -1,4 +1,5 @@
-//! Test harness: VMs that are buffers of this process, and an engine for these VMs.
+//! Test harness for the fold engine: VMs whose RAM is a buffer of the test's process, and an engine
+//! that folds them.
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,5 +1,5 @@
-//! Tests of VMs that run from a snapshot's image: which pages they share, and which are folded
-//! back.
+//! Tests of the fold engine with VMs that run from a snapshot's RAM image: which pages these VMs
+//! share, and which pages are mapped to the image again (fold-back).
 
 use std::fs::File;
 use std::io::Write;

@@ -1,4 +1,4 @@
-//! Errors of an estimate.
+//! Errors of an estimate of how much memory the host's VMs could share (`memfold estimate`).
 
 use std::io;
 

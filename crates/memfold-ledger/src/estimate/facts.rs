@@ -1,5 +1,5 @@
-//! Facts about VMs that an estimate uses and only the daemon knows, such as the files that guests
-//! cache (`GET /v1/estimate`).
+//! Facts about VMs that only the daemon knows, such as the files that a guest caches. An estimate
+//! of possible savings asks the daemon for them (`GET /v1/estimate`).
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

@@ -1,11 +1,13 @@
-//! Fingerprints of VMs' memory: `memfold estimate --fingerprint`. The fingerprints of two hosts
-//! tell how many page contents their VMs have in common, without revealing the contents.
+//! Makes fingerprints of VMs' memory (`memfold estimate --fingerprint`). The fingerprints of two
+//! hosts tell how many page contents their VMs have in common, without revealing the contents. They
+//! show which VMs should run on the same host.
 //!
-//! The method follows Memory Buddies (Wood et al., VEE 2009), with a sample by content in place of
-//! a Bloom filter of all pages. A sampled content is in the fingerprint of every VM that holds it.
-//! The contents that two fingerprints have in common are counted, and the count is multiplied by
-//! 2^level. Contents are hashed with a secret key that the hosts share, so that a fingerprint alone
-//! cannot be searched for a known page. A fingerprint stores each content as a number of 64 bits:
+//! The method follows Memory Buddies (Wood et al., VEE 2009), with a sample in place of a Bloom
+//! filter of all pages. The hash of a page's content decides whether the content is in the sample,
+//! so it is then in the fingerprint of every VM that holds it. One content in 2^level is sampled.
+//! Therefore the number of contents that two fingerprints have in common is multiplied by 2^level.
+//! Contents are hashed with a secret key that the hosts share, so that a fingerprint alone cannot
+//! be searched for a known page. A fingerprint stores each content as a number of 64 bits:
 //!
 //! ```text
 //!   a content, 64 bits:   6: number of leading zero bits of its sampling hash (limited to 63)

@@ -1,4 +1,5 @@
-//! Reads the memory of VMs twice, from outside and within a CPU budget.
+//! Reads the memory of VMs twice from outside, to find out how many pages have equal content and do
+//! not change. The two reads keep to a CPU budget.
 //!
 //! 1. The page maps show which pages exist. Pages that are shared already or not in memory are
 //!    counted but not read: pages of files or shared memory, the kernel's zero page, swapped pages

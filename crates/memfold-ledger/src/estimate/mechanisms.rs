@@ -1,8 +1,9 @@
-//! Estimates the saving and the CPU cost of each mechanism that saves memory.
+//! Estimates, for each mechanism that saves memory (folding, KSM, segments, clones, free page
+//! reporting), how much memory it would save on this host, and how much CPU time it would take.
 //!
-//! The savings overlap and cannot be added. KSM would find most pages that folding finds. Files in
-//! a segment are in no page cache that could be folded. CPU costs were measured in the studies
-//! (`docs/results`, decision 21). On other machines, they show only the order of magnitude.
+//! The savings cannot be added, because they overlap. For example, KSM would find most pages that
+//! folding finds. CPU costs were measured in memfold's studies (`docs/results`, decision 21). On
+//! other machines, they show only the order of magnitude.
 
 use memfold_fold::FileUse;
 use memfold_segment::rank;

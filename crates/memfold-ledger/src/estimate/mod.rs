@@ -1,5 +1,5 @@
-//! Estimates how much memory could be saved on this host before anything is changed
-//! (`memfold estimate`).
+//! Estimates how much memory could be saved on this host before anything is changed (`memfold
+//! estimate`).
 //!
 //! ```text
 //!   targets     QEMUs of the host: their memory ranges, names, trust domains and files
@@ -14,9 +14,9 @@
 //!   report, table
 //! ```
 //! The drawing shows the steps of an estimate, by module. An estimate writes nothing and shares no
-//! page, and needs no library or agent. Reading has two costs: the host's reclaim regards the VMs'
-//! pages as recently used (`process_vm_readv(2)` accesses them), and other processes lose CPU cache
-//! contents.
+//! page. It needs neither memfold's library in QEMU nor its agent in guests. Reading has two costs:
+//! the host's reclaim regards the VMs' pages as recently used (`process_vm_readv(2)` accesses
+//! them), and other processes lose CPU cache contents.
 //!
 //! | | |
 //! |---|---|

@@ -1,4 +1,5 @@
-//! Options of an estimate (`memfold estimate`): size and seed of its sample, and KSM's settings.
+//! Options of an estimate of possible savings (`memfold estimate`): the size and seed of its
+//! sample, and the settings of KSM to assume.
 
 /// Default of the largest number of pages in an estimate's sample. Each page of the sample takes 40
 /// bytes of memory.

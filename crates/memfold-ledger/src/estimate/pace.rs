@@ -1,5 +1,5 @@
-//! Limits the CPU time of an estimate: the thread sleeps whenever it has used more than its share
-//! of a core.
+//! Limits the CPU time of an estimate of possible savings: the reading thread sleeps whenever it
+//! has used more than its share of a core.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

@@ -1,5 +1,5 @@
-//! Proposes which VMs to place on the same host. From the fingerprints of hosts it computes moves
-//! that lower the total memory use.
+//! Proposes which VMs should run on the same host, because they have much memory in common. From
+//! the fingerprints of several hosts, it computes moves of VMs that lower the total memory use.
 //!
 //! ```text
 //!   a host takes   others + sum over its VMs (RAM + beside) - contents that VMs of one trust domain hold more than once there

@@ -1,4 +1,5 @@
-//! The report of an estimate, as returned by the API and printed by `memfold estimate --json`.
+//! The result of an estimate of possible savings, as returned by the API and printed by `memfold
+//! estimate --json`.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};

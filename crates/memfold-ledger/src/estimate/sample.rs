@@ -12,9 +12,9 @@
 //!   level 0:  all contents        level 1: hash begins with 0        level 2: with 00        ...
 //!             sample is full ---->           half of it is dropped -->
 //! ```
-//! If a content with very many copies were drawn or not by chance, the sum would depend on this
-//! chance. Such contents leave the sample before it is halved for the first time, and are counted
-//! separately from then on ([`Frequent`]). Pages of zeroes are always counted separately.
+//! A content with very many copies would make the estimate depend on whether it was drawn by
+//! chance. So such contents are not sampled but counted separately ([`Frequent`]). Pages of zeroes
+//! are always counted separately.
 
 use foldhash::HashMap;
 

@@ -1,9 +1,9 @@
-//! Splits the pages that an estimate read into classes: possible savings, and pages that cannot be
-//! shared.
+//! Splits the pages that an estimate has read into classes: pages that could be shared (by one VM,
+//! or by several), and pages that cannot.
 //!
-//! Let a VM hold a content in `f` page frames, and all VMs of a trust domain in `F` frames (frames,
-//! not pages: pages that are already shared count once). Keeping one copy for the domain would save
-//! `F - 1` frames:
+//! If a VM holds the same content in `f` page frames, and all VMs of a trust domain together in `F`
+//! frames, then keeping one copy for the domain would save `F - 1` frames. (Frames are counted, not
+//! pages: pages that are already shared count once.) The drawing shows how the saving is divided:
 //!
 //! ```text
 //!   within    f - 1, added up over the domain's VMs                each VM alone could save this

@@ -1,4 +1,5 @@
-//! Computes totals from a random sample, with error bars.
+//! Computes totals, with error bars, from the random sample of pages that an estimate of possible
+//! savings has read.
 
 use memfold_units::PAGE_SIZE;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! Prints an estimate as tables for people.
+//! Prints an estimate of possible savings as tables for people (`memfold estimate`).
 
 use std::fmt::Write as _;
 

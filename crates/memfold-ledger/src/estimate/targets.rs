@@ -1,5 +1,5 @@
-//! Finds the QEMU processes whose memory an estimate reads, their RAM ranges and their trust
-//! domains.
+//! Finds the QEMU processes on the host whose memory an estimate of possible savings reads, with
+//! their RAM ranges and trust domains.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! Computes how fast a VM grows: the trend of its unshared memory over the samples of the history.
+//! Computes how fast a VM's memory use grows: the trend of its unshared memory over the samples in
+//! the ledger's history.
 
 use super::Series;
 

@@ -1,12 +1,12 @@
-//! The history of the ledger, from which charts are drawn: samples of its figures in a database of
-//! bounded size.
+//! The history of the host's memory use: samples of the ledger's figures, in a database of bounded
+//! size. The dashboard's charts are drawn from it.
 //!
 //! ```text
 //!   fine:    one sample every half minute (by default), kept for 24 h
 //!   coarse:  means of the fine samples over half an hour, kept for 90 d
 //!   events:  changes seen between two samples, the last 5,000
 //! ```
-//! All amounts are whole numbers; the units are in their names.
+//! All amounts are whole numbers, and the name of an amount contains its unit.
 
 mod growth;
 mod series;

@@ -1,4 +1,5 @@
-//! Selects the figures of a ledger report that the history keeps, for the host and for each VM.
+//! Selects the figures that the history of memory use stores from each report of the ledger, for
+//! the host and for each VM.
 
 use memfold_fold::EngineStats;
 use memfold_units::ByteSize;

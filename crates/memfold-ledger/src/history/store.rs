@@ -1,4 +1,4 @@
-//! Stores the history's samples and events in an `SQLite` database.
+//! The database of the history of memory use: stores and reads samples and events (`SQLite`).
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -33,7 +33,7 @@ const UPGRADES: [&str; 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
 #[derive(Debug, thiserror::Error)]
 pub enum HistoryError {
     /// The database file cannot be created.
-    #[error("cannot open or create the history {path}")]
+    #[error("cannot open or create the history of memory use {path}")]
     File {
         /// Path of the database file.
         path: PathBuf,
@@ -42,7 +42,7 @@ pub enum HistoryError {
         source: std::io::Error,
     },
     /// `SQLite` reported an error.
-    #[error("cannot use the history at {path}")]
+    #[error("cannot read or write the history of memory use {path}")]
     Database {
         /// Path of the database file.
         path: PathBuf,

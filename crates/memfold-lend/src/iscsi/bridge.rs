@@ -1,9 +1,11 @@
-//! The bridge: a process on the borrower's host that connects one iSCSI lease with an NBD client.
-//! It runs qemu-nbd, which is the iSCSI initiator (QEMU's `iscsi` driver) and serves the lent disk
-//! by NBD on a Unix socket. The bridge kills qemu-nbd when the first iSCSI session ends.
+//! The bridge: a process on the borrowing host that makes one iSCSI disk of a lender usable as an
+//! NBD disk. The bridge runs qemu-nbd, which connects to the lender with QEMU's `iscsi` driver, and
+//! serves the disk by NBD on a Unix socket. The bridge kills qemu-nbd when the first iSCSI session
+//! ends.
 //!
-//! The bridge works without a daemon: if a lender dies while the borrower's daemon is not running,
-//! the VM continues on its copy.
+//! The bridge works without a daemon. So if the lender dies while the borrowing host's daemon is
+//! not running, QEMU gets an error at once, and the VM continues with the other copy of its swap
+//! disk.
 
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream};

@@ -1,5 +1,5 @@
-//! Lending by iSCSI (`lend --transport iscsi`): the transport of the published study, for
-//! initiators that support nothing else.
+//! Lends RAM to other hosts by iSCSI instead of NBD (`lend --transport iscsi`), for initiators that
+//! support nothing else. A published study of lending used iSCSI, too.
 //!
 //! ```text
 //!   lender                                                   borrower

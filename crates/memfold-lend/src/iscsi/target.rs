@@ -1,6 +1,6 @@
-//! The helper process `target` on the lender's host, one for each iSCSI lease. It allocates the
-//! lease's memory and starts tgtd, which serves the memory. Both end when tgtd's first session
-//! ends, when the daemon ends, or when somebody stops tgtd (`SIGSTOP`).
+//! The process on the lending host that serves one lease by iSCSI. It allocates the lease's memory
+//! and starts tgtd, an iSCSI target, which serves this memory. Both processes end when tgtd's first
+//! session ends, when the daemon ends, or when somebody stops tgtd (`SIGSTOP`).
 
 use std::io;
 use std::net::SocketAddr;

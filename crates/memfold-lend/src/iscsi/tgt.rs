@@ -1,6 +1,6 @@
-//! Sends requests to a tgtd through its Unix socket, in the format of `tgtadm` (tgt's
-//! `usr/tgtadm.h`, unchanged since 2012). `tgtadm` itself is not used, because it takes passwords
-//! on its command line, where all users of the host can read them.
+//! Configures tgtd, the iSCSI target that serves lent RAM, through its Unix socket. The requests
+//! have the format of `tgtadm` (tgt's `usr/tgtadm.h`, unchanged since 2012). `tgtadm` itself is not
+//! used: it takes passwords on its command line, where all users of the host can read them.
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;

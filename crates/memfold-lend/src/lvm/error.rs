@@ -1,4 +1,4 @@
-//! Errors of LVM's tools and of the iSCSI initiator.
+//! Errors of LVM's commands and of the iSCSI initiator, which put a swap volume on lent RAM.
 
 use std::io;
 use std::net::SocketAddr;
@@ -50,7 +50,7 @@ pub enum LvmError {
         fix: String,
     },
     /// A file of the iSCSI initiator or of the kernel cannot be used.
-    #[error("cannot use {path}")]
+    #[error("cannot use {path}, a file of the iSCSI initiator or of the kernel")]
     Files {
         /// Path of the file that cannot be used.
         path: std::path::PathBuf,

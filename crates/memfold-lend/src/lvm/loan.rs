@@ -1,5 +1,5 @@
-//! The daemon's record of a logical volume on lent RAM, and how memfold marks the lent disk as an
-//! LVM physical volume.
+//! The daemon's record of an LVM logical volume whose data is in RAM of another host. The lent RAM
+//! appears as an iSCSI disk, and memfold recognizes the disk by its physical volume UUID.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,5 +1,5 @@
-//! Lent RAM as part of an LVM swap volume (`borrow --lvm VG/LV`). This is the setup of the
-//! published study, for hosts whose swap is not a disk of a memfold VM.
+//! Puts an LVM swap volume of a host on RAM that another host lends (`borrow --lvm VG/LV`). This is
+//! for hosts that swap themselves, without VMs of memfold. A published study used this setup.
 //!
 //! ```text
 //!   lender                          borrower's host
@@ -9,10 +9,10 @@
 //!                                                                                | image 0: written only, while image 1 is there
 //!                                                                              VG's own disks
 //! ```
-//! Durability `disk` makes the volume a RAID 1 mirror whose image on this host's disk is marked
-//! write-mostly. Reads come from lent RAM, writes go to both images, and the image on this host's
-//! disk is complete at every moment. Durability `none` moves the volume to lent RAM (`pvmove`), as
-//! the study did.
+//! With durability `disk`, the volume becomes a RAID 1 mirror, whose image on this host's disk is
+//! marked write-mostly. Reads come from lent RAM, writes go to both images, and the image on this
+//! host's disk is complete at every moment. With durability `none`, the volume is moved to lent RAM
+//! (`pvmove`), as in the study.
 //!
 //! LVM's own metadata decide what is on lent RAM. memfold recognizes a lent disk by the UUID of its
 //! physical volume ([`new_uuid`]), also after a reboot. Once the volume is set up, only the kernel

@@ -1,10 +1,9 @@
-//! Logs in to one lease, and out again, with the kernel's iSCSI initiator (open-iscsi's
-//! `iscsiadm`).
+//! Attaches and detaches the iSCSI disk of one lease, with the kernel's iSCSI initiator
+//! (open-iscsi's `iscsiadm`). The disk is RAM that another host lends to this host's swap volume.
 //!
-//! memfold does no discovery, because the lender's target accepts only one session ever, and
-//! discovery would use it up. The initiator's settings make pending requests fail within seconds
-//! when a lender is gone or does not answer. The export ends with its session, so waiting for a
-//! lender to return is useless.
+//! The lender's iSCSI target accepts only one session in its life. Therefore memfold does no
+//! discovery, which would be a session. When a lender does not answer, pending requests fail within
+//! seconds. Waiting for the lender would be useless, because the target ends with its session.
 
 use std::io;
 use std::net::SocketAddr;

@@ -1,6 +1,7 @@
 //! Calls LVM's tools and parses their JSON reports. The program `lvm` contains all tools.
 //!
-//! memfold never kills a tool, because a tool that has suspended a device must resume it.
+//! memfold never kills such a tool, because the tool may have suspended a device and must resume
+//! the device.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,5 @@
-//! Parses the name of a logical volume, and checks whether a device holds swap space.
+//! Parses the name of an LVM logical volume (VG/LV), and checks whether a device holds swap space.
+//! Only swap volumes may be put on lent RAM.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

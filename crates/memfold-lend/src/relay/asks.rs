@@ -1,7 +1,8 @@
-//! Questions of the daemon to a running relay, on a second socket beside that of the relay's client
-//! (QEMU). Question and answer are one line of JSON each.
+//! Questions of the daemon to a running relay (the process between QEMU and a lending host), on a
+//! socket that the relay has only for the daemon. Question and answer are one line of JSON each.
 //!
-//! A thread of its own answers each question, so no request of the client waits for the answer.
+//! The relay answers each question on a separate thread, so that no request of QEMU waits
+//! meanwhile.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};

@@ -1,4 +1,5 @@
-//! A byte buffer for the relay's reads from and writes to nonblocking sockets.
+//! A byte buffer with which the relay between QEMU and a lending host reads from and writes to
+//! nonblocking sockets.
 
 use std::io::{self, Read, Write};
 

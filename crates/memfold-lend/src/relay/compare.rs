@@ -1,9 +1,9 @@
-//! Verifies that the copy on this host's disk holds the bytes that QEMU wrote, while QEMU continues
-//! to write.
+//! Checks that the copy of a swap disk on this host's disk contains all bytes that QEMU has written
+//! to the swap disk. QEMU continues to write meanwhile.
 //!
-//! QEMU writes to the lender and to the copy at the same time, so for a moment one of them may lack
-//! a write that the other has. A block of the file that differs from its checksum is read again
-//! until it matches, or until it has differed for far longer than a write takes.
+//! QEMU writes to the lender's RAM and to the copy at the same time. For a moment, one of them may
+//! lack a write that the other has. So a block of the copy that does not match its checksum is read
+//! again, until it matches, or until it has differed for far longer than a write takes.
 
 use std::fs::File;
 use std::io;

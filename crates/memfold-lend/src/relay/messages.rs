@@ -1,5 +1,6 @@
-//! Messages between a relay and the daemon: orders on the relay's standard input, one answer on its
-//! standard output, and the record of the relay's end.
+//! Messages between the daemon and a relay, the process between QEMU and a lending host: the relay
+//! reads its orders from standard input, writes one answer to standard output, and leaves a record
+//! when it ends.
 
 use std::path::{Path, PathBuf};
 

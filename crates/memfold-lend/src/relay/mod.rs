@@ -8,11 +8,11 @@
 //!                                    --NBD--> export of a second lender, if blocks alternate (stripes)
 //! ```
 //!
-//! The relay is this program again (`memfold relay`), as a process that outlives the daemon. The
-//! daemon sends the relay its [`Orders`] and waits until the relay reports that it is ready. The
-//! relay serves one client, and has one connection to each lender. The relay ends when any of its
-//! connections ends; so closing the client's connection ends the relay. To QEMU, a killed relay
-//! looks like a dead lender.
+//! The relay is the program `memfold` again (`memfold relay`), as a process that outlives the
+//! daemon. The daemon sends the relay its [`Orders`] and waits until the relay reports that it is
+//! ready. The relay serves one client, and has one connection to each lender. The relay ends when
+//! any of its connections ends; so closing the client's connection ends the relay. To QEMU, a
+//! killed relay looks like a dead lender.
 //!
 //! The relay's pages are locked in memory, because guests wait for the memory that the relay
 //! serves.

@@ -1,5 +1,5 @@
-//! The command `memfold relay`: reads the relay's orders, connects to the lenders, and serves until
-//! the client (QEMU) disconnects.
+//! The command `memfold relay`, the process between QEMU and lending hosts: reads its orders from
+//! the daemon, connects to the lenders, and serves QEMU until QEMU disconnects.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -1,12 +1,12 @@
-//! The relay's main loop: one thread that polls all sockets.
+//! Main loop of the relay, the process that passes QEMU's requests on to lending hosts and checks
+//! the bytes that these return. One thread polls all sockets.
 //!
 //! ```text
 //!   client's request -> valid, and no conflict? -> a piece for each lender -> answers, checked -> answer to the client
 //! ```
 //! Invariants:
-//! - A request that writes is never in progress together with another request for the same blocks.
-//!   A read is therefore compared with the last write, in whatever order a lender works. NBD
-//!   promises the client no stricter order.
+//! - While a write is in progress, no other request for the same blocks is sent to a lender. So
+//!   each read returns the last write, and can be compared with it.
 //! - At most [`UNDER_WAY`] bytes of requests are in progress, and one request more. This limits
 //!   memory, and the time that an answer may take.
 //! - The first wrong block, refusal, timeout or disconnect of any lender ends the relay: the relay

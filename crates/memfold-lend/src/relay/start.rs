@@ -1,5 +1,5 @@
-//! The daemon's side of a relay: starts the relay process, finds it again after a restart of the
-//! daemon, asks it questions, and ends it.
+//! The daemon's part of a relay, the process between QEMU and a lending host: starts the process,
+//! finds it again after a restart of the daemon, asks it questions, and ends it.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -47,7 +47,7 @@ pub struct Running {
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     /// The program that should run as the relay cannot be started.
-    #[error("cannot start {program} as the relay process")]
+    #[error("cannot start {program} as the relay process between QEMU and the lender")]
     Start {
         /// Path of the program that should run as the relay.
         program: PathBuf,
@@ -93,7 +93,7 @@ pub fn start(program: &Path, orders: &Orders, log: File) -> Result<Running, Rela
     match running {
         Ok(process) => {
             if let Err(error) = child::reap(child, || ()) {
-                tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process; no action is needed");
+                tracing::warn!(%error, "cannot start a thread that waits for the end of a relay process (between QEMU and a lender); no action is needed");
             }
             let socket = orders.socket.clone();
             Ok(Running { process, socket })
@@ -165,7 +165,7 @@ impl Running {
         if let Ok(process) = Process::open(self.process) {
             if !process.wait_exit(END).unwrap_or(true) {
                 if let Err(error) = process.kill() {
-                    tracing::warn!(%error, "cannot kill an unused relay process; kill the process by hand");
+                    tracing::warn!(%error, "cannot kill an unused relay process (between QEMU and a lender); kill the process by hand");
                 }
             }
         }
@@ -173,7 +173,7 @@ impl Running {
         let said = std::fs::read(&file).ok();
         for file in [&file, &self.socket, &asks::place(&self.socket)] {
             if let Err(error) = files::remove(file) {
-                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended relay process; remove the file by hand");
+                tracing::warn!(file = %file.display(), %error, "cannot remove a file of an ended relay process (between QEMU and a lender); remove the file by hand");
             }
         }
         serde_json::from_slice(&said?).ok()

@@ -1,4 +1,5 @@
-//! The relay's connection to a lender: a Unix socket, or TCP with TLS by a pre-shared key.
+//! The connection of the relay (the process between QEMU and a lending host) to a lender: a Unix
+//! socket, or TCP with TLS by a pre-shared key.
 //!
 //! OpenSSL does TLS in this process. Rustls supports no external pre-shared keys, only those of an
 //! earlier session. A second nbdkit as a client (`nbdkit nbd`) would work, too, but costs one more

@@ -1,12 +1,13 @@
-//! Layout of a disk that is striped over several lenders in units of [`UNIT`] bytes:
+//! Layout of a VM's swap disk that is striped over the RAM of several lending hosts, in units of
+//! [`UNIT`] bytes:
 //!
 //! ```text
 //!   disk      | unit 0 | unit 1 | unit 2 | unit 3 | unit 4 | ...
 //!   lender 0  | unit 0 | unit 2 | unit 4 |
 //!   lender 1  | unit 1 | unit 3 |
 //! ```
-//! A lender stores its units one after the other, without gaps. A contiguous request therefore
-//! becomes at most one request to each lender.
+//! A lender stores its units one after the other, without gaps. Therefore a request for consecutive
+//! blocks becomes at most one request to each lender.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,16 +1,17 @@
-//! Checksums that the relay keeps of all blocks at its lenders: 8 bytes for each block of 4 KiB.
+//! Checksums by which the relay between QEMU and a lending host detects wrong bytes: 8 bytes for
+//! each block of 4 KiB that QEMU has written to the host's RAM.
 //!
-//! A checksum is the beginning of the block's BLAKE3 hash, keyed with a secret of this process. A
-//! lender that returns changed data, another block or an older version has a chance of 1 in 2^64 to
-//! match the checksum, and the first wrong data end the relay. A CRC would let a lender change data
-//! without changing the CRC, and XXH3 gives no guarantee against an attacker, although lenders
-//! never see the checksums.
+//! A checksum is the beginning of the block's BLAKE3 hash, keyed with a secret of this process. If
+//! a lender returns changed data, another block or an older version, the checksum matches with a
+//! chance of 1 in 2^64. When it does not match, the relay ends. Simpler checksums do not protect
+//! against a lender that wants to deceive: a lender could change data without changing their CRC,
+//! and XXH3 promises nothing in such a case.
 //!
 //! A block that was never written, or was zeroed or trimmed, has no checksum. The relay answers its
 //! reads with zeroes without asking a lender.
 //!
-//! One thread writes the checksums. Another thread may read them at the same time without locking
-//! ([`compare`](super::compare)).
+//! One thread of the relay writes the checksums. Another thread may read them at the same time
+//! without a lock ([`compare`](super::compare)).
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,5 @@
-//! Helpers of the tests: memory, a page store, and a simulated monitor of QEMU.
+//! Helpers for tests of memfold's library in QEMU: memory, a page store, and a simulated QEMU
+//! monitor.
 #![allow(dead_code)]
 
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! Counters of refused connections and requests, for `GET /metrics`.
+//! Counts connections and requests that the daemon's API refused, by reason, for `GET /metrics`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

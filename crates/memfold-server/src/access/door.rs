@@ -1,4 +1,5 @@
-//! The addresses at which the daemon serves its API: the Unix socket, and TCP with or without TLS.
+//! Where the daemon's API listens: a Unix socket, and, if configured, TCP addresses with or without
+//! TLS.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};

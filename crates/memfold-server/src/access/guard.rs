@@ -1,5 +1,5 @@
-//! Checks every request before it is executed: where the request comes from, who sent it, and
-//! whether the sender's role permits it.
+//! Checks every request to the daemon's API before it is executed: where the request comes from,
+//! who sent it, and whether the sender's role permits it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! Hosts that may call the lease registry over TCP. Each host has a token of its own.
 //!
 //! memfold shows a token once, when the token is made, and stores only its hash (`hosts.json`, mode
-//! 0600). Tokens survive a reboot of this host, because other hosts would otherwise need new ones.
+//! 0600). The file is kept over a reboot of this host, so that other hosts need no new tokens.
 
 use std::collections::BTreeMap;
 use std::io;

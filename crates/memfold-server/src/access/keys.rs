@@ -1,7 +1,9 @@
-//! Secrets for TCP access: tokens, login codes and sessions.
+//! The secrets with which users and programs log in to the daemon's API over TCP: tokens, login
+//! codes and sessions.
 //!
-//! Each secret is 32 random bytes in hexadecimal. Secrets are kept and compared as BLAKE3 hashes.
-//! The comparison takes the same time wherever the hashes differ (`blake3::Hash`).
+//! Each secret is 32 random bytes in hexadecimal. The daemon keeps only BLAKE3 hashes of secrets,
+//! and compares hashes. The comparison takes the same time wherever two hashes differ
+//! (`blake3::Hash`).
 
 use std::fs::File;
 use std::io::{self, Read};

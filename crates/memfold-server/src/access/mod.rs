@@ -1,4 +1,4 @@
-//! Access control of the daemon's API.
+//! Access control of the daemon's API: finds out who sent a request, and what role the sender has.
 //!
 //! ```text
 //!   Unix socket --- peer's user and groups (kernel) --------------------------------.

@@ -1,5 +1,5 @@
-//! Finds out who is at the other end of a connection, and which groups of users may use the Unix
-//! socket.
+//! Finds out which user is at the other end of a connection to the daemon's Unix socket, and which
+//! groups of users may use that socket.
 
 use std::io;
 use std::net::SocketAddr;

@@ -1,4 +1,5 @@
-//! Writes files that only their owner may read (mode 0600).
+//! Writes the daemon's secret files, such as the hashes of tokens, so that only their owner may
+//! read them (mode 0600).
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Write};

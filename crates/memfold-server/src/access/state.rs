@@ -1,4 +1,5 @@
-//! State shared by all endpoints of a daemon: secrets, audit log, limits.
+//! What the access control of the daemon's API needs for every request: secrets, the audit log, and
+//! limits. The Unix socket and TCP share it.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

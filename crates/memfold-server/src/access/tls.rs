@@ -1,5 +1,5 @@
-//! The certificate of the TCP endpoint. The certificate is read again when its files have changed,
-//! so that it can be renewed while the daemon runs.
+//! The TLS certificate of the daemon's API on TCP. When the files have changed, they are read
+//! again, so that the certificate can be renewed while the daemon runs.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
@@ -94,7 +94,7 @@ impl Tls {
                 match read(&self.files) {
                     Ok(config) => {
                         shown.config = Arc::new(config);
-                        info!(%file, "TLS certificate changed; new connections use the new one");
+                        info!(%file, "TLS certificate changed; new connections use the new certificate");
                     }
                     Err(error) => warn!(
                         %file,

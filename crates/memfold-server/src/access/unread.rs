@@ -1,4 +1,5 @@
-//! Closes connections whose peer does not read the responses.
+//! Closes connections to the daemon's API whose peer does not read the responses. Otherwise such a
+//! peer would keep its connection forever.
 
 use std::io;
 use std::pin::Pin;

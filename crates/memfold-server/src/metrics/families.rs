@@ -1,5 +1,5 @@
-//! Metric families (all samples with one name): their descriptions, and functions that write their
-//! samples.
+//! Helpers for the daemon's metrics. A metric family is all samples with one name. This module
+//! describes families, and writes their samples.
 
 use std::fmt;
 use std::sync::Arc;

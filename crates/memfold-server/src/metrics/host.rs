@@ -1,4 +1,5 @@
-//! Metrics of the host, the ledger, and memfold's own cost.
+//! Metrics of the whole host: how its RAM is used, according to memfold's ledger, and how much
+//! memory and CPU time memfold itself takes.
 
 use std::fmt;
 

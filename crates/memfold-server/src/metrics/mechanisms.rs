@@ -1,4 +1,5 @@
-//! Metrics of folding, page stores, KSM, snapshots, segments and lending.
+//! Metrics of the mechanisms that save or move memory: folding, page stores, KSM, snapshots,
+//! segments and lending.
 
 use std::fmt;
 

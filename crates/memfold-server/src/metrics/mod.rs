@@ -3,9 +3,9 @@
 //! ```text
 //!   Reports::figures (cached) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for older clients
 //! ```
-//! A scrape costs little: figures are taken at most every ten seconds, and their age is a metric.
-//! Labels are names given by the operator (VMs, trust domains) or words of this program. Nothing
-//! that a guest reports becomes a label.
+//! A scrape costs little, because figures are taken at most every ten seconds. Their age is a
+//! metric. Labels are names that the operator chose (VMs, trust domains) or words of this program.
+//! Nothing that a guest reports becomes a label.
 
 mod families;
 mod host;

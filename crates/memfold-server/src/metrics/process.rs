@@ -1,4 +1,4 @@
-//! Metrics of the daemon's own process.
+//! Metrics of the daemon's own process, such as CPU time, memory and open files.
 
 use procfs::process::Process as Proc;
 

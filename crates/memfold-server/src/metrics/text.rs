@@ -1,4 +1,4 @@
-//! Conversion of `OpenMetrics` 1.0 to Prometheus' text format 0.0.4.
+//! Converts the daemon's metrics from `OpenMetrics` 1.0 to Prometheus' older text format 0.0.4.
 //!
 //! The formats differ in the lines above the samples: the text format names counters with `_total`,
 //! and has no units, no `info` type and no end mark. Samples are the same.

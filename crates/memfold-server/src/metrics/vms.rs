@@ -1,4 +1,5 @@
-//! Metrics of VMs: the places of their memory, and the results of folding.
+//! Metrics of each VM: where the pages of its RAM are (private, shared, swapped, ...), and how much
+//! memory folding saves.
 //!
 //! There are about fifty samples for each VM. The label `vm` is the VM's name. The label `domain`
 //! is its trust domain, or `vm/NAME` for a VM that shares with no other.

@@ -1,5 +1,5 @@
-//! Expands `-readconfig` files of a QEMU command line into the options that they stand for, as in
-//! this example:
+//! Expands `-readconfig` files on the command line of a QEMU that memfold did not start. Such a
+//! file is replaced by the options that it stands for, as in this example:
 //!
 //! ```text
 //!   [device "ehci"]               -device id=ehci,driver=ich9-usb-ehci1,addr=1d.7

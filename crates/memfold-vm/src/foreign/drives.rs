@@ -1,5 +1,6 @@
-//! Resolves the drives of a QEMU command line: `-drive` and its short forms (`-hda`, `-cdrom`,
-//! `-fda`, a bare file name, ...).
+//! Resolves the disks and other drives on the command line of a QEMU that memfold did not start:
+//! `-drive` and its short forms (`-hda`, `-cdrom`, `-fda`, a bare file name, ...). A second QEMU
+//! with the same devices will run the VM's snapshots.
 //!
 //! QEMU derives each drive's interface, bus, unit and name from the drive's own options and from
 //! the drives before it (`drive_new` in `blockdev.c`). memfold's copy of the command line names all

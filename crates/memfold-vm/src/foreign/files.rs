@@ -1,5 +1,5 @@
-//! Finds and copies the files that the command line of a QEMU names: kernel, firmware, ROMs. A
-//! snapshot of the VM contains copies of these files.
+//! Finds and copies the files that a QEMU's command line names, such as kernel, firmware and ROMs.
+//! The snapshot of a VM that memfold did not start contains copies of these files.
 //!
 //! memfold reads the files with the rights of QEMU's user, so a manipulated command line cannot
 //! expose files that this user cannot read.

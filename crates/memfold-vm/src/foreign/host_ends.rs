@@ -1,5 +1,6 @@
-//! Finds the host resources that QEMU's options claim and that only one process can hold: ports,
-//! sockets, displays, taps.
+//! Finds options on a QEMU command line that claim a resource of the host which only one process
+//! can have: ports, sockets, displays, taps. A second QEMU with this command line must not claim
+//! them.
 
 use std::io::ErrorKind;
 use std::net::TcpListener;

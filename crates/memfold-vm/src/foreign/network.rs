@@ -1,8 +1,10 @@
-//! Rewrites network backends for the copy of a QEMU command line: the guest's network card works as
-//! before, but the backend uses no resource of the host.
+//! Rewrites the network options of a QEMU command line for a second QEMU, which runs a snapshot of
+//! the first one's VM. The guest's network card works as before, but its backend uses no resource
+//! of the host.
 //!
-//! A card's device state records two properties of its backend, which the copy must therefore have
-//! too: whether packets carry offload headers (those of taps do), and the number of queues.
+//! The saved state of a network card contains two properties of its backend: whether packets carry
+//! offload headers (those of taps do), and the number of queues. So the second QEMU's backend must
+//! have the same two properties.
 
 use super::value::{Value, parse};
 

@@ -1,5 +1,5 @@
-//! Table of QEMU's options: whether each takes a value, and whether memfold's copy of a command
-//! line keeps, drops, rewrites or refuses the option.
+//! Table of QEMU's command-line options: whether each takes a value, and what memfold does with the
+//! option when it copies the command line of a QEMU for a second one (keep, drop, rewrite, refuse).
 //!
 //! Source: `qemu-options.hx` of QEMU 10. A test compares the table with the installed QEMU.
 

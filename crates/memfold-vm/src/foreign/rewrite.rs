@@ -1,5 +1,5 @@
-//! Rewrites a QEMU command line for a second QEMU: the same devices, without the host resources of
-//! the first.
+//! Rewrites the command line of a QEMU for a second QEMU, which runs snapshots of the first one's
+//! VM: the same devices, without the host resources of the first QEMU.
 //!
 //! | option | in the copy |
 //! |---|---|

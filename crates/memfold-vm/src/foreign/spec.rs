@@ -1,5 +1,5 @@
-//! The part of a VM description that replaces memfold's own QEMU command line, for a snapshot of a
-//! VM that memfold did not start.
+//! The QEMU options in the description of a VM that memfold did not start. In such a VM's
+//! snapshots, these options replace the command line that memfold makes for its own VMs.
 
 use std::path::PathBuf;
 

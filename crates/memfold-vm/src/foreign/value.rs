@@ -1,5 +1,5 @@
-//! Parses and writes the value of a QEMU option: `kind,key=value,...` (a comma in a value is
-//! doubled), or JSON.
+//! Parses and writes the value of an option on a QEMU command line: `kind,key=value,...` (a comma
+//! in a value is doubled), or JSON.
 
 use serde_json::{Map, Value as Json};
 

@@ -1,5 +1,5 @@
-//! Opens files as a QEMU process sees them: relative to its working directory, in its mount
-//! namespace, with the rights of its user.
+//! Opens the files that a QEMU's command line names, in the way in which that QEMU process sees
+//! them: relative to its working directory, in its mount namespace, with the rights of its user.
 //!
 //! The paths of a QEMU in a container are paths inside that container. `/proc/PID/root` is the
 //! container's root directory, but an absolute symbolic link below it would lead back to the host.

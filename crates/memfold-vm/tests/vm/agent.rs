@@ -1,4 +1,5 @@
-//! Tests of the agent link against simulated agents, well-behaved and hostile.
+//! Tests of the daemon's connection to guest agents. The tests simulate agents, well-behaved and
+//! hostile ones.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

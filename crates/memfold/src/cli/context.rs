@@ -1,5 +1,5 @@
-//! What all commands have in common: the global options, and the output that these options select.
-//! It is no error if the reader of standard output closes it (`| head`).
+//! What all commands of `memfold` have in common: the global options, and output in the form that
+//! these options select. If the reader of standard output closes it (`| head`), this is no error.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{ErrorKind, Write as _};

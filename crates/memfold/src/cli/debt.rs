@@ -1,5 +1,5 @@
-//! `memfold debt`: shows the memory that guests can claim by writing, and the brake; sets the
-//! brake's limits.
+//! `memfold debt`: shows how much memory guests could claim by writing to shared pages, and whether
+//! the brake, which limits this memory, is on. Sets the brake's limits.
 
 use std::process::ExitCode;
 

@@ -1,4 +1,5 @@
-//! `memfold demo`: compares folding and KSM on real VMs. The program `memfold-bench` runs the demo.
+//! `memfold demo`: folds real VMs, and compares the memory saved with what KSM saves on the same
+//! VMs. The program `memfold-bench` runs the demo.
 
 use std::ffi::OsString;
 use std::process::{ExitCode, Stdio};

@@ -1,4 +1,5 @@
-//! `memfold estimate`: estimates possible savings without changing anything.
+//! `memfold estimate`: estimates how much memory the host's VMs could save by sharing, without
+//! changing anything.
 
 use std::ops::Bound;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Prints errors, and chooses exit codes: 0 success, 1 failure, 2 wrong usage, 3 not possible on
-//! this host.
+//! Prints errors of `memfold`'s commands, and chooses exit codes: 0 success, 1 failure, 2 wrong
+//! usage, 3 not possible on this host.
 
 use std::process::ExitCode;
 

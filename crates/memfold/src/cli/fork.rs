@@ -1,4 +1,4 @@
-//! `memfold fork`: start VMs that continue a running VM from this instant.
+//! `memfold fork`: starts VMs that continue a running VM from this instant, while that VM goes on.
 
 use std::process::ExitCode;
 use std::time::Instant;

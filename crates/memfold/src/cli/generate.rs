@@ -1,5 +1,5 @@
-//! `memfold generate`, for packages and docs: writes manual pages, shell completions, the API
-//! reference and the API's `OpenAPI` description, from the program's own descriptions.
+//! `memfold generate`: writes manual pages, shell completions, the API reference and the API's
+//! `OpenAPI` description, from the program's own definitions. Used to build packages and docs.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

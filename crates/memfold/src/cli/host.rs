@@ -1,4 +1,5 @@
-//! `memfold host`: manages tokens of other hosts that may call this daemon's lease registry.
+//! `memfold host`: makes and revokes the tokens with which other hosts may use this daemon's lease
+//! registry.
 
 use std::process::ExitCode;
 

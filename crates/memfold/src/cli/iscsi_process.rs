@@ -1,5 +1,5 @@
-//! `memfold iscsi-process`: helper processes of the iSCSI transport (`memfold_lend::iscsi`),
-//! started by daemons.
+//! `memfold iscsi-process`: a helper process that a daemon starts to lend or borrow RAM by iSCSI
+//! (`memfold_lend::iscsi`).
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

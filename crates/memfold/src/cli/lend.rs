@@ -1,4 +1,5 @@
-//! The commands that lend and borrow memory: `memfold lend`, `borrow`, `return` and `leases`.
+//! The commands that lend RAM to VMs of other hosts, and borrow RAM: `memfold lend`, `borrow`,
+//! `return` and `leases`.
 
 // Writing to a String cannot fail.
 use std::fmt::Write as _;

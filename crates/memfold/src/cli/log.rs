@@ -1,5 +1,5 @@
-//! The log on standard error: as text, as one JSON object in each line, or as text with systemd's
-//! level prefixes.
+//! Writes the log of `memfold`'s commands and of its daemon to standard error: as text, as one JSON
+//! object in each line, or as text with systemd's level prefixes.
 
 use std::fmt;
 use std::io::{self, Write};

@@ -1,5 +1,5 @@
 //! The command line of `memfold`. Each command has a module. Commands get their data from the
-//! daemon or from [`memfold_host`].
+//! daemon, or examine the host themselves ([`memfold_host`]).
 
 mod bench;
 mod config;

@@ -1,4 +1,5 @@
-//! `memfold segment`: builds, ranks, attaches, detaches, lists, verifies and removes segments.
+//! `memfold segment`: builds, attaches, detaches, lists, verifies and removes segments, and ranks
+//! files by the memory that a segment with them would save.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -197,7 +198,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 let place = format!("/v1/segments/{}", Reference::parse(segment)?);
                 let gone: Vec<String> = client
                     .delete(&place)
-                    .with_context(|| format!("cannot remove '{segment}'"))?;
+                    .with_context(|| format!("cannot remove segment '{segment}'"))?;
                 removed.extend(gone);
             }
             let said = serde_json::json!({ "removed": removed });

@@ -1,4 +1,5 @@
-//! `memfold snapshot` and `memfold clone`: save, restore, clone, list, verify and remove.
+//! `memfold snapshot` and `memfold clone`: save VMs as snapshots, restore and clone VMs from
+//! snapshots, and list, verify and remove snapshots.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -269,7 +270,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             for name in &names {
                 client
                     .delete::<()>(&format!("{}{query}", path(name)?))
-                    .with_context(|| format!("cannot remove '{name}'"))?;
+                    .with_context(|| format!("cannot remove snapshot '{name}'"))?;
             }
             let removed = serde_json::json!({ "removed": names });
             context.print(&removed, |_| format!("removed {}", names.join(", ")))
@@ -296,8 +297,8 @@ fn make_complete(context: &Context, client: &Client, names: &[String]) -> anyhow
     let mut complete = Vec::new();
     for name in names {
         let place = format!("{}/compact", path(name)?);
-        let manifest: Manifest =
-            (client.post(&place, &())).with_context(|| format!("cannot make '{name}' complete"))?;
+        let manifest: Manifest = (client.post(&place, &()))
+            .with_context(|| format!("cannot make snapshot '{name}' complete"))?;
         complete.push(manifest);
     }
     context.print(&complete, |all| {
@@ -383,8 +384,9 @@ pub(super) fn start_clones(
         };
         let began = Instant::now();
         let started = watched(context, snapshot, || restore(client, snapshot, &request));
-        let vm = started
-            .with_context(|| format!("VM '{}' did not start; {} run", request.vm, clones.len()))?;
+        let vm = started.with_context(|| {
+            format!("VM '{}' did not start; {} others run", request.vm, clones.len())
+        })?;
         let ms = began.elapsed().as_secs_f64() * 1000.0;
         if !context.json {
             let described = super::vm::describe(done, &vm);

@@ -1,5 +1,5 @@
-//! Sends the daemon's notifications to systemd (`sd_notify(3)`). If systemd did not start the
-//! daemon, nothing is sent.
+//! Tells systemd about the daemon's state, for example that the daemon is ready (`sd_notify(3)`).
+//! If systemd did not start the daemon, nothing is sent.
 
 use std::sync::Arc;
 use std::time::Duration;

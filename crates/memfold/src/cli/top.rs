@@ -1,4 +1,5 @@
-//! `memfold top`: shows the ledger and updates it periodically; interactive on a terminal.
+//! `memfold top`: shows how the host's memory is used, and updates the display periodically. On a
+//! terminal, users can select and sort with keys.
 
 mod draw;
 mod view;

@@ -1,5 +1,5 @@
-//! `memfold snapshot push` and `pull`, and `list` and `remove` with `--remote`: snapshots in object
-//! stores.
+//! Commands for snapshots in object stores: `memfold snapshot push` and `pull`, and `list` and
+//! `remove` with `--remote`.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -99,7 +99,7 @@ pub(super) fn remove(
         let place = format!("/v1/remote-snapshots/{name}/remove");
         let report: RemoveReport = client
             .post(&place, &store)
-            .with_context(|| format!("cannot remove '{name}' from {}", store.url))?;
+            .with_context(|| format!("cannot remove snapshot '{name}' from {}", store.url))?;
         reports.push(report);
     }
     context.print(&reports, |reports| removed(reports))

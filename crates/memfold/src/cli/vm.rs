@@ -332,7 +332,7 @@ fn stop(client: &Client, name: &str, timeout_s: f64) -> anyhow::Result<StopRepor
     let path = format!("/v1/vms/{}/stop", segment(name)?);
     client
         .post(&path, &StopRequest { timeout_s })
-        .with_context(|| format!("cannot stop '{name}'"))
+        .with_context(|| format!("cannot stop VM '{name}'"))
 }
 
 fn how_it_stopped(report: &StopReport) -> String {

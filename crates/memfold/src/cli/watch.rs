@@ -1,4 +1,5 @@
-//! Shows a progress bar for long operations of the daemon, if standard error is a terminal.
+//! Shows a progress bar on a terminal while the daemon carries out a long operation, such as a
+//! save.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;

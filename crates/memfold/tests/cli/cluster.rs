@@ -1,5 +1,5 @@
-//! Tests of lending between hosts over a network: tokens, certificates, etcd. All hosts are daemons
-//! on 127.0.0.1; `real/hosts.rs` has network links.
+//! Tests of lending RAM between hosts over a network: tokens, certificates, etcd. All hosts are
+//! daemons on 127.0.0.1; `real/hosts.rs` has network links.
 
 use std::fs::{Permissions, set_permissions, write};
 use std::io::{Read, Write};
@@ -304,7 +304,7 @@ fn with_unusable_options_for_the_lease_registry_the_daemon_does_not_start() {
     refused(
         &serve(&["--registry", "http://10.0.0.1:1"]),
         1,
-        &["is not the address of a registry"],
+        &["is not the address of a lease registry"],
     );
     assert_eq!(code(&serve(&["--registry-ca", &ca])), 2);
 }

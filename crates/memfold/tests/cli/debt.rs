@@ -1,5 +1,6 @@
-//! Tests of `memfold debt` and of the brake on a daemon in another process. The VMs run no guest,
-//! and the reserve is all of the host's memory.
+//! Tests of `memfold debt` and of the brake, which stops VMs from being started when memory is
+//! short. The daemon is another process, the VMs run no guest, and all of the host's memory is set
+//! as reserve.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Tests of `memfold estimate`.
+//! Tests of `memfold estimate`: its options, its output and its errors.
 
 use serde_json::{Value, json};
 

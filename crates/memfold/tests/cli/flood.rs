@@ -1,4 +1,4 @@
-//! Measures a daemon's responses during a flood of requests.
+//! Measures how fast a daemon answers while clients flood its API with requests.
 
 use std::io::Read;
 use std::net::TcpStream;

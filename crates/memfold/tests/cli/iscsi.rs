@@ -1,5 +1,5 @@
-//! Tests of lending by iSCSI between two daemons on one host: as in `lending`, with tgtd and
-//! qemu-nbd in between.
+//! Tests of lending RAM by iSCSI between two daemons on one host. They are the tests of `lending`,
+//! with tgtd and qemu-nbd in between.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Tests of lending between two daemons on one host. The VMs are paused: QEMU's own `qemu-io`
+//! Tests of lending RAM between two daemons on one host. The VMs are paused: QEMU's own `qemu-io`
 //! writes and reads their swap disks.
 
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Tests of QEMUs that other programs started with various command lines: they are attached and
-//! saved, and VMs restored from the snapshots have the same devices.
+//! Tests with QEMUs that other programs started, with various command lines. memfold attaches to
+//! them and saves them, and VMs that are restored from the snapshots have the same devices.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

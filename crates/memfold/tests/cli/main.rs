@@ -1,5 +1,5 @@
-//! Tests of the command line and the API from outside: texts, exit codes, JSON. VMs are paused from
-//! the start.
+//! Tests of the command line and the API of `memfold` from outside: texts, exit codes, JSON. The
+//! VMs in these tests are paused from the start.
 
 mod access;
 mod bench;

@@ -1,5 +1,5 @@
-//! Tests of `GET /metrics`: parsed here, linted by promtool, and scraped by a real Prometheus with
-//! the alert rules.
+//! Tests of the daemon's metrics (`GET /metrics`): the test parses them, promtool checks them, and
+//! a real Prometheus scrapes them and evaluates the alert rules.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

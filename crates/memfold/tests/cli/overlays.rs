@@ -1,4 +1,5 @@
-//! Tests of temporary disk overlays, which are in /var/tmp while their VM runs.
+//! Tests of temporary disk overlays, the qcow2 files in /var/tmp to which a running VM writes:
+//! systemd does not remove them, and a save names an overlay that is missing.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,5 +1,5 @@
-//! Tests of paths and permissions on the command line: how relative paths are resolved, and how
-//! errors name the path.
+//! Tests of file paths that users give to `memfold`'s commands: how relative paths are resolved,
+//! and how errors name the path.
 
 use std::path::Path;
 

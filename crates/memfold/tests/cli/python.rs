@@ -1,5 +1,5 @@
-//! Tests of the Python client (`clients/python`) without guests: its types, its own tests with a
-//! daemon that only pretends, and its wheel.
+//! Tests of the Python client (`clients/python`) without guests: its types, its package (wheel),
+//! and its own tests, in which a simulated daemon answers.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -1,5 +1,6 @@
-//! Tests of lenders that serve wrong bytes, of disks striped over several lenders, and of relays
-//! that are killed. As in `lending`, QEMU's own `qemu-io` writes and reads.
+//! Tests of borrowed RAM when lenders serve wrong bytes, when a swap disk is striped over several
+//! lenders, and when relays (processes between QEMU and a lender) are killed. QEMU's `qemu-io`
+//! writes and reads the swap disks.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

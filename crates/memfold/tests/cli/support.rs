@@ -1,4 +1,5 @@
-//! Helpers of the tests: run the program, start a daemon for each test, send plain HTTP requests.
+//! Helpers of the tests of `memfold`'s command line: run the program, start a daemon for each test,
+//! send plain HTTP requests.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

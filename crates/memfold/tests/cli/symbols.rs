@@ -1,5 +1,5 @@
-//! Test of the program's dynamic symbols: the program exports no symbol that memfold's library for
-//! QEMU interposes.
+//! Test of the symbols that the program `memfold` exports. It must export none of the functions
+//! that memfold's library replaces in QEMU, such as `madvise`.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Tests of `memfold top`, in a pipe and on a terminal.
+//! Tests of `memfold top`, with its output in a pipe and on a terminal.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};

@@ -1,4 +1,5 @@
-//! Tests that a guest's console output does not fill the state directory.
+//! Tests that a guest's console output, which QEMU writes to a log file, does not fill the daemon's
+//! state directory.
 
 use std::fs::File;
 use std::io::Write as _;

@@ -1,8 +1,10 @@
-//! Test of the brake under load: clones of one snapshot rewrite their shared memory at the same
-//! time, in a control group whose limit leaves little beyond the reserve.
+//! Test of the brake, which limits how much memory guests can claim by writing to shared pages.
+//! Clones of one snapshot rewrite their shared memory at the same time, in a control group whose
+//! limit leaves little memory.
 //!
-//! Where a control group cannot be made, the reserve is set so high that the host is short after a
-//! few hundred MiB. Everything except the OOM killer then behaves as on a small host.
+//! If the test cannot make a control group, it sets the brake's reserve so high that memory counts
+//! as short after a few hundred MiB. Everything except the OOM killer then behaves as on a small
+//! host.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -1,4 +1,5 @@
-//! Compares the figures that the dashboard shows with those that the daemon reports.
+//! Helper of the dashboard's test: compares the figures that the dashboard shows in a browser with
+//! those that the daemon reports.
 
 use std::collections::BTreeMap;
 use std::path::Path;

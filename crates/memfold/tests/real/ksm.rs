@@ -1,4 +1,5 @@
-//! Tests of KSM steering by a separate daemon process, on two real guests with the same data.
+//! Tests of KSM, the kernel's same-page merging, while a separate daemon process sets its speed
+//! (steers it), on two real guests with the same data.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

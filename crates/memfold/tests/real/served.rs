@@ -1,4 +1,4 @@
-//! Daemons in separate processes, which tests can kill.
+//! Helper of tests on real guests: starts daemons in separate processes, which tests can kill.
 
 use std::fs::File;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Helpers of the tests on real guests: which tests run at the same time, connections to VMs, and
-//! programs that guests run.
+//! Helpers of the tests on real guests: decide which tests run at the same time, connect to VMs,
+//! and provide programs that guests run.
 
 use std::fs::File;
 use std::io::Write;

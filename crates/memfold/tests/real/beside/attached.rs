@@ -1,5 +1,5 @@
-//! Tests of a QEMU that was started by hand: it is saved, also live, also while daemons die. VMs
-//! with the same devices run from its snapshots.
+//! Tests with a QEMU that was started by hand: memfold saves it, stopped or running (`--live`),
+//! also while daemons are killed. VMs with the same devices run from its snapshots.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

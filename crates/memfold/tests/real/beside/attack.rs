@@ -1,5 +1,5 @@
-//! Tests of an attack on the API over TCP while the daemon folds real guests: guests and folding
-//! are not disturbed, and the daemon's memory does not grow.
+//! Tests of an attack on the daemon's API over TCP while the daemon folds real guests. Guests and
+//! folding must not be disturbed, and the daemon's memory must not grow.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

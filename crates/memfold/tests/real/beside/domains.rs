@@ -1,4 +1,5 @@
-//! Tests that no page is shared across trust domains, by page frame numbers.
+//! Tests that VMs of different trust domains share no page. The tests compare the physical page
+//! frames of the VMs.
 
 use std::time::Duration;
 

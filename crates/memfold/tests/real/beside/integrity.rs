@@ -1,5 +1,5 @@
-//! Test of data integrity: guests do everything that moves pages while the engine folds as much as
-//! it can, and every byte is compared.
+//! Test that folding corrupts no data: guests do everything that moves pages while the daemon folds
+//! as much as it can, and every byte is compared.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

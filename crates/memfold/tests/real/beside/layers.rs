@@ -1,4 +1,5 @@
-//! Tests of layers: snapshots that hold only what differs from the snapshot from which the VM runs.
+//! Tests of layers. A layer is a snapshot that holds only what differs from the snapshot from which
+//! the VM runs.
 
 use std::time::Duration;
 

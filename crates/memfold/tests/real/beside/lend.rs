@@ -1,5 +1,5 @@
-//! Tests of swapping guests whose swap disk moves to lent RAM and back while lenders die: no byte
-//! is lost.
+//! Tests with guests that swap to RAM of another host (a lender). The swap disk moves there and
+//! back, and lenders die: no byte may be lost.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

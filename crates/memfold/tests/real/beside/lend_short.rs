@@ -1,5 +1,5 @@
-//! Test of a host that lends nearly all of its spare memory when one of its own VMs needs the
-//! memory: the memory returns before the host runs out.
+//! Test of a host that lends nearly all of its spare RAM. Then one of its own VMs needs the RAM: it
+//! must come back before the host runs out of memory.
 //!
 //! Filling a real host's memory would take a minute and slow down all other tests. So the lender
 //! sees a simulated host of 8 GiB that runs only the test's processes: its `/proc/meminfo` is a

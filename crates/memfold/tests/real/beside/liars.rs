@@ -1,5 +1,5 @@
-//! Tests of a guest whose agent reports false values in every field, among honest guests of the
-//! same trust domain.
+//! Tests with a guest whose agent reports false values in every field of its messages. Other guests
+//! of the same trust domain must not be affected.
 
 use std::io::Write;
 use std::path::Path;

@@ -1,5 +1,6 @@
-//! Tests of domains of a real libvirtd: one command enables them, they are folded with a VM of
-//! memfold, and libvirt saves, restores, reboots, shuts down and migrates them as usual.
+//! Tests with domains of a real libvirtd. One command enables them for memfold, and they are folded
+//! together with a VM of memfold. libvirt saves, restores, reboots, shuts down and migrates them as
+//! usual.
 //!
 //! The tests use this host's libvirt, and, in the line `libvirt-11` of scripts/soak.txt, Debian
 //! 13's (11.3) with its QEMU. libvirt 12 is not tested: Debian's backports for 13 do not have it.

@@ -1,5 +1,5 @@
-//! A libvirtd for one test, in a mount namespace. It finds an empty host there, and all its files
-//! vanish with the namespace.
+//! Starts a libvirtd for one test in a mount namespace, in which no other libvirt has files. All
+//! its files vanish with the namespace.
 //!
 //! With `MEMFOLD_LIBVIRT_SUITE` (scripts/soak.txt), the namespace has the file system of that
 //! Debian suite, with its libvirt and its QEMU, made by `scripts/libvirt-root`. Files of this host

@@ -1,6 +1,6 @@
-//! Tests that may run beside another test. Their results do not depend on the speed of guests, or
-//! they have priority over the other test ([`crate::support::turn_ahead`]). They do not change
-//! settings of the host.
+//! Tests on real guests of which two may run at the same time. Their results do not depend on the
+//! speed of guests, or they have priority over the other test ([`crate::support::turn_ahead`]).
+//! They do not change settings of the host.
 //!
 //! These tests start before the tests that need the whole machine (.config/nextest.toml).
 

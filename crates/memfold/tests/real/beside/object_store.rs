@@ -1,5 +1,5 @@
-//! Test of a snapshot that is copied through a real S3 server to another daemon. The two daemons
-//! share no files.
+//! Test of a snapshot that one daemon copies to a real S3 server, and another daemon copies from
+//! there. The two daemons share no files.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,5 +1,6 @@
-//! Tests of daemons that are killed while they build, copy, attach and remove segments, and of full
-//! disks: listed segments are complete, nothing else is left, and the guest's files are unchanged.
+//! Tests of daemons that are killed, and of disks that are full, while segments are built, copied,
+//! attached and removed. Each segment that is listed must be complete, no other file may be left
+//! over, and the guest's files must be unchanged.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Tests of snapshots: a VM is saved and keeps running, and the restored VM has the state of that
-//! instant.
+//! Tests of snapshots of real guests: a saved VM keeps running, and a VM restored from the snapshot
+//! has the state of the instant of the save.
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! Test of a QEMU that is killed while its VM is folded.
+//! Test of a QEMU that is killed while the daemon folds its VM.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Test of page caches that change all the time: guests repeatedly read files of three times their
-//! memory.
+//! Test of folding while guests' page caches change all the time: guests repeatedly read files of
+//! three times their memory.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,4 +1,4 @@
-//! Test of the tutorial and the how-tos: each command in the `sh` blocks of the documents is run.
+//! Test of the tutorial and the how-tos in docs: runs each command in the documents' `sh` blocks.
 //! `console` blocks are for hosts that a test cannot have (packages to install, other hosts,
 //! desktops), and are not run.
 

@@ -1,6 +1,6 @@
-//! Test of lending between several hosts, simulated on one: network namespaces, connected by links
-//! with delay, loss and interruptions. A guest of the first host swaps on RAM of the second, and
-//! the registry is on the third.
+//! Test of lending RAM between several hosts, simulated on one: network namespaces, connected by
+//! links with delay, loss and interruptions. A guest of the first host swaps to RAM of the second,
+//! and the lease registry is on the third.
 //!
 //! ```text
 //!   borrower (VM) 10.77.0.2 ---.

@@ -1,4 +1,4 @@
-//! Runs all tests of [`crate::beside::lend`] by iSCSI.
+//! Runs all tests of lending RAM ([`crate::beside::lend`]) with iSCSI as the transport.
 
 use std::process::Command;
 

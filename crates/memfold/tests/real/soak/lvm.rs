@@ -1,6 +1,6 @@
-//! Test of LVM volumes on lent RAM. A guest acts as a host without VMs: its own swap, an LVM
-//! volume, moves to RAM that this host lends by iSCSI, and back. Lenders die, hang and are
-//! disconnected meanwhile.
+//! Test of an LVM volume whose data is moved to another host's RAM. The borrowing host is simulated
+//! by a guest: its swap, an LVM volume, moves to RAM that this host lends by iSCSI, and back.
+//! Lenders die, hang and are disconnected meanwhile.
 //!
 //! ```text
 //!   this host: memfold serve (lends, has the registry), tgtd <--- QEMU's user-mode network ---  guest: memfold.service, iscsid, LVM,

@@ -1,4 +1,5 @@
-//! Test of libvirt's migration of a folded domain to another host, whose daemon adopts it.
+//! Test of libvirt's live migration: a domain whose memory is folded moves to another host, and the
+//! daemon there adopts it.
 
 use memfold_lab::{DiskMode, Lab};
 use memfold_libvirt::Mark;

@@ -1,5 +1,5 @@
-//! Test of KSM on two NUMA nodes: the machine is a guest, and a process with mergeable memory takes
-//! the place of a VM.
+//! Test of KSM on two NUMA nodes. A guest takes the place of the host, and a process with mergeable
+//! memory that of a VM.
 
 use std::io::Write as _;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Test of a plan that was computed from two guests: the predicted number of guests is then
-//! started.
+//! Test of `memfold plan`: from two running guests, it predicts how many guests fit. The predicted
+//! number of guests is then started.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;

@@ -1,4 +1,5 @@
-//! Calls of the chaos test: every command of the program, in random order, each with a deadline.
+//! The chaos test's calls: every command of the program `memfold`, in random order, each with a
+//! deadline.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;

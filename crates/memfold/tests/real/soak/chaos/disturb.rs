@@ -1,4 +1,5 @@
-//! Disturbances of the chaos test, in random order, two at a time.
+//! The chaos test's disturbances, for example killed processes and full disks. They come in random
+//! order, two at a time.
 
 use std::collections::BTreeMap;
 use std::path::Path;
