@@ -23,7 +23,7 @@ use memfold_sys::region::Area;
 use memfold_sys::signals;
 use memfold_sys::userfaultfd::Userfaultfd;
 use memfold_units::Hva;
-use memfold_wire::library::{Arrived, MapRun, Wanted};
+use memfold_wire::library::{Arrived, Awaited, MapRun};
 use memfold_wire::{Decoder, encode};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -74,7 +74,10 @@ impl Arrivals {
         let mut link = self.shared.link();
         let wanted: Vec<Hva> = link.wanted.iter().copied().collect();
         for page in wanted {
-            send(&socket, page);
+            send(&socket, Awaited::Wanted { hva: page.0 });
+        }
+        if self.shared.state().ram.awaited_pages() == 0 {
+            send(&socket, Awaited::Complete);
         }
         link.socket = Some(Arc::clone(&socket));
         drop(link);
@@ -84,16 +87,20 @@ impl Arrivals {
 }
 
 fn begin(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), String> {
-    let spawn = || std::thread::Builder::new().name(name.to_owned()).spawn(work);
+    let spawn = || {
+        std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(work)
+    };
     let spawned = signals::with_all_blocked(spawn);
     spawned
         .map(drop)
         .map_err(|error| format!("cannot start a thread: {error}"))
 }
 
-/// Tells the daemon that a page is wanted. A daemon that is gone is told nothing: the next one is.
-fn send(socket: &UnixStream, page: Hva) {
-    if let Ok(frame) = encode(&Wanted { hva: page.0 }) {
+/// Sends the daemon a message. A daemon that is gone is told nothing: the next one is.
+fn send(socket: &UnixStream, message: Awaited) {
+    if let Ok(frame) = encode(&message) {
         let _ = descriptor::send(socket, &frame, None);
     }
 }
@@ -138,7 +145,7 @@ impl Shared {
         match is_awaited {
             Some((true, _)) => {
                 if let Some(socket) = &link.socket {
-                    send(socket, page);
+                    send(socket, Awaited::Wanted { hva: page.0 });
                 }
             }
             Some((false, area)) => {
@@ -174,6 +181,9 @@ impl Shared {
                         if let Err(why) = self.map(&arrived.runs, &file) {
                             // The pages stay awaited, so nobody sees wrong bytes.
                             crate::say!("memfold: cannot map memory that has arrived: {why}");
+                        }
+                        if self.state().ram.awaited_pages() == 0 {
+                            send(socket, Awaited::Complete);
                         }
                     }
                     Ok(None) => break,
@@ -212,7 +222,11 @@ impl Shared {
     fn wake(&self, mapped: &[Area]) {
         let mut link = self.link();
         for &area in mapped {
-            let arrived: Vec<Hva> = link.wanted.range(area.start()..area.end()).copied().collect();
+            let arrived: Vec<Hva> = link
+                .wanted
+                .range(area.start()..area.end())
+                .copied()
+                .collect();
             for page in arrived {
                 link.wanted.remove(&page);
             }

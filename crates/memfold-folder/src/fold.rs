@@ -89,7 +89,9 @@ impl State {
             }
             match kind {
                 Kind::Anonymous => stats.folded_pages += step.folded,
-                Kind::Folded | Kind::Template | Kind::Awaited => stats.refolded_pages += step.folded,
+                Kind::Folded | Kind::Template | Kind::Awaited => {
+                    stats.refolded_pages += step.folded
+                }
             }
             match step.stop {
                 Some(Outcome::Differs { .. }) => stats.differing_pages += 1,

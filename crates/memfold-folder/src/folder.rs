@@ -17,6 +17,7 @@ use memfold_wire::library::{
     FoldRun, Freeze, MONITOR_VARIABLE, MapRun, ORDER_TIME, Order, Outcome, Range, Reply, VERSION,
 };
 use rustix::io::Errno;
+use rustix::mm::Advice;
 
 use crate::arrival::Arrivals;
 use crate::copy_before_write::Past;
@@ -358,6 +359,9 @@ impl Folder {
             uffd.register(area, Mode::Missing)
                 .map_err(|errno| format!("cannot wait for pages at {:#x}: {errno}", range.hva))?;
             block.await_pages(area);
+            // QEMU may have touched pages before; whoever touches one now waits.
+            area.advise(Advice::LinuxDontNeed)
+                .map_err(|errno| format!("cannot discard pages at {:#x}: {errno}", range.hva))?;
         }
         drop(state);
         let mut arrivals = self.arrivals.lock().unwrap_or_else(PoisonError::into_inner);

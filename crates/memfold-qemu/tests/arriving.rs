@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use memfold_sys::{descriptor, memory};
 use memfold_units::{Hva, PAGE_SIZE};
-use memfold_wire::library::{Arrived, MapRun, Order, Range, Reply, Wanted};
+use memfold_wire::library::{Arrived, Awaited, MapRun, Order, Range, Reply};
 use memfold_wire::{Decoder, encode};
 use support::{Bench, PAGE, pattern};
 
@@ -57,19 +57,24 @@ impl Daemon {
     fn wanted(&mut self, bench: &Bench, number: usize) -> BTreeSet<u64> {
         let mut pages = BTreeSet::new();
         while pages.len() < number {
-            match self.decoder.next::<Wanted>().unwrap() {
-                Some(wanted) => {
-                    pages.insert((wanted.hva - bench.hva(0)) / PAGE_SIZE);
-                }
-                None => {
-                    let mut bytes = [0; 64];
-                    let read = self.socket.read(&mut bytes).unwrap();
-                    assert!(read > 0, "the library has closed the socket");
-                    self.decoder.push(&bytes[..read]);
-                }
-            }
+            match self.next() {
+                Awaited::Wanted { hva } => pages.insert((hva - bench.hva(0)) / PAGE_SIZE),
+                Awaited::Complete => panic!("pages are missing"),
+            };
         }
         pages
+    }
+
+    fn next(&mut self) -> Awaited {
+        loop {
+            if let Some(message) = self.decoder.next().unwrap() {
+                return message;
+            }
+            let mut bytes = [0; 64];
+            let read = self.socket.read(&mut bytes).unwrap();
+            assert!(read > 0, "the library has closed the socket");
+            self.decoder.push(&bytes[..read]);
+        }
     }
 
     fn bring(&self, bench: &Bench, page: u64, pages: u64) {
@@ -82,17 +87,10 @@ impl Daemon {
         descriptor::send(&self.socket, &frame, Some(self.image.as_fd())).unwrap();
     }
 
-    /// Brings pages and waits until they are mapped.
-    fn bring_whole(&self, bench: &Bench) {
+    /// Brings all pages and waits until they are mapped.
+    fn bring_whole(&mut self, bench: &Bench) {
         self.bring(bench, 0, PAGES);
-        memfold_testkit::wait_until("all pages are there", Duration::from_secs(20), || {
-            bench.folder.execute(
-                &Order::DropZero {
-                    ranges: vec![bench.range(0, 1)],
-                },
-                None,
-            ) != still_arriving()
-        });
+        while self.next() != Awaited::Complete {}
     }
 }
 
@@ -147,6 +145,10 @@ fn an_access_waits_until_its_page_has_arrived_and_a_page_is_mapped_only_once() {
     daemon.bring_whole(&bench);
     assert_eq!(bench.wrong(1, 0, PAGES), [11]);
     assert_eq!(bench.drop_zero(0, PAGES).1, 0);
+    // The next daemon is told that nothing is missing.
+    let image = daemon.image.try_clone().unwrap();
+    let mut next = Daemon::connect(&bench, image, Vec::new());
+    assert_eq!(next.next(), Awaited::Complete);
 }
 
 #[test]
@@ -192,7 +194,7 @@ fn pages_that_are_mapped_or_outside_ram_cannot_be_awaited() {
     let Some(bench) = Bench::new(PAGES) else {
         return;
     };
-    let daemon = Daemon::begin(&bench);
+    let mut daemon = Daemon::begin(&bench);
     for range in [bench.range(PAGES - 1, 2), bench.range(7, 1)] {
         let (_ours, theirs) = UnixStream::pair().unwrap();
         let order = Order::Await {

@@ -236,7 +236,7 @@ pub enum Order {
     },
     /// Makes each access to the ranges wait until the pages have arrived on this host: the VM runs
     /// while its snapshot is being fetched. A connected Unix stream socket comes with the order. On
-    /// it the library sends [`Wanted`], and the daemon sends [`Arrived`]. Until all pages have
+    /// it the library sends [`Awaited`], and the daemon sends [`Arrived`]. Until all pages have
     /// arrived, the library refuses all orders that change mappings. Ranges are allowed only before
     /// the VM runs. Without ranges, the socket takes the place of that of an earlier daemon, and the
     /// library repeats what it wants.
@@ -246,11 +246,16 @@ pub enum Order {
     },
 }
 
-/// Message from the library on the socket of [`Order::Await`]: a thread of QEMU waits for a page.
+/// Message from the library on the socket of [`Order::Await`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wanted {
-    /// Host virtual address of the page in QEMU; page-aligned.
-    pub hva: u64,
+pub enum Awaited {
+    /// A thread of QEMU waits for a page.
+    Wanted {
+        /// Host virtual address of the page in QEMU; page-aligned.
+        hva: u64,
+    },
+    /// All pages have arrived and are mapped.
+    Complete,
 }
 
 /// Message from the daemon on the socket of [`Order::Await`], with a read-only descriptor of the
@@ -262,9 +267,12 @@ pub struct Arrived {
     pub runs: Vec<MapRun>,
 }
 
-impl Validate for Wanted {
+impl Validate for Awaited {
     fn validate(&self) -> Result<(), FrameError> {
-        limit(self.hva % 4096 == 0, "an address inside a page")
+        match self {
+            Self::Wanted { hva } => limit(hva % 4096 == 0, "an address inside a page"),
+            Self::Complete => Ok(()),
+        }
     }
 }
 
