@@ -52,6 +52,10 @@ impl Engine {
         if let Some(problem) = &vm.stats.problem {
             return Err(problem.clone());
         }
+        // Sharing adds to what guests may claim, as every fold does.
+        if let Some(why) = &self.braked {
+            return Err(why.clone());
+        }
         self.ask_library(id, &Order::AddStore { store, max_pages }, Some(file))?;
         let folded = self.fold_runs(id, runs_of(ranges, store));
         self.ask_library(id, &Order::RemoveStore { store }, None)?;
