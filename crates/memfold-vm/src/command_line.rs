@@ -9,8 +9,11 @@ use super::directory::VmDirectory;
 use super::foreign::Foreign;
 use super::qemu_line::{Line, escape, monitor_argument, on_or_off};
 use super::segments;
-use super::spec::{DiskSpec, Network, VmSpec};
+use super::spec::{DiskSpec, Network, StreamedDisk, VmSpec};
 use super::swap;
+
+/// Seconds for which QEMU waits for an NBD server that is gone: three years.
+const WAIT_FOR_SERVER_S: u64 = 100_000_000;
 
 /// Returns QEMU's command line for a VM. `overlays` holds the overlay files of the disks with
 /// `snapshot`, in the order of the disks; the file of the swap disk is the last, if the VM has one.
@@ -203,15 +206,18 @@ fn node_arguments(
     disk: &DiskSpec,
     overlay: Option<&PathBuf>,
 ) {
-    let base = format!("base{number}");
+    let (base, base_file) = layer_nodes(number, 0);
     let lower = Layer {
         node: if overlay.is_some() { &base } else { top },
         format: disk.format().driver(),
-        file_node: format!("file{number}"),
+        file_node: base_file,
         path: &disk.path,
         read_only: disk.read_only || overlay.is_some(),
         backing: "",
     };
+    if let Some(streamed) = &disk.streamed {
+        streamed_arguments(line, number, disk, streamed);
+    }
     let backing = format!(",backing={base}");
     let upper = overlay.map(|path| Layer {
         node: top,
@@ -221,9 +227,50 @@ fn node_arguments(
         read_only: false,
         backing: &backing,
     });
-    for layer in [Some(lower), upper].into_iter().flatten() {
+    let lower = disk.streamed.is_none().then_some(lower);
+    for layer in [lower, upper].into_iter().flatten() {
         let of_drive = of_drive.filter(|_| layer.node == top);
         layer_arguments(line, &layer, disk, of_drive);
+    }
+}
+
+/// Returns the names of the block nodes of layer `depth` below disk `number`'s overlay: of its
+/// format, and of its file. Depth 0 is the top.
+#[must_use]
+pub fn layer_nodes(number: usize, depth: usize) -> (String, String) {
+    let below = |node: &str| match depth {
+        0 => format!("{node}{number}"),
+        depth => format!("{node}{number}-{depth}"),
+    };
+    (below("base"), below("file"))
+}
+
+/// Adds the block nodes of a disk's files that are still being fetched. If the NBD server is gone,
+/// requests wait for the next one.
+fn streamed_arguments(line: &mut Line, number: usize, disk: &DiskSpec, streamed: &StreamedDisk) {
+    let common = format!(
+        "cache.direct={},cache.no-flush={},read-only=on,discard=unmap",
+        on_or_off(disk.cache.direct()),
+        on_or_off(disk.cache.no_flush())
+    );
+    for (depth, (export, format)) in streamed.layers.iter().enumerate().rev() {
+        let (node, file_node) = layer_nodes(number, depth);
+        let file = format!(
+            "driver=nbd,node-name={file_node},export={export},reconnect-delay={WAIT_FOR_SERVER_S},{common},server.type=unix,server.path="
+        );
+        line.with_path("-blockdev", &file, &streamed.socket);
+        let below = layer_nodes(number, depth + 1).0;
+        let is_last = depth + 1 == streamed.layers.len();
+        let backing = if is_last {
+            String::new()
+        } else {
+            format!(",backing={below}")
+        };
+        let format = format.driver();
+        line.add(
+            "-blockdev",
+            format!("driver={format},node-name={node},file={file_node}{backing},{common}"),
+        );
     }
 }
 
@@ -295,7 +342,7 @@ fn boot_arguments(line: &mut Line, spec: &VmSpec) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::{Aio, CacheMode, MergeChoice};
+    use crate::spec::{Aio, CacheMode, DiskFormat, MergeChoice};
     use memfold_units::ByteSize;
 
     fn text(spec: &VmSpec, overlays: &[PathBuf]) -> String {
@@ -416,5 +463,43 @@ mod tests {
         ));
         assert!(line.contains("driver=qcow2,node-name=disk1,file=file1,cache.direct=off"));
         assert!(line.contains("virtio-blk-pci,id=vd1,drive=disk1,write-cache=on"));
+    }
+
+    #[test]
+    fn a_disk_that_is_still_being_fetched_is_read_by_nbd_below_its_overlay() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let mut disk = DiskSpec::new("/snapshots/s/disk0.qcow2");
+        disk.snapshot = true;
+        let layers = [
+            ("disk0.qcow2", DiskFormat::Qcow2),
+            ("base0", DiskFormat::Raw),
+        ];
+        disk.streamed = Some(StreamedDisk {
+            socket: "/run/a,b".into(),
+            layers: layers
+                .map(|(name, format)| (name.to_owned(), format))
+                .into(),
+            virtual_bytes: 1 << 30,
+        });
+        spec.disks = vec![disk];
+        let line = text(&spec, &["/var/tmp/o".into()]);
+        let nodes: Vec<&str> = line
+            .lines()
+            .filter(|line| line.starts_with("driver="))
+            .collect();
+        let expected = [
+            "driver=nbd,node-name=file0-1,export=base0,",
+            "driver=raw,node-name=base0-1,file=file0-1,cache",
+            "driver=nbd,node-name=file0,export=disk0.qcow2,",
+            "driver=qcow2,node-name=base0,file=file0,backing=base0-1,",
+            "driver=file,node-name=overlay-file0,",
+            "driver=qcow2,node-name=disk0,file=overlay-file0,backing=base0,",
+        ];
+        assert_eq!(nodes.len(), expected.len(), "{nodes:?}");
+        for (node, begins) in nodes.iter().zip(expected) {
+            assert!(node.starts_with(begins), "{node}");
+        }
+        assert!(nodes[0].ends_with(",server.type=unix,server.path=/run/a,,b"));
+        assert!(!line.contains("/snapshots/s"));
     }
 }

@@ -134,6 +134,10 @@ impl VmDirectory {
         relay_log = "relay.log";
         /// Marker that exists until the restore of the VM is complete.
         incoming = "incoming";
+        /// Name of the snapshot that is still being fetched, from which the VM runs.
+        arriving = "arriving.json";
+        /// Socket of the NBD server for disks that are still being fetched.
+        arriving_disks = "arriving.sock";
         /// Lock file, locked while the VM is started or removed.
         lock_file = "launch.lock";
     }

@@ -572,7 +572,7 @@ fn make_overlay(disk: &DiskSpec, overlay: &Path) -> Result<(), LaunchError> {
     let backing = Backing {
         file: &disk.path,
         format: disk.format().driver(),
-        virtual_bytes: None,
+        virtual_bytes: disk.streamed.as_ref().map(|of| of.virtual_bytes),
     };
     let path = overlay.display();
     overlay::create(overlay, &backing)

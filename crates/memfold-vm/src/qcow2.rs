@@ -71,7 +71,8 @@ pub fn backing(image: &Path) -> Option<NamedBacking> {
 }
 
 /// Returns the size of a qcow2 image's disk in bytes; `None` as for [`backing`].
-pub(super) fn virtual_bytes(image: &Path) -> Option<u64> {
+#[must_use]
+pub fn virtual_bytes(image: &Path) -> Option<u64> {
     let bytes = beginning(image)?;
     parse(&bytes)?;
     Some(u64::from_be_bytes(bytes.get(24..32)?.try_into().ok()?))

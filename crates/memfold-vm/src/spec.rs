@@ -131,6 +131,21 @@ pub struct DiskSpec {
     /// disk's image is then not changed.
     #[serde(default)]
     pub snapshot: bool,
+    /// Files of the disk that are still being fetched from another host, below the disk's temporary
+    /// overlay; unset in every description that comes from elsewhere.
+    #[serde(skip)]
+    pub streamed: Option<StreamedDisk>,
+}
+
+/// The files of a disk that are still being fetched. QEMU reads them by NBD, read-only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StreamedDisk {
+    /// Unix socket of the NBD server.
+    pub socket: PathBuf,
+    /// Names of the NBD exports and their formats, from the top of the disk's chain.
+    pub layers: Vec<(String, DiskFormat)>,
+    /// Size of the disk in bytes.
+    pub virtual_bytes: u64,
 }
 
 impl DiskSpec {
