@@ -21,6 +21,7 @@ mod disk_chain;
 mod disk_copy;
 pub mod draft;
 mod error;
+pub mod fetched_disks;
 mod file_facts;
 pub mod free;
 mod freeze;

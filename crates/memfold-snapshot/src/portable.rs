@@ -18,6 +18,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use memfold_host::helper;
+use memfold_vm::qcow2::{self, NamedBacking};
 use memfold_vm::{DiskFormat, DiskSpec};
 
 use super::disk_chain::header;
@@ -142,6 +143,9 @@ pub fn is_member_name(manifest: &Manifest, name: &str) -> bool {
         || numbered("base", "")
 }
 
+/// A file of a disk's chain while the snapshot arrives: its name in the snapshot, and its format.
+pub type Layer = (String, DiskFormat);
+
 /// A manifest that is being adapted to the files in a directory.
 struct Arrival<'a> {
     /// Directory in which the files lie now.
@@ -174,46 +178,15 @@ pub fn adapt(
         bases,
         name,
     };
-    if let Some(why) = obstacle(manifest).or_else(|| strange(manifest).map(str::to_owned)) {
-        return Err(arrival.broken(why));
-    }
-    name.clone_into(&mut manifest.name);
-    manifest.domain = domain.map(str::to_owned);
-    manifest.spec.domain = domain.map(str::to_owned);
-    (manifest.of_boot, manifest.fork) = (None, false);
-    // Its files arrive with the snapshot; a snapshot of its name here may be another.
-    manifest.parent = None;
-    let boot = &mut manifest.spec.boot;
-    for path in [&mut boot.kernel, &mut boot.initrd, &mut boot.firmware]
-        .into_iter()
-        .flatten()
-    {
-        if path.is_relative() {
-            return Err(arrival.broken(format!("its manifest names {}", path.display())));
-        }
-        *path = arrival.moved(path)?;
-    }
-    for source in manifest
-        .references
-        .iter_mut()
-        .flat_map(|refs| &mut refs.sources)
-    {
-        *source = arrival.moved(source)?;
-    }
-    let spec = &mut manifest.spec;
-    let of_foreign = spec.foreign.iter_mut().flat_map(|of| &mut of.files);
-    for file in of_foreign.chain(&mut spec.files) {
-        if file.is_absolute() {
-            return Err(arrival.broken(format!("its manifest names {}", file.display())));
-        }
-        *file = arrival.moved(file)?;
-    }
-    if manifest.disks.len() != spec.disks.len() {
-        return Err(arrival.broken("its VM has other disks than were saved".into()));
-    }
+    arrival.set_paths(manifest, domain)?;
     // All headers are set before any file's time is recorded: disks may have a base in common.
+    let spec = &mut manifest.spec;
     for (saved, disk) in manifest.disks.iter_mut().zip(&mut spec.disks) {
         arrival.disk(saved, disk)?;
+        if disk.format == Some(DiskFormat::Qcow2) {
+            let chain: Vec<PathBuf> = saved.files().map(|file| file.path.clone()).collect();
+            arrival.join(&chain)?;
+        }
     }
     for saved in &mut manifest.disks {
         for file in std::iter::once(&mut saved.file).chain(&mut saved.backing) {
@@ -226,6 +199,124 @@ pub fn adapt(
         }
     }
     Ok(())
+}
+
+/// Adapts a manifest as [`adapt`] does, while most of its files are still being fetched: only of
+/// each disk's files, the beginning is there. Files are not changed. Returns the chain of each disk
+/// that VMs write to, from the top; `None` for other disks.
+///
+/// # Errors
+///
+/// As of [`adapt`], and [`SnapshotError::Impossible`] if a disk needs `qemu-img` to be understood.
+pub fn adapt_arriving(
+    manifest: &mut Manifest,
+    (draft, place): (&Path, &Path),
+    bases: &BTreeMap<PathBuf, String>,
+    (name, domain): (&str, Option<&str>),
+) -> Result<Vec<Option<Vec<Layer>>>, SnapshotError> {
+    let arrival = Arrival {
+        draft,
+        place,
+        bases,
+        name,
+    };
+    let before = manifest.clone();
+    arrival.set_paths(manifest, domain)?;
+    let spec = &mut manifest.spec;
+    let mut chains = Vec::new();
+    for ((saved, disk), was) in (manifest.disks.iter_mut())
+        .zip(&mut spec.disks)
+        .zip(&before.disks)
+    {
+        arrival.disk(saved, disk)?;
+        let chain = (!saved.read_only).then(|| arrival.chain(was));
+        chains.push(chain.transpose()?);
+    }
+    Ok(chains)
+}
+
+impl Arrival<'_> {
+    /// Sets the name, the trust domain and the paths in a manifest, except those of disks.
+    fn set_paths(
+        &self,
+        manifest: &mut Manifest,
+        domain: Option<&str>,
+    ) -> Result<(), SnapshotError> {
+        if let Some(why) = obstacle(manifest).or_else(|| strange(manifest).map(str::to_owned)) {
+            return Err(self.broken(why));
+        }
+        self.name.clone_into(&mut manifest.name);
+        manifest.domain = domain.map(str::to_owned);
+        manifest.spec.domain = domain.map(str::to_owned);
+        (manifest.of_boot, manifest.fork) = (None, false);
+        // Its files arrive with the snapshot; a snapshot of its name here may be another.
+        manifest.parent = None;
+        let boot = &mut manifest.spec.boot;
+        for path in [&mut boot.kernel, &mut boot.initrd, &mut boot.firmware]
+            .into_iter()
+            .flatten()
+        {
+            if path.is_relative() {
+                return Err(self.broken(format!("its manifest names {}", path.display())));
+            }
+            *path = self.moved(path)?;
+        }
+        for source in manifest
+            .references
+            .iter_mut()
+            .flat_map(|refs| &mut refs.sources)
+        {
+            *source = self.moved(source)?;
+        }
+        let spec = &mut manifest.spec;
+        let of_foreign = spec.foreign.iter_mut().flat_map(|of| &mut of.files);
+        for file in of_foreign.chain(&mut spec.files) {
+            if file.is_absolute() {
+                return Err(self.broken(format!("its manifest names {}", file.display())));
+            }
+            *file = self.moved(file)?;
+        }
+        if manifest.disks.len() != spec.disks.len() {
+            return Err(self.broken("its VM has other disks than were saved".into()));
+        }
+        Ok(())
+    }
+
+    /// Returns the chain of a disk. The headers of its files tell their formats. What they name is
+    /// not used: the manifest names the files. `was`: the disk in the manifest of the other host.
+    fn chain(&self, was: &SavedDisk) -> Result<Vec<Layer>, SnapshotError> {
+        let (mut chain, mut format) = (Vec::new(), Some(DiskFormat::Qcow2));
+        for file in was.files() {
+            let bad = |why: &str| Err(self.broken(format!("disk {} {why}", file.path.display())));
+            let name = match self.bases.get(&file.path) {
+                Some(name) => Some(name.as_str()),
+                None => file.path.to_str().filter(|name| !name.contains('/')),
+            };
+            let (Some(name), Some(of_file)) = (name, format) else {
+                return bad("is not part of a chain");
+            };
+            chain.push((name.to_owned(), of_file));
+            if of_file == DiskFormat::Raw {
+                format = None;
+                continue;
+            }
+            format = match qcow2::backing(&self.draft.join(name)) {
+                Some(NamedBacking::None) => None,
+                Some(NamedBacking::Raw(_)) => Some(DiskFormat::Raw),
+                Some(NamedBacking::Qcow2(_)) => Some(DiskFormat::Qcow2),
+                None => {
+                    return Err(SnapshotError::Impossible(format!(
+                        "snapshot '{}' cannot be used while it is being fetched, because only qemu-img can read the header of its disk {name}; pull it without --stream",
+                        self.name
+                    )));
+                }
+            };
+        }
+        if format.is_some() {
+            return Err(self.broken("its manifest lacks a backing file of a disk".into()));
+        }
+        Ok(chain)
+    }
 }
 
 /// Returns why the description of a VM from elsewhere is refused; `None` if it is not. These texts
@@ -275,8 +366,8 @@ impl Arrival<'_> {
         }
     }
 
-    /// Sets the paths of a disk, and the backing files in its headers. A snapshot has two kinds of
-    /// disks: its own qcow2 files, and images that the VM could only read.
+    /// Sets the paths of a disk. A snapshot has two kinds of disks: its own qcow2 files, and images
+    /// that the VM could only read.
     fn disk(&self, saved: &mut SavedDisk, disk: &mut DiskSpec) -> Result<(), SnapshotError> {
         let format = match saved.format.as_str() {
             "raw" => DiskFormat::Raw,
@@ -294,11 +385,7 @@ impl Arrival<'_> {
         for file in &mut saved.backing {
             file.path = self.moved(&file.path)?;
         }
-        let chain: Vec<PathBuf> = saved.files().map(|file| file.path.clone()).collect();
-        if format == DiskFormat::Qcow2 {
-            return self.join(&chain);
-        }
-        if chain.len() > 1 {
+        if format == DiskFormat::Raw && !saved.backing.is_empty() {
             return Err(self.broken("a raw disk has a backing file".into()));
         }
         Ok(())

@@ -16,14 +16,16 @@ use std::cmp::Reverse;
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use memfold_store::data_ranges;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
-use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, RamLayout, Vm, VmSpec};
+use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, RamBlock, RamLayout, Vm, VmSpec};
 use memfold_wire::library::{MAX_RUNS, MapRun, Order};
 use rustix::process::Pid;
 use serde_json::json;
@@ -31,7 +33,7 @@ use serde_json::json;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{device, facts_at, modified_ns};
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, ImageBlock, bytes};
-use super::manifest::{BackingFile, DEVICES, Manifest, RAM, file_name};
+use super::manifest::{BackingFile, Manifest, RAM, SavedDisk, file_name};
 use super::refer::Reference;
 use super::shelf::{CheckedImage, Shelf};
 
@@ -51,10 +53,28 @@ const MOST_OWN_RUNS: usize = 4096;
 /// Time limit for QEMU to read the device state.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// The same if QEMU may have to wait for pages that are being fetched, such as those of its queues
+/// in guest RAM.
+const LOAD_WHILE_ARRIVING: Duration = Duration::from_secs(300);
+
 /// Returns the description of a VM that will run from a snapshot under the name `name`. Checks that
 /// the snapshot's disks and copied files are unchanged since the save.
 pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
+    check_files(manifest, &place)?;
+    for file in manifest.disks.iter().flat_map(SavedDisk::files) {
+        check_file(manifest, &place, "disk", file)?;
+    }
+    for medium in &manifest.media {
+        check_file(manifest, &place, "medium", medium)?;
+    }
+    Ok(unchecked_spec(&place, manifest, name))
+}
+
+/// Returns the description of a VM as [`spec`] does, for a snapshot in the directory `place`, whose
+/// files are not checked.
+#[must_use]
+pub fn unchecked_spec(place: &Path, manifest: &Manifest, name: &str) -> VmSpec {
     let mut spec = manifest.spec.clone();
     // A clone has no boot snapshot, because only the saved VM was booted.
     spec.boot_snapshot &= name == manifest.vm;
@@ -64,15 +84,11 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
             disk.node.clone_from(&disk.drive);
         }
     }
-    check_files(manifest, &place)?;
     let of_foreign = spec.foreign.iter_mut().flat_map(|of| &mut of.files);
     for file in of_foreign.chain(&mut spec.files) {
         *file = place.join(&file);
     }
     for (disk, saved) in spec.disks.iter_mut().zip(&manifest.disks) {
-        for file in saved.files() {
-            check_file(manifest, &place, "disk", file)?;
-        }
         let (cache, aio) = (disk.cache, disk.aio);
         // Files in the snapshot have a checksum.
         let is_copied = saved.xxh3_128.is_some() && saved.file.path.is_relative();
@@ -90,10 +106,7 @@ pub fn spec(shelf: &Shelf, manifest: &Manifest, name: &str) -> Result<VmSpec, Sn
             disk.format = Some(DiskFormat::Raw);
         }
     }
-    for medium in &manifest.media {
-        check_file(manifest, &place, "medium", medium)?;
-    }
-    Ok(spec)
+    spec
 }
 
 /// Chooses the forwarded host ports of a VM that will run from a snapshot: the ports in `asked`,
@@ -178,14 +191,74 @@ pub fn fits(qmp: &mut Qmp, manifest: &Manifest) -> Result<(), SnapshotError> {
     Ok(())
 }
 
+/// Part of a VM's RAM whose pages a file of the snapshot holds one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Host virtual address of the first page in QEMU.
+    pub hva: u64,
+    /// Number of pages.
+    pub pages: u64,
+    /// The file: 0 for `ram`, and then the files that the image's references name.
+    pub file: usize,
+    /// Index in the file of the first page.
+    pub file_page: u64,
+}
+
+/// Files of a snapshot that is still being fetched.
+pub trait PageSource {
+    /// Waits until these bytes of a file ([`Piece::file`]) have arrived.
+    fn wait(&self, file: usize, bytes: Range<u64>) -> io::Result<()>;
+
+    /// Begins to announce pieces to the library at the other end of `socket`
+    /// ([`Order::Await`]) as they arrive.
+    fn begin(&self, pieces: Vec<Piece>, socket: UnixStream) -> io::Result<()>;
+}
+
+/// Returns all parts of the memory of a VM whose pages an image holds.
+#[must_use]
+pub fn pieces(manifest: &Manifest, layout: &RamLayout, image: &CheckedImage) -> Vec<Piece> {
+    let saved = |block: &RamBlock| manifest.blocks.iter().find(|b| b.name == block.name);
+    let blocks = layout.blocks.iter();
+    let all = blocks.filter_map(|block| Some(pieces_of(image, saved(block)?, block.hva)));
+    all.flatten().collect()
+}
+
+/// Returns where the pages of a block of an image are. The block begins at `hva` in QEMU.
+#[must_use]
+pub fn pieces_of(image: &CheckedImage, block: &ImageBlock, hva: Hva) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    let mut next = block.first_page;
+    let mut add = |pages: Range<u64>, file: usize, file_page: u64| {
+        if !pages.is_empty() {
+            pieces.push(Piece {
+                hva: hva.add_pages(pages.start - block.first_page).0,
+                pages: pages.end - pages.start,
+                file,
+                file_page,
+            });
+        }
+    };
+    for run in of_block(&image.references, block).chunk_by(Reference::goes_on_with) {
+        let pages: u64 = run.iter().map(|part| u64::from(part.pages)).sum();
+        let (first, end) = (run[0].page, run[0].page + pages);
+        add(next..first, 0, next);
+        let number = usize::try_from(run[0].file).unwrap_or(usize::MAX);
+        add(first..end, number.saturating_add(1), run[0].block);
+        next = end;
+    }
+    add(next..block.first_page + block.pages, 0, next);
+    pieces
+}
+
 /// Fills the RAM of a VM, whose QEMU was started with `-incoming defer`, from a verified image
-/// ([`Shelf::checked_image`]). Then loads the device state and starts the VM.
+/// ([`Shelf::checked_image`]). Then loads the device state from the file `devices`, and starts the
+/// VM. With `arriving`, the VM runs while pages of its memory are still being fetched.
 pub fn fill(
     vm: &Vm,
     qmp: &mut Qmp,
-    shelf: &Shelf,
     manifest: &Manifest,
-    image: &CheckedImage,
+    devices: &File,
+    (image, arriving): (&CheckedImage, Option<&dyn PageSource>),
 ) -> Result<(), SnapshotError> {
     let ram: &File = &image.ram;
     fits(qmp, manifest)?;
@@ -194,6 +267,7 @@ pub fn fill(
     let mut link = vm.library_link().ok_or_else(no_library)?.map_err(library)?;
     let mut ask =
         |order: &Order, descriptor| link.order(order, descriptor).map(drop).map_err(library);
+    let (mut awaited, mut all_pieces) = (Vec::new(), Vec::new());
     for block in memfold_vm::ram::read_blocks(qmp)? {
         // A block without a name is a segment, whose file QEMU maps already.
         if block.name.is_empty() {
@@ -214,6 +288,11 @@ pub fn fill(
             let advice = vm.advice(main).map_err(library)?;
             let (hva, pages) = (main.hva.0, main.pages);
             ask(&Order::AddRam { hva, pages, advice }, None)?;
+            if arriving.is_some() {
+                awaited.push(memfold_wire::library::Range { hva, pages });
+                all_pieces.extend(pieces_of(image, saved, main.hva));
+                continue;
+            }
             for (page, pages) in views(manifest, saved, ram).map_err(failed(RAM))? {
                 let map = Order::Map {
                     hva: main.hva.add_pages(page).0,
@@ -230,11 +309,22 @@ pub fn fill(
                 }
             }
         } else {
-            copy(vm.pid(), block.hva, saved, image).map_err(failed(RAM))?;
+            copy(vm.pid(), block.hva, saved, (image, arriving)).map_err(failed(RAM))?;
         }
     }
+    if let Some(arriving) = arriving {
+        let (socket, of_library) = UnixStream::pair().map_err(failed(RAM))?;
+        let ranges = awaited;
+        ask(&Order::Await { ranges }, Some(of_library.as_fd()))?;
+        arriving.begin(all_pieces, socket).map_err(failed(RAM))?;
+    }
     drop(link);
-    load(qmp, shelf, manifest)
+    let limit = if arriving.is_some() {
+        LOAD_WHILE_ARRIVING
+    } else {
+        LOAD_TIMEOUT
+    };
+    load(qmp, devices, limit)
 }
 
 /// Returns the parts of a block that are mapped from the image: first page and number of pages. An
@@ -324,7 +414,18 @@ fn runs_of(references: &[Reference], number: u32, block: &ImageBlock, hva: Hva) 
 }
 
 /// Copies a small RAM block into a process.
-fn copy(pid: Pid, hva: Hva, block: &ImageBlock, image: &CheckedImage) -> io::Result<()> {
+fn copy(
+    pid: Pid,
+    hva: Hva,
+    block: &ImageBlock,
+    (image, arriving): (&CheckedImage, Option<&dyn PageSource>),
+) -> io::Result<()> {
+    if let Some(arriving) = arriving {
+        for piece in pieces_of(image, block, hva) {
+            let start = piece.file_page * PAGE_SIZE;
+            arriving.wait(piece.file, start..start + piece.pages * PAGE_SIZE)?;
+        }
+    }
     let (mut saved, mut now) = (vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]);
     for first in (0..block.pages).step_by(CHUNK_BYTES / PAGE_BYTES) {
         let length = bytes(CHUNK_PAGES.min(block.pages - first));
@@ -342,13 +443,12 @@ fn copy(pid: Pid, hva: Hva, block: &ImageBlock, image: &CheckedImage) -> io::Res
     Ok(())
 }
 
-fn load(qmp: &mut Qmp, shelf: &Shelf, manifest: &Manifest) -> Result<(), SnapshotError> {
-    let devices = shelf.file(&manifest.name, DEVICES)?;
+fn load(qmp: &mut Qmp, devices: &File, limit: Duration) -> Result<(), SnapshotError> {
     let place = qmp.lend(devices.as_fd())?;
     let uri = json!({ "uri": format!("file:{}", place.path()) });
     let begun = qmp.execute("migrate-incoming", uri);
     let loaded = begun.map_err(SnapshotError::from).and_then(|_| {
-        let end = Instant::now() + LOAD_TIMEOUT;
+        let end = Instant::now() + limit;
         loop {
             let status = qmp.query("query-status")?;
             match status["status"].as_str() {
@@ -394,6 +494,48 @@ mod tests {
 
     use super::super::manifest::{Packed, tests::manifest};
     use super::*;
+
+    #[test]
+    fn pieces_of_a_ram_block_cover_it_once_and_name_the_file_that_holds_each_page() {
+        let file = || std::sync::Arc::new(tempfile::tempfile().unwrap());
+        let reference = |page, pages, file, block| Reference {
+            page,
+            pages,
+            file,
+            block,
+        };
+        let image = CheckedImage {
+            ram: file(),
+            references: vec![
+                reference(500, 12, 0, 7),
+                // The block begins here. Two references are one piece.
+                reference(512, 4, 1, 30),
+                reference(516, 2, 1, 34),
+                reference(600, 10, 0, 90),
+            ],
+            sources: vec![file(), file()],
+        };
+        let block = ImageBlock {
+            name: "pc.ram".into(),
+            first_page: 512,
+            pages: 100,
+        };
+        let hva = Hva(0x10_0000);
+        let found = pieces_of(&image, &block, hva);
+        let told: Vec<_> = found
+            .iter()
+            .map(|p| ((p.hva - hva.0) / PAGE_SIZE, p.pages, p.file, p.file_page))
+            .collect();
+        assert_eq!(
+            told,
+            [
+                (0, 6, 2, 30),
+                (6, 82, 0, 518),
+                (88, 10, 1, 90),
+                (98, 2, 0, 610)
+            ]
+        );
+    }
 
     #[test]
     fn a_restore_maps_all_data_of_a_ram_block_and_leaves_out_large_holes() {

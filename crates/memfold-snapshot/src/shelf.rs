@@ -348,6 +348,32 @@ impl Shelf {
         Ok(bytes)
     }
 
+    /// Opens the RAM image of a snapshot that is still being fetched into `draft`, without verifying
+    /// the image. Its table of references has arrived.
+    pub fn arriving_image(
+        &self,
+        draft: &Path,
+        manifest: &Manifest,
+    ) -> Result<CheckedImage, SnapshotError> {
+        let place = self.path(&manifest.name)?;
+        let now = |path: &Path| draft.join(path.strip_prefix(&place).unwrap_or(path));
+        let open = |path: &Path| File::open(now(path)).map(Arc::new).map_err(failed(path));
+        let (mut references, mut sources) = (Vec::new(), Vec::new());
+        if let Some(saved) = &manifest.references {
+            let table = fs::read(draft.join(REFERENCES)).map_err(failed(draft))?;
+            let pages = manifest.ram_bytes / PAGE_SIZE;
+            references = refer::decode(&table, pages, saved.sources.len())
+                .map_err(|why| manifest.broken(format!("{REFERENCES}: {why}")))?;
+            let opened = saved.sources.iter().map(|path| open(path));
+            sources = opened.collect::<Result<_, _>>()?;
+        }
+        Ok(CheckedImage {
+            ram: open(Path::new(RAM))?,
+            references,
+            sources,
+        })
+    }
+
     /// Assembles the image of a snapshot in memory, once for all VMs that run from it.
     fn lay_out(
         &self,

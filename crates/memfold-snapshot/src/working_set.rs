@@ -93,6 +93,12 @@ impl WorkingSet {
         self.runs.iter().map(|run| run.1).sum::<u64>() * PAGE_SIZE
     }
 
+    /// Returns the runs of pages: first page in the image, and number of pages.
+    #[must_use]
+    pub fn runs(&self) -> &[(u64, u64)] {
+        &self.runs
+    }
+
     /// Reads the working set from the snapshot's directory `place`. Returns `None` if there is
     /// none, or if it belongs to another RAM image than `image`, the checksum of `ram.sums`.
     #[must_use]
