@@ -13,14 +13,17 @@
 //! chunks that were sent. After an interrupted pull, the next pull keeps the chunks that have
 //! arrived.
 
+mod bring;
 pub mod chunk;
 mod description;
 mod error;
+pub mod nbd;
 mod pull;
 mod push;
 mod remote;
 mod remove;
 mod signature;
+mod stream;
 
 pub use description::{Description, FileEntry};
 pub use error::TransferError;
@@ -28,3 +31,4 @@ pub use pull::{PullReport, PullRequest, pull};
 pub use push::{PushReport, PushRequest, push};
 pub use remote::{Remote, RemoteSnapshot};
 pub use remove::{RemoveReport, remove};
+pub use stream::{StreamStatus, StreamedSnapshot};

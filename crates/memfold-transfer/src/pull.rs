@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
-use memfold_snapshot::{Draft, Shelf, portable};
+use memfold_snapshot::{Draft, Manifest, Shelf, portable};
 use memfold_units::ByteSize;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
@@ -23,7 +23,7 @@ use super::push::blocking;
 use super::remote::{AT_ONCE, MISSING, Remote, damaged, is_base, most_packed};
 
 /// Input of a pull, which copies a snapshot from an object store to this host.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PullRequest {
     /// Name of the snapshot in the object store.
     pub from: String,
@@ -54,26 +54,37 @@ pub struct PullReport {
     pub received_bytes: u64,
     /// Whether the snapshot's signature was checked with a trusted key.
     pub trusted: bool,
+    /// Whether the whole snapshot has arrived. If not, the rest is fetched while VMs run from it.
+    pub complete: bool,
     /// Duration of the pull in seconds.
     pub took_s: f64,
 }
 
 /// A file of the snapshot that is being pulled.
-struct Arriving {
-    entry: FileEntry,
-    chunks: Vec<ChunkName>,
-    file: Arc<File>,
+#[derive(Debug)]
+pub(crate) struct Arriving {
+    pub(crate) entry: FileEntry,
+    pub(crate) chunks: Vec<ChunkName>,
+    pub(crate) file: Arc<File>,
     /// Place of a file that other snapshots may have, too.
-    shared: Option<PathBuf>,
+    pub(crate) shared: Option<PathBuf>,
     /// Whether the whole file is here already.
-    is_whole: bool,
+    pub(crate) is_whole: bool,
 }
 
 /// What arrived for one chunk.
-#[derive(Default)]
-struct Fetched {
-    fetched_bytes: u64,
-    received_bytes: u64,
+#[derive(Debug, Default)]
+pub(crate) struct Fetched {
+    pub(crate) fetched_bytes: u64,
+    pub(crate) received_bytes: u64,
+}
+
+/// A pull whose files are ready to receive what arrives.
+#[derive(Debug)]
+pub(crate) struct Begun {
+    pub(crate) description: Description,
+    pub(crate) draft: Draft,
+    pub(crate) arriving: Vec<Arriving>,
 }
 
 /// Copies a snapshot from an object store to `shelf`, this host's snapshot directory. The snapshot
@@ -86,6 +97,20 @@ pub fn pull(
     progress: &Progress,
 ) -> Result<PullReport, TransferError> {
     let began = Instant::now();
+    let begun = begin(shelf, remote, request)?;
+    let bytes = |file: &Arriving| file.entry.bytes;
+    progress.begin("pulled", begun.arriving.iter().map(bytes).sum());
+    let fetched = remote.wait(fetch(remote, &begun.arriving, progress))?;
+    let description = complete(shelf, begun, request)?;
+    Ok(description.report(remote, request, &fetched, began))
+}
+
+/// Reads what a snapshot in an object store consists of, and prepares its files on this host.
+pub(crate) fn begin(
+    shelf: &Shelf,
+    remote: &Remote,
+    request: &PullRequest,
+) -> Result<Begun, TransferError> {
     let (description, index) = remote.wait(async {
         let (description, bytes) = remote.describe(&request.from).await?;
         let trust = request.trust.as_deref();
@@ -98,35 +123,71 @@ pub fn pull(
     let domain = request.domain.as_deref();
     let arriving = prepare(shelf, &draft, (&description, domain), &index)?;
     check_space(draft.path(), request, &arriving)?;
-    let bytes = |file: &Arriving| file.entry.bytes;
-    progress.begin("pulled", arriving.iter().map(bytes).sum());
-    let fetched = remote.wait(fetch(remote, &arriving, progress))?;
-    settle(shelf, &draft, &arriving)?;
-    let bases: BTreeMap<PathBuf, String> = description
-        .files
-        .iter()
-        .filter_map(|file| Some((file.origin.clone()?, file.name.clone())))
-        .collect();
-    let mut manifest = description.manifest;
-    if request.trust.is_none() {
-        // These are for the host to decide.
-        manifest.spec.forwards.clear();
-        manifest.spec.qemu_directory = None;
+    Ok(Begun {
+        description,
+        draft,
+        arriving,
+    })
+}
+
+impl Description {
+    /// Returns the names of the files from outside the snapshot, by their paths on the other host.
+    pub(crate) fn bases(&self) -> BTreeMap<PathBuf, String> {
+        let files = self.files.iter();
+        files
+            .filter_map(|file| Some((file.origin.clone()?, file.name.clone())))
+            .collect()
     }
+
+    /// Returns the manifest without what this host has to decide.
+    pub(crate) fn manifest_for(&self, request: &PullRequest) -> Manifest {
+        let mut manifest = self.manifest.clone();
+        if request.trust.is_none() {
+            manifest.spec.forwards.clear();
+            manifest.spec.qemu_directory = None;
+        }
+        manifest
+    }
+
+    fn report(
+        &self,
+        remote: &Remote,
+        request: &PullRequest,
+        fetched: &Fetched,
+        began: Instant,
+    ) -> PullReport {
+        PullReport {
+            name: request.name.clone(),
+            url: remote.url().to_owned(),
+            stored_bytes: self.stored_bytes,
+            fetched_bytes: fetched.fetched_bytes,
+            received_bytes: fetched.received_bytes,
+            trusted: request.trust.is_some(),
+            complete: true,
+            took_s: began.elapsed().as_secs_f64(),
+        }
+    }
+}
+
+/// Turns a draft whose chunks have all arrived into a snapshot.
+pub(crate) fn complete(
+    shelf: &Shelf,
+    begun: Begun,
+    request: &PullRequest,
+) -> Result<Description, TransferError> {
+    let Begun {
+        description,
+        draft,
+        arriving,
+    } = begun;
+    settle(shelf, &draft, &arriving)?;
+    let mut manifest = description.manifest_for(request);
     let places = (draft.path(), draft.place());
     let known_as = (request.name.as_str(), request.domain.as_deref());
-    portable::adapt(&mut manifest, places, &bases, known_as)?;
+    portable::adapt(&mut manifest, places, &description.bases(), known_as)?;
     draft.commit(&manifest)?;
     shelf.remove_unused_bases();
-    Ok(PullReport {
-        name: request.name.clone(),
-        url: remote.url().to_owned(),
-        stored_bytes: description.stored_bytes,
-        fetched_bytes: fetched.fetched_bytes,
-        received_bytes: fetched.received_bytes,
-        trusted: request.trust.is_some(),
-        took_s: began.elapsed().as_secs_f64(),
-    })
+    Ok(description)
 }
 
 /// Refuses arguments for QEMU from somebody who is not trusted.
@@ -282,7 +343,7 @@ async fn fetch(
     .await
 }
 
-async fn fetch_chunk(
+pub(crate) async fn fetch_chunk(
     remote: &Remote,
     arriving: &Arriving,
     name: ChunkName,

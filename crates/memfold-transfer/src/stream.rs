@@ -1,0 +1,668 @@
+//! A snapshot from which VMs run while it is being fetched from an object store.
+//!
+//! ```text
+//!   before the first VM   device state, tables, kernel, the beginning of each disk
+//!   then, in this order   1. chunks for which a VM waits     wanted   by page faults (bring) and disks (nbd)
+//!                         2. chunks that VMs touch first     rest     by the snapshot's working set
+//!                         3. all others                      rest
+//!   at the end            the draft becomes an ordinary snapshot
+//! ```
+//! A chunk is written to its file only after its hash was compared with its name, and VMs see only
+//! chunks that are written. If the store is slow, lies or goes away, VMs wait that need what is
+//! missing; fetching goes on when the store is right again.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use memfold_host::progress::Progress;
+use memfold_snapshot::image::ImageBlock;
+use memfold_snapshot::manifest::RAM;
+use memfold_snapshot::portable::{self, Layer};
+use memfold_snapshot::restore::{self, Piece};
+use memfold_snapshot::shelf::CheckedImage;
+use memfold_snapshot::working_set::WorkingSet;
+use memfold_snapshot::{Manifest, Shelf, SnapshotError};
+use memfold_units::{Hva, PAGE_SIZE};
+use memfold_vm::{StreamedDisk, qcow2};
+use parking_lot::{Condvar, Mutex};
+use tokio::sync::Notify;
+use tokio::time::{sleep, timeout};
+
+use super::chunk::CHUNK_BYTES;
+use super::description::FileEntry;
+use super::error::TransferError;
+use super::nbd::Exports;
+use super::pull::{self, Arriving, Begun, PullRequest, fetch_chunk};
+use super::remote::{AT_ONCE, Remote};
+
+pub(super) const CHUNK_PAGES: u64 = CHUNK_BYTES / PAGE_SIZE;
+
+/// Number of chunks that are fetched at once for no VM that waits, so that one which begins to wait
+/// need not share the link with many others.
+const IN_ADVANCE: usize = 4;
+
+/// Pauses after a failed fetch: the first, and the longest.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+
+/// How long a worker without work sleeps at most.
+const IDLE: Duration = Duration::from_secs(1);
+
+/// Number of a file, and number of a chunk in the file.
+pub(super) type Place = (usize, u64);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Chunk {
+    Missing,
+    OnItsWay,
+    Here,
+}
+
+/// A snapshot that is being fetched; a handle, of which there may be many.
+#[derive(Clone, Debug)]
+pub struct StreamedSnapshot(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    /// `None` for a snapshot that is complete already.
+    remote: Option<Remote>,
+    request: PullRequest,
+    files: Vec<Arriving>,
+    begun: Mutex<Option<Begun>>,
+    manifest: Manifest,
+    image: CheckedImage,
+    /// The device state, a file that is there.
+    devices: File,
+    /// For the files of [`Piece::file`], the number of the file.
+    of_pieces: Vec<usize>,
+    disks: Vec<Option<(Vec<Layer>, u64)>>,
+    state: Mutex<State>,
+    arrived: Condvar,
+    work: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    chunks: Vec<Vec<Chunk>>,
+    missing: u64,
+    total: u64,
+    /// Chunks for which VMs wait, and since when.
+    waiting: BTreeMap<Place, Instant>,
+    wanted: VecDeque<Place>,
+    rest: VecDeque<Place>,
+    in_advance: usize,
+    urgent: usize,
+    failures: u32,
+    trouble: Option<String>,
+    listeners: Vec<Sender<Place>>,
+    is_stopped: bool,
+}
+
+/// How far the fetching of a snapshot is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StreamStatus {
+    /// Bytes that have arrived.
+    pub here_bytes: u64,
+    /// Bytes that are fetched in all, without chunks that hold only zeroes.
+    pub total_bytes: u64,
+    /// For how long a VM has waited for a chunk; `None` if none waits.
+    pub waits: Option<Duration>,
+    /// Why the last fetch failed; `None` if it succeeded.
+    pub trouble: Option<String>,
+}
+
+impl StreamedSnapshot {
+    /// Begins to fetch a snapshot, and returns when a VM can be started from it. Then
+    /// [`Self::run`] has to be called, on another thread.
+    pub fn begin(
+        shelf: &Shelf,
+        remote: Remote,
+        request: &PullRequest,
+    ) -> Result<Self, TransferError> {
+        let mut begun = pull::begin(shelf, &remote, request)?;
+        let mut manifest = begun.description.manifest_for(request);
+        if let Some(why) = obstacle(&manifest) {
+            return Err(SnapshotError::Impossible(format!(
+                "snapshot '{}' cannot be used while it is being fetched: {why}; pull it without --stream",
+                request.name
+            ))
+            .into());
+        }
+        let lazy = lazy_files(&manifest, &begun);
+        let progress = Progress::default();
+        let files = begun.arriving.iter().enumerate();
+        let at_once: Vec<Place> = files
+            .flat_map(|(file, of)| (0..of.chunks.len() as u64).map(move |chunk| (file, chunk)))
+            .filter(|(file, chunk)| !lazy.contains(file) || *chunk == 0)
+            .collect();
+        remote.wait(async {
+            let each = at_once.chunks(AT_ONCE);
+            for chunks in each {
+                let fetches = chunks.iter().map(|&(file, number)| {
+                    let of = &begun.arriving[file];
+                    let name = of.chunks[usize::try_from(number).unwrap_or(0)];
+                    fetch_chunk(&remote, of, name, number, &progress)
+                });
+                for fetched in join_all(fetches).await {
+                    fetched?;
+                }
+            }
+            Ok::<_, TransferError>(())
+        })?;
+        let places_of = (begun.draft.path(), begun.draft.place());
+        let known_as = (request.name.as_str(), request.domain.as_deref());
+        let bases = begun.description.bases();
+        let chains = portable::adapt_arriving(&mut manifest, places_of, &bases, known_as)?;
+        let draft = begun.draft.path().to_owned();
+        let image = shelf.arriving_image(&draft, &manifest)?;
+        let files = std::mem::take(&mut begun.arriving);
+        let disk = |chain: Option<Vec<Layer>>| {
+            let chain = chain?;
+            let bytes = qcow2::virtual_bytes(&draft.join(&chain[0].0))?;
+            Some((chain, bytes))
+        };
+        let disks = chains.into_iter().map(disk).collect();
+        let opened = File::open(draft.join(memfold_snapshot::manifest::DEVICES));
+        let devices = opened.map_err(TransferError::Local)?;
+        let shared = Shared {
+            of_pieces: of_pieces(&manifest, &files),
+            remote: Some(remote),
+            request: request.clone(),
+            begun: Mutex::new(Some(begun)),
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+            work: Notify::new(),
+            devices,
+            manifest,
+            image,
+            disks,
+            files,
+        };
+        shared.find_work(&draft, &at_once);
+        Ok(Self(Arc::new(shared)))
+    }
+
+    /// Returns a complete snapshot in the same form, for VMs that began to run from it while it was
+    /// being fetched.
+    pub fn complete(shelf: &Shelf, name: &str) -> Result<Self, SnapshotError> {
+        let manifest = shelf.manifest(name)?;
+        let place = shelf.path(name)?;
+        let image = shelf.arriving_image(&place, &manifest)?;
+        let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
+        let disks = manifest.disks.iter().flat_map(|disk| disk.files());
+        let paths = sources.chain(disks.map(|file| &file.path));
+        let names = std::iter::once(RAM.to_owned()).chain(paths.filter_map(|path| file_name(path)));
+        let mut files: Vec<Arriving> = Vec::new();
+        for name in names {
+            if files.iter().any(|file| file.entry.name == name) {
+                continue;
+            }
+            let open = File::open(place.join(&name)).and_then(|file| {
+                let bytes = file.metadata()?.len();
+                Ok((file, bytes))
+            });
+            let (file, bytes) = open.map_err(|source| SnapshotError::Files {
+                path: place.join(&name),
+                source,
+            })?;
+            files.push(Arriving {
+                entry: FileEntry {
+                    name,
+                    bytes,
+                    origin: None,
+                },
+                chunks: Vec::new(),
+                file: Arc::new(file),
+                shared: None,
+                is_whole: true,
+            });
+        }
+        let shared = Shared {
+            of_pieces: of_pieces(&manifest, &files),
+            devices: shelf.file(name, memfold_snapshot::manifest::DEVICES)?,
+            remote: None,
+            request: PullRequest {
+                name: name.to_owned(),
+                ..PullRequest::default()
+            },
+            begun: Mutex::default(),
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+            work: Notify::new(),
+            disks: manifest.disks.iter().map(|_| None).collect(),
+            manifest,
+            image,
+            files,
+        };
+        Ok(Self(Arc::new(shared)))
+    }
+
+    /// Returns the manifest, with the paths that the snapshot's files will have when it is complete.
+    #[must_use]
+    pub fn manifest(&self) -> &Manifest {
+        &self.0.manifest
+    }
+
+    /// Returns the RAM image, of which parts are missing.
+    #[must_use]
+    pub fn image(&self) -> &CheckedImage {
+        &self.0.image
+    }
+
+    /// Returns the device state.
+    #[must_use]
+    pub fn devices(&self) -> &File {
+        &self.0.devices
+    }
+
+    /// Returns the URL of the object store; an empty text for a complete snapshot.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        self.0.remote.as_ref().map_or("", Remote::url)
+    }
+
+    /// Returns, for each disk, how a VM reads it over the NBD server at `socket`; `None` for disks
+    /// that are there.
+    #[must_use]
+    pub fn disks(&self, socket: &Path) -> Vec<Option<StreamedDisk>> {
+        let disk = |of: &Option<(Vec<Layer>, u64)>| {
+            let (layers, virtual_bytes) = of.clone()?;
+            Some(StreamedDisk {
+                socket: socket.to_owned(),
+                layers,
+                virtual_bytes,
+            })
+        };
+        self.0.disks.iter().map(disk).collect()
+    }
+
+    /// Returns the number of the file that [`Piece::file`] names.
+    pub(super) fn file_of(&self, piece_file: usize) -> Option<usize> {
+        self.0.of_pieces.get(piece_file).copied()
+    }
+
+    /// Returns a file of the snapshot.
+    pub(super) fn file(&self, number: usize) -> &File {
+        &self.0.files[number].file
+    }
+
+    /// Makes a chunk one of those that are fetched first, because somebody waits for it.
+    pub(super) fn want(&self, place: Place) {
+        self.0.want(place);
+    }
+
+    /// Returns which of these chunks are here.
+    pub(super) fn here(&self, places: impl Iterator<Item = Place>) -> Vec<Place> {
+        let state = self.0.state.lock();
+        places
+            .filter(|&place| state.get(place) == Chunk::Here)
+            .collect()
+    }
+
+    /// Returns a receiver of the chunks that arrive from now on.
+    pub(super) fn arrivals(&self) -> Receiver<Place> {
+        let (listener, arrivals) = channel();
+        self.0.state.lock().listeners.push(listener);
+        arrivals
+    }
+
+    /// Waits until bytes of a file ([`Piece::file`]) are here.
+    pub fn wait(&self, file: usize, bytes: Range<u64>) -> io::Result<()> {
+        let number = self.0.of_pieces.get(file).copied();
+        self.0.wait(number.unwrap_or(usize::MAX), bytes)
+    }
+
+    /// Returns how far the fetching is.
+    #[must_use]
+    pub fn status(&self) -> StreamStatus {
+        let state = self.0.state.lock();
+        StreamStatus {
+            here_bytes: (state.total - state.missing) * CHUNK_BYTES,
+            total_bytes: state.total * CHUNK_BYTES,
+            waits: state.waiting.values().min().map(Instant::elapsed),
+            trouble: state.trouble.clone(),
+        }
+    }
+
+    /// Fetches until all is here or [`Self::stop`] was called, and then makes a snapshot of the
+    /// draft. Returns whether it is complete.
+    pub fn run(&self, shelf: &Shelf, progress: &Progress) -> Result<bool, TransferError> {
+        let shared = &self.0;
+        let Some(remote) = &shared.remote else {
+            return Ok(true);
+        };
+        {
+            let state = shared.state.lock();
+            progress.begin("fetched", state.total * CHUNK_BYTES);
+            progress.add((state.total - state.missing) * CHUNK_BYTES);
+        }
+        remote.wait(join_all(
+            (0..AT_ONCE).map(|_| shared.fetch(remote, progress)),
+        ));
+        if shared.state.lock().is_stopped {
+            return Ok(false);
+        }
+        let Some(mut begun) = shared.begun.lock().take() else {
+            return Ok(true);
+        };
+        begun.arriving = shared.files.iter().map(Arriving::again).collect();
+        pull::complete(shelf, begun, &shared.request)?;
+        Ok(true)
+    }
+
+    /// Ends [`Self::run`]. What has arrived stays for the next pull of this name.
+    pub fn stop(&self) {
+        self.0.state.lock().is_stopped = true;
+        self.0.arrived.notify_all();
+        self.0.work.notify_waiters();
+    }
+}
+
+/// Returns why VMs cannot run from a snapshot while it is being fetched.
+fn obstacle(manifest: &Manifest) -> Option<&'static str> {
+    if manifest.packed.is_some() {
+        return Some("its memory is compressed");
+    }
+    (manifest.spec.foreign.is_some())
+        .then_some("memfold did not start its VM, so the VM's disks have options of their own")
+}
+
+/// Returns the numbers of the files that are fetched while VMs run: memory, and disks that VMs
+/// write to.
+fn lazy_files(manifest: &Manifest, begun: &Begun) -> Vec<usize> {
+    let bases = begun.description.bases();
+    let disks = manifest.disks.iter().filter(|disk| !disk.read_only);
+    let files = disks.flat_map(|disk| disk.files());
+    let names = files.filter_map(|file| match bases.get(&file.path) {
+        Some(name) => Some(name.clone()),
+        None => file_name(&file.path),
+    });
+    let mut names: Vec<String> = names.collect();
+    names.push(RAM.to_owned());
+    let files = begun.arriving.iter().enumerate();
+    let is_lazy = |file: &Arriving| names.contains(&file.entry.name);
+    files
+        .filter_map(|(number, file)| is_lazy(file).then_some(number))
+        .collect()
+}
+
+fn file_name(path: &Path) -> Option<String> {
+    Some(path.file_name()?.to_str()?.to_owned())
+}
+
+/// Returns the numbers of the files that [`Piece::file`] names.
+fn of_pieces(manifest: &Manifest, files: &[Arriving]) -> Vec<usize> {
+    let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
+    let names = std::iter::once(Some(RAM.to_owned())).chain(sources.map(|path| file_name(path)));
+    let number = |name: Option<String>| {
+        let name = name.unwrap_or_default();
+        files.iter().position(|file| file.entry.name == name)
+    };
+    names
+        .map(|name| number(name).unwrap_or(usize::MAX))
+        .collect()
+}
+
+/// Returns the places of all chunks that are not zeroes.
+fn places(files: &[Arriving]) -> impl Iterator<Item = Place> + '_ {
+    let all = files.iter().enumerate();
+    all.flat_map(|(number, file)| {
+        let chunks = (0..).zip(&file.chunks);
+        chunks.filter_map(move |(chunk, name)| name.map(|_| (number, chunk)))
+    })
+}
+
+impl Arriving {
+    fn again(&self) -> Self {
+        Self {
+            entry: self.entry.clone(),
+            chunks: self.chunks.clone(),
+            file: Arc::clone(&self.file),
+            shared: self.shared.clone(),
+            is_whole: self.is_whole,
+        }
+    }
+}
+
+impl Shared {
+    /// Finds out which chunks are missing, and in which order they are fetched.
+    fn find_work(&self, draft: &Path, here: &[Place]) {
+        let mut state = State::default();
+        for file in &self.files {
+            // A chunk of zeroes is a hole, unless an earlier pull has left something there.
+            let is_new = file.file.metadata().is_ok_and(|facts| facts.blocks() == 0);
+            let chunk = |name: &Option<blake3::Hash>| {
+                let is_here = file.is_whole || name.is_none() && is_new;
+                if is_here { Chunk::Here } else { Chunk::Missing }
+            };
+            state.chunks.push(file.chunks.iter().map(chunk).collect());
+        }
+        for &(file, number) in here {
+            state.set((file, number), Chunk::Here);
+        }
+        let mut first = Vec::new();
+        let set = WorkingSet::read(draft, &self.manifest.sums.xxh3_128);
+        if let Some(set) = &set {
+            let pages = self.manifest.ram_bytes / PAGE_SIZE;
+            let whole = ImageBlock {
+                name: String::new(),
+                first_page: 0,
+                pages,
+            };
+            let pieces = restore::pieces_of(&self.image, &whole, Hva(0));
+            for &(page, pages) in set.runs() {
+                first.extend(self.chunks_of(&pieces, page, pages));
+            }
+        }
+        first.dedup();
+        let all = state.chunks.iter().enumerate();
+        let all: Vec<Place> = all
+            .flat_map(|(file, chunks)| (0..chunks.len() as u64).map(move |chunk| (file, chunk)))
+            .filter(|&place| state.get(place) == Chunk::Missing)
+            .collect();
+        state.missing = all.len() as u64;
+        state.total = places(&self.files).count() as u64;
+        state.total = state.total.max(state.missing);
+        // A chunk that comes twice is fetched once.
+        state.rest = first.into_iter().chain(all).collect();
+        *self.state.lock() = state;
+    }
+
+    /// Returns the chunks that hold pages of an image. `pieces` are those of the whole image.
+    fn chunks_of(&self, pieces: &[Piece], page: u64, pages: u64) -> Vec<Place> {
+        let end = page.saturating_add(pages);
+        let at = |piece: &Piece| piece.hva / PAGE_SIZE;
+        let from = pieces.partition_point(|piece| at(piece) + piece.pages <= page);
+        let here = pieces[from..].iter().take_while(|piece| at(piece) < end);
+        let chunks = here.flat_map(|piece| {
+            let first = page.max(at(piece)) - at(piece);
+            let last = end.min(at(piece) + piece.pages) - at(piece);
+            let file = self.of_pieces.get(piece.file).copied();
+            let range = (piece.file_page + first) / CHUNK_PAGES
+                ..(piece.file_page + last).div_ceil(CHUNK_PAGES);
+            file.into_iter()
+                .flat_map(move |file| range.clone().map(move |chunk| (file, chunk)))
+        });
+        chunks.collect()
+    }
+
+    /// Fetches chunks until all are here, or nobody wants them any more.
+    async fn fetch(&self, remote: &Remote, progress: &Progress) {
+        loop {
+            // Registered before the look, so that no notification is missed.
+            let mut notified = std::pin::pin!(self.work.notified());
+            notified.as_mut().enable();
+            let next = {
+                let mut state = self.state.lock();
+                if state.missing == 0 || state.is_stopped {
+                    self.work.notify_waiters();
+                    return;
+                }
+                state.next()
+            };
+            let Some((place, is_urgent)) = next else {
+                // The end of the wait is only a reason to look again.
+                let _ = timeout(IDLE, notified).await;
+                continue;
+            };
+            let of = &self.files[place.0];
+            let name = of.chunks[usize::try_from(place.1).unwrap_or(0)];
+            let fetched = fetch_chunk(remote, of, name, place.1, progress).await;
+            let pause = self.note(place, is_urgent, fetched.map(drop));
+            if let Some(pause) = pause {
+                sleep(pause).await;
+            }
+        }
+    }
+
+    /// Notes the end of a fetch. Returns how long to wait after a failure.
+    fn note(
+        &self,
+        place: Place,
+        is_urgent: bool,
+        fetched: Result<(), TransferError>,
+    ) -> Option<Duration> {
+        let mut state = self.state.lock();
+        let of_kind = if is_urgent {
+            &mut state.urgent
+        } else {
+            &mut state.in_advance
+        };
+        *of_kind = of_kind.saturating_sub(1);
+        let pause = match fetched {
+            Ok(()) => {
+                state.set(place, Chunk::Here);
+                state.missing = state.missing.saturating_sub(1);
+                state.waiting.remove(&place);
+                state
+                    .listeners
+                    .retain(|listener| listener.send(place).is_ok());
+                (state.failures, state.trouble) = (0, None);
+                None
+            }
+            Err(error) => {
+                state.set(place, Chunk::Missing);
+                let is_wanted = state.waiting.contains_key(&place);
+                if is_wanted {
+                    state.wanted.push_back(place);
+                } else {
+                    state.rest.push_front(place);
+                }
+                if state.trouble.is_none() {
+                    tracing::warn!(
+                        snapshot = self.request.name,
+                        url = remote_url(self.remote.as_ref()),
+                        error = memfold_host::chain(&error),
+                        "cannot fetch a part of a snapshot from which VMs run; retrying until it succeeds, and VMs that need the part wait"
+                    );
+                }
+                state.trouble = Some(memfold_host::chain(&error));
+                let pause = PAUSE.0 * 2_u32.saturating_pow(state.failures.min(8));
+                state.failures += 1;
+                Some(pause.min(PAUSE.1))
+            }
+        };
+        drop(state);
+        self.arrived.notify_all();
+        self.work.notify_waiters();
+        pause
+    }
+
+    /// Makes a chunk one of those that are fetched first, because somebody waits for it.
+    fn want(&self, place: Place) {
+        let mut state = self.state.lock();
+        if state.get(place) == Chunk::Here {
+            return;
+        }
+        let is_new = state.waiting.insert(place, Instant::now()).is_none();
+        if is_new && state.get(place) == Chunk::Missing {
+            state.wanted.push_back(place);
+        }
+        drop(state);
+        self.work.notify_waiters();
+    }
+
+    /// Waits until bytes of file `number` are here.
+    fn wait(&self, number: usize, bytes: Range<u64>) -> io::Result<()> {
+        let chunks = bytes.start / CHUNK_BYTES..bytes.end.div_ceil(CHUNK_BYTES);
+        for chunk in chunks.clone() {
+            self.want((number, chunk));
+        }
+        let mut state = self.state.lock();
+        while chunks
+            .clone()
+            .any(|chunk| state.get((number, chunk)) != Chunk::Here)
+        {
+            if state.is_stopped {
+                return Err(io::Error::other("the snapshot is not fetched any more"));
+            }
+            self.arrived.wait(&mut state);
+        }
+        Ok(())
+    }
+}
+
+fn remote_url(remote: Option<&Remote>) -> &str {
+    remote.map_or("", Remote::url)
+}
+
+impl State {
+    /// Returns the state of a chunk. Chunks of files that need no fetching are here.
+    fn get(&self, (file, chunk): Place) -> Chunk {
+        let chunks = self.chunks.get(file);
+        let found = chunks.and_then(|chunks| chunks.get(usize::try_from(chunk).ok()?));
+        found.copied().unwrap_or(Chunk::Here)
+    }
+
+    fn set(&mut self, (file, chunk): Place, now: Chunk) {
+        let chunks = self.chunks.get_mut(file);
+        let found = chunks.and_then(|chunks| chunks.get_mut(usize::try_from(chunk).ok()?));
+        if let Some(found) = found {
+            *found = now;
+        }
+    }
+
+    /// Returns the next chunk to fetch, and whether somebody waits for it.
+    fn next(&mut self) -> Option<(Place, bool)> {
+        while let Some(place) = self.wanted.pop_front() {
+            if self.get(place) == Chunk::Missing {
+                self.urgent += 1;
+                self.set(place, Chunk::OnItsWay);
+                return Some((place, true));
+            }
+        }
+        if self.urgent > 0 || self.in_advance >= IN_ADVANCE {
+            return None;
+        }
+        while let Some(place) = self.rest.pop_front() {
+            if self.get(place) == Chunk::Missing {
+                self.in_advance += 1;
+                self.set(place, Chunk::OnItsWay);
+                return Some((place, false));
+            }
+        }
+        None
+    }
+}
+
+impl Exports for StreamedSnapshot {
+    fn bytes(&self, name: &str) -> Option<u64> {
+        let file = self.0.files.iter().find(|file| file.entry.name == name)?;
+        Some(file.entry.bytes)
+    }
+
+    fn read(&self, name: &str, at: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let mut files = self.0.files.iter();
+        let number = files.position(|file| file.entry.name == name);
+        let number = number.ok_or(io::ErrorKind::NotFound)?;
+        self.0.wait(number, at..at + buffer.len() as u64)?;
+        self.0.files[number].file.read_exact_at(buffer, at)
+    }
+}
