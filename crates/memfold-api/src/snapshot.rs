@@ -204,6 +204,10 @@ pub struct PullBody {
     /// Whether a pulled snapshot may bring arguments for QEMU although no signature is checked.
     #[serde(default)]
     pub allow_arguments: bool,
+    /// Whether the request ends as soon as VMs can be started from the snapshot. The rest is then
+    /// fetched while they run.
+    #[serde(default)]
+    pub stream: bool,
 }
 
 /// Request body of `POST /v1/remote-snapshots/list` and of

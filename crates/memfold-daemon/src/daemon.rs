@@ -59,6 +59,8 @@ impl Daemon {
             daemon.below.folding.tell(Command::SetPaused(true))?;
         }
         clear_trials(state);
+        daemon.snapshots.find_streaming_vms();
+        daemon.snapshots.begin_streams().map_err(files)?;
         daemon.vms.begin_adoption().map_err(files)?;
         daemon.begin_settling().map_err(files)?;
         daemon.sampling.begin()?;

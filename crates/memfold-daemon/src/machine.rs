@@ -100,6 +100,8 @@ struct Marks {
     /// State of each segment in the guest, by the segment's name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
     agent: Mutex<Option<Arc<AgentLink>>>,
+    /// How far the fetching of the snapshot is from which the VM runs; `None` if nothing is missing.
+    arriving: Mutex<Option<String>>,
 }
 
 /// A VM that the daemon manages.
@@ -133,6 +135,7 @@ impl Machine {
         let state = RunState::ask(&role.name, &mut qmp)?;
         let monitor = Arc::new(SharedQmp::new(qmp));
         let library = SharedLibraryState::default();
+        let is_arriving = (vm.directory()).is_some_and(|place| place.arriving().exists());
         let (guest, library_problem) = match vm.library_link() {
             None => (None, Some(NO_LIBRARY.to_owned())),
             Some(Err(error)) => {
@@ -157,7 +160,10 @@ impl Machine {
                 connected: Instant::now(),
                 pause: INTERVAL,
             }),
-            marks: Marks::default(),
+            marks: Marks {
+                arriving: Mutex::new(is_arriving.then(|| "being fetched".to_owned())),
+                ..Marks::default()
+            },
             commands: commands.clone(),
             qemu: format!("{major}.{minor}.{micro}"),
             vm,
@@ -279,7 +285,33 @@ impl Machine {
         let seen = self.seen.lock();
         let conditions = seen.conditions.fold.iter().map(ToString::to_string);
         let library = self.library_problem.iter().cloned();
-        library.chain(conditions).collect()
+        let arriving = self.arriving();
+        let arriving = arriving.map(|how| format!("the VM's snapshot is still {how}"));
+        library.chain(arriving).chain(conditions).collect()
+    }
+
+    /// Returns how far the fetching of the snapshot is from which the VM runs; `None` if nothing is
+    /// missing.
+    pub(crate) fn arriving(&self) -> Option<String> {
+        self.marks.arriving.lock().clone()
+    }
+
+    /// Notes how far the fetching of the VM's snapshot is.
+    pub(crate) fn note_stream(&self, how: Option<String>) {
+        let mut arriving = self.marks.arriving.lock();
+        if let (Some(now), Some(how)) = (arriving.as_mut(), how) {
+            *now = how;
+        }
+    }
+
+    /// Notes that nothing of the VM's snapshot is missing any more.
+    pub(crate) fn arrived(&self) {
+        if let Some(place) = self.vm.directory() {
+            // If the file stays, the next daemon finds out the same.
+            let _ = std::fs::remove_file(place.arriving());
+        }
+        *self.marks.arriving.lock() = None;
+        self.tell(Command::Problem(self.role.id, self.problem()));
     }
 
     /// Removes the VM's files after the VM has ended.

@@ -25,10 +25,12 @@ mod hold;
 mod parent;
 mod restore_vm;
 mod save_vm;
+mod streaming;
 mod transfer;
 mod verify;
 
 pub(crate) use self::save_vm::SaveKind;
+use self::streaming::Streams;
 pub(crate) use self::verify::clear_trials;
 
 /// Service that saves, restores, lists and removes the snapshots of this host.
@@ -43,6 +45,7 @@ pub struct Snapshots {
     disk_speed: Mutex<Option<(Instant, f64)>>,
     /// Threads that make forked VMs share their memory, by the VMs' names.
     sharing: Mutex<BTreeMap<String, JoinHandle<()>>>,
+    streams: Streams,
 }
 
 impl Snapshots {
@@ -53,6 +56,7 @@ impl Snapshots {
             twins: Mutex::default(),
             disk_speed: Mutex::default(),
             sharing: Mutex::default(),
+            streams: Streams::default(),
         }
     }
 
@@ -89,6 +93,9 @@ impl Snapshots {
                 below.clone_from(&infos[at].parent);
             }
         }
+        let streamed = self.streamed_infos().into_iter();
+        infos.extend(streamed.filter(|info| !names.contains(&info.name)));
+        infos.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(infos)
     }
 
@@ -116,6 +123,9 @@ impl Snapshots {
 
     /// Returns the manifest of a snapshot: the description of the saved VM and its files.
     pub fn manifest(&self, name: &str) -> Result<Manifest, DaemonError> {
+        if let Some(stream) = self.streamed(name) {
+            return Ok(stream.manifest().clone());
+        }
         Ok(self.below.snapshots.manifest(name)?)
     }
 
@@ -126,6 +136,7 @@ impl Snapshots {
     /// [`SnapshotError::InUse`] if a VM runs from the snapshot, [`SnapshotError::BuiltOn`] if other
     /// snapshots need it.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
+        self.stop_stream(name)?;
         let _removal = self.below.snapshot_locks.remove(name)?;
         self.refuse_if_used(name)?;
         let saved = self.below.snapshots.manifest(name);

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use memfold_api::{RestoreRequest, VmInfo};
 use memfold_snapshot::identity::Plan;
-use memfold_snapshot::restore::OwnDisks;
+use memfold_snapshot::manifest::DEVICES;
+use memfold_snapshot::restore::{OwnDisks, PageSource};
 use memfold_snapshot::working_set::{self, WorkingSet};
 use memfold_snapshot::{Manifest, SnapshotError, restore};
+use memfold_transfer::StreamedSnapshot;
 use memfold_units::PAGE_SIZE;
-use memfold_vm::{Incoming, LaunchError};
+use memfold_vm::{Incoming, LaunchError, Qmp, VmSpec};
 use rustix::process::Pid;
 use tracing::{debug, info};
 
@@ -20,6 +22,7 @@ use crate::locks::TwinRight;
 use crate::machine::Machine;
 use crate::segments::in_guest::recall_segments;
 use crate::snapshots::Snapshots;
+use crate::snapshots::streaming::NewVm;
 use crate::threads;
 
 /// Longest wait for another restore of a guest that cannot renew its identity.
@@ -55,8 +58,15 @@ impl Snapshots {
         // The lock prevents the removal and replacement of the snapshot, so all files belong to one
         // save.
         let progress = self.below.snapshot_locks.begin(snapshot)?;
-        let manifest = self.below.snapshots.manifest(snapshot)?;
-        let mut spec = restore::spec(&self.below.snapshots, &manifest, &request.vm)?;
+        let stream = self.streamed(snapshot);
+        let (manifest, mut spec) = match &stream {
+            Some(stream) => self.spec_of_stream(stream, request)?,
+            None => {
+                let manifest = self.below.snapshots.manifest(snapshot)?;
+                let spec = restore::spec(&self.below.snapshots, &manifest, &request.vm)?;
+                (manifest, spec)
+            }
+        };
         // The name is checked before the disks are copied, which takes long.
         memfold_vm::check_name("name", &request.vm).map_err(LaunchError::from)?;
         if self.below.registry.contains(&request.vm) {
@@ -87,7 +97,14 @@ impl Snapshots {
         }
         let plan =
             Plan::new(request.renew, request.keep_clock, &spec).map_err(|error| no_plan(&error))?;
-        let image = self.below.snapshots.checked_image(&manifest, &progress)?;
+        let image = match &stream {
+            Some(stream) => stream.image().clone(),
+            None => self.below.snapshots.checked_image(&manifest, &progress)?,
+        };
+        let server = stream
+            .as_ref()
+            .map(|stream| self.serve_disks(stream, &mut spec))
+            .transpose()?;
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
@@ -97,11 +114,27 @@ impl Snapshots {
             let vm = memfold_vm::start_unless(cancel, state, spec, Some(&incoming))?;
             self.vms.share_kernel(&vm);
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
-            let shelf = &self.below.snapshots;
+            let fill = |mut qmp: Qmp| match (&stream, server) {
+                (Some(stream), Some(server)) => {
+                    let layout = vm.layout(&mut qmp)?;
+                    let source = NewVm {
+                        stream,
+                        is_mapped: Arc::default(),
+                    };
+                    let image = (&image, Some(&source as &dyn PageSource));
+                    restore::fill(&vm, &mut qmp, &manifest, stream.devices(), image)?;
+                    let noted = self.note_streaming(&vm, &layout, stream, server, source.is_mapped);
+                    noted.map_err(|error| no_plan(&error))
+                }
+                _ => {
+                    let devices = self.below.snapshots.file(snapshot, DEVICES)?;
+                    restore::fill(&vm, &mut qmp, &manifest, &devices, (&image, None))
+                }
+            };
             let filled = noted
                 .map_err(|error| no_plan(&error))
                 .and_then(|()| Ok(vm.daemon_qmp()?))
-                .and_then(|mut qmp| restore::fill(&vm, &mut qmp, shelf, &manifest, &image));
+                .and_then(fill);
             if let Err(error) = filled {
                 // The log is removed with the VM's directory, so it is read first.
                 let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
@@ -134,6 +167,26 @@ impl Snapshots {
         recall_segments(&machine);
         self.mind_working_set(machine.clone(), manifest, request.prefetch);
         Ok(machine.info())
+    }
+
+    /// Returns the manifest of a snapshot that is being fetched, and the description of a VM that
+    /// will run from it.
+    fn spec_of_stream(
+        &self,
+        stream: &StreamedSnapshot,
+        request: &RestoreRequest,
+    ) -> Result<(Manifest, VmSpec), DaemonError> {
+        let manifest = stream.manifest().clone();
+        if request.disks.is_some() {
+            return Err(SnapshotError::Impossible(format!(
+                "snapshot '{}' is still being fetched, so its disks cannot be copied yet; leave out the directory for disks, or wait until the snapshot is complete",
+                manifest.name
+            ))
+            .into());
+        }
+        let place = self.below.snapshots.path(&manifest.name)?;
+        let spec = restore::unchecked_spec(&place, &manifest, &request.vm);
+        Ok((manifest, spec))
     }
 
     /// Prefetches the snapshot's working set for a restored VM, or records the working set if none

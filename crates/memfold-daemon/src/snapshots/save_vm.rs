@@ -71,6 +71,12 @@ impl Snapshots {
     ) -> Result<Manifest, DaemonError> {
         let began = Instant::now();
         let machine = self.below.registry.machine(&request.vm)?;
+        if let Some(why) = machine.arriving() {
+            return Err(SnapshotError::Impossible(format!(
+                "the VM cannot be saved while its own snapshot is still {why}; wait until the snapshot is complete ('memfold snapshot list')"
+            ))
+            .into());
+        }
         self.shared(&request.vm);
         let Some(right) = machine.try_save() else {
             let why = "a snapshot of this VM is being made; wait until it is complete";

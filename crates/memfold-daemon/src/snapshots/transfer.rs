@@ -1,14 +1,15 @@
 //! Copies snapshots to an object store (for example S3) and back, and lists and removes snapshots
 //! there.
 
+use std::sync::Arc;
+
 use memfold_api::{PullBody, PushBody};
-use memfold_transfer::{
-    PullReport, PullRequest, PushReport, PushRequest, Remote, RemoteSnapshot, RemoveReport,
-};
+use memfold_transfer::{PullReport, PushReport, PushRequest, Remote, RemoteSnapshot, RemoveReport};
 use tracing::info;
 
 use crate::error::DaemonError;
 use crate::snapshots::Snapshots;
+use crate::snapshots::streaming::request;
 
 impl Snapshots {
     /// Copies a snapshot of this host to an object store.
@@ -31,20 +32,15 @@ impl Snapshots {
     }
 
     /// Copies a snapshot from an object store to this host. `name`: the copy's name on this host.
-    pub fn pull(&self, name: &str, body: PullBody) -> Result<PullReport, DaemonError> {
-        let progress = self.below.snapshot_locks.begin(name)?;
-        if let Some(domain) = &body.domain {
-            memfold_vm::check_name("trust domain", domain)
-                .map_err(|error| DaemonError::BadRequest(error.to_string()))?;
+    pub fn pull(self: &Arc<Self>, name: &str, body: PullBody) -> Result<PullReport, DaemonError> {
+        if body.stream {
+            check_domain(&body)?;
+            return self.stream(name, body);
         }
+        let progress = self.below.snapshot_locks.begin(name)?;
+        check_domain(&body)?;
         let remote = Remote::open(&body.url)?;
-        let request = PullRequest {
-            from: body.from.unwrap_or_else(|| name.to_owned()),
-            name: name.to_owned(),
-            domain: body.domain,
-            trust: body.trust,
-            allow_arguments: body.allow_arguments,
-        };
+        let request = request(name, body);
         let report = memfold_transfer::pull(&self.below.snapshots, &remote, &request, &progress)?;
         info!(
             snapshot = name,
@@ -69,4 +65,15 @@ impl Snapshots {
         );
         Ok(report)
     }
+}
+
+fn check_domain(body: &PullBody) -> Result<(), DaemonError> {
+    let checked = body
+        .domain
+        .as_ref()
+        .map(|domain| memfold_vm::check_name("trust domain", domain));
+    checked
+        .transpose()
+        .map(drop)
+        .map_err(|error| DaemonError::BadRequest(error.to_string()))
 }

@@ -39,7 +39,7 @@ const DETAILS: &str = "\
     advisor allow_arguments announce bytes cleartext compress content cover_percent cpu_percent despite_brake \
     disks domain drop_s durability for_vms force from from_boot_snapshot host keep keep_clock \
     least_bytes leave_percent listen live max_bytes memory merge name no_lay one_domain \
-    pages_per_second parent paused pinned prefetch qmp renew reserve role root seconds segment stripes \
+    pages_per_second parent paused pinned prefetch qmp renew reserve role root seconds segment stream stripes \
     target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm wait whole writer";
 
 /// Name and role of the session that a login has begun. They are attached to the response for the

@@ -135,6 +135,10 @@ pub(super) enum Arguments {
 pub(super) struct CloneArguments {
     /// Snapshot to start from
     snapshot: String,
+    /// Fetch the snapshot from this object store while the clones run ('memfold snapshot pull
+    /// --stream'), unless it is here
+    #[arg(long, value_name = "URL")]
+    from: Option<String>,
     /// Number of clones
     #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     number: u32,
@@ -318,6 +322,12 @@ pub(super) struct Clone {
 pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
     let snapshot = &arguments.snapshot;
+    if let Some(url) = &arguments.from {
+        let here: Vec<SnapshotInfo> = client.get("/v1/snapshots")?;
+        if here.iter().all(|info| info.name != *snapshot) {
+            transfer::stream(context, &client, snapshot, url)?;
+        }
+    }
     let manifest: Manifest = client.get(&path(snapshot)?)?;
     if arguments.number > 1 && !manifest.tells_twins_apart() && !arguments.force {
         bail!(
@@ -385,7 +395,11 @@ pub(super) fn start_clones(
         let began = Instant::now();
         let started = watched(context, snapshot, || restore(client, snapshot, &request));
         let vm = started.with_context(|| {
-            format!("VM '{}' did not start; {} others run", request.vm, clones.len())
+            format!(
+                "VM '{}' did not start; {} others run",
+                request.vm,
+                clones.len()
+            )
         })?;
         let ms = began.elapsed().as_secs_f64() * 1000.0;
         if !context.json {

@@ -10,7 +10,7 @@ use memfold_api::{Client, PullBody, PushBody, RemoteStore};
 use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
 use memfold_units::ByteSize;
 
-use super::context::Context;
+use super::context::{Context, write_line};
 use super::table::table;
 use super::vm::segment;
 use super::watch::watched;
@@ -49,6 +49,9 @@ pub(super) struct Pull {
     /// Accept arguments for QEMU from a snapshot whose signature is not checked
     #[arg(long, conflicts_with = "trust")]
     allow_arguments: bool,
+    /// Return as soon as VMs can be started from the snapshot, and fetch the rest while they run
+    #[arg(long)]
+    stream: bool,
 }
 
 pub(super) fn push(context: &Context, client: &Client, push: Push) -> anyhow::Result<ExitCode> {
@@ -72,12 +75,33 @@ pub(super) fn pull(context: &Context, client: &Client, pull: Pull) -> anyhow::Re
         domain: pull.domain,
         trust: pull.trust.as_deref().map(read_key).transpose()?,
         allow_arguments: pull.allow_arguments,
+        stream: pull.stream,
     };
     let snapshot = format!("/v1/snapshots/{}", segment(&here)?);
     let report: PullReport = watched(context, format!("{snapshot}/progress"), || {
         Ok(client.post(&format!("{snapshot}/pull"), &body)?)
     })?;
     context.print(&report, pulled)
+}
+
+/// Makes a snapshot in an object store ready for its first VM; the rest is fetched meanwhile.
+pub(super) fn stream(
+    context: &Context,
+    client: &Client,
+    name: &str,
+    url: &str,
+) -> anyhow::Result<()> {
+    let body = PullBody {
+        url: url.to_owned(),
+        stream: true,
+        ..PullBody::default()
+    };
+    let report: PullReport =
+        client.post(&format!("/v1/snapshots/{}/pull", segment(name)?), &body)?;
+    if !context.json {
+        write_line(&pulled(&report))?;
+    }
+    Ok(())
 }
 
 pub(super) fn list(context: &Context, client: &Client, url: String) -> anyhow::Result<ExitCode> {
@@ -123,6 +147,16 @@ fn pushed(report: &PushReport) -> String {
 }
 
 fn pulled(report: &PullReport) -> String {
+    if !report.complete {
+        return format!(
+            "{} can be started after {:.1} s: {} of {} have arrived from {}, and the rest is being fetched",
+            report.name,
+            report.took_s,
+            ByteSize(report.fetched_bytes),
+            ByteSize(report.stored_bytes),
+            report.url
+        );
+    }
     format!(
         "pulled {} from {} in {:.1} s: {}, of which {} were fetched; {} received{}",
         report.name,

@@ -1,0 +1,630 @@
+//! VMs that run from a snapshot while it is being fetched from an object store.
+//!
+//! ```text
+//!   NAME.stream    the request, beside the snapshots: the next daemon goes on fetching
+//!   stream         fetches chunks (memfold-transfer), and says which have arrived
+//!   VM             pages: over a socket to the library in QEMU; disks: over an NBD server of this daemon
+//!   at the end     VM's disks are switched to the snapshot's files, and the VM is one like any other
+//! ```
+//! If the daemon ends, VMs that need what is missing wait for the next daemon. It connects to them
+//! before QEMU's monitor is asked, because QEMU's main loop may be what waits.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use memfold_api::PullBody;
+use memfold_host::chain;
+use memfold_snapshot::restore::{PageSource, Piece};
+use memfold_snapshot::{SnapshotError, SnapshotInfo, fetched_disks, restore};
+use memfold_transfer::nbd::{self, Exports};
+use memfold_transfer::{PullReport, PullRequest, Remote, StreamStatus, StreamedSnapshot};
+use memfold_units::ByteSize;
+use memfold_vm::{
+    LibraryError, MachineError, RamBlock, RamLayout, Vm, VmDirectory, VmSpec, overlay,
+};
+use memfold_wire::library::Order;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use tracing::{debug, info, warn};
+
+use crate::error::DaemonError;
+use crate::json_file::write_json;
+use crate::machine::Machine;
+use crate::snapshots::Snapshots;
+use crate::threads;
+
+/// How often VMs and fetches are looked after.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Pause before a snapshot that an earlier daemon was fetching is tried again.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// Snapshots that are being fetched while VMs run from them, and these VMs.
+#[derive(Debug, Default)]
+pub(super) struct Streams {
+    snapshots: Mutex<BTreeMap<String, StreamedSnapshot>>,
+    vms: Mutex<BTreeMap<String, StreamingVm>>,
+}
+
+/// A VM whose memory or disks may still be missing.
+#[derive(Debug)]
+struct StreamingVm {
+    note: Note,
+    /// The connection to the library in QEMU, until a stream uses it.
+    unused: Option<(UnixStream, UnixListener)>,
+    is_mapped: Arc<AtomicBool>,
+    /// Whether the VM needs no NBD server any more.
+    is_over: Arc<AtomicBool>,
+}
+
+/// What the next daemon has to know of such a VM: `arriving.json` in the VM's directory.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Note {
+    snapshot: String,
+    /// RAM blocks whose pages arrive: name, host virtual address in QEMU, number of pages.
+    blocks: Vec<(String, u64, u64)>,
+}
+
+impl Note {
+    fn layout(&self) -> RamLayout {
+        let blocks = self.blocks.iter().map(|(name, hva, pages)| RamBlock {
+            name: name.clone(),
+            hva: memfold_units::Hva(*hva),
+            pages: *pages,
+        });
+        RamLayout {
+            blocks: blocks.collect(),
+            ..RamLayout::default()
+        }
+    }
+}
+
+/// The request that is repeated by the next daemon: `SHELF/.NAME.stream`.
+#[derive(Serialize, Deserialize)]
+struct SavedRequest {
+    url: String,
+    request: PullRequest,
+}
+
+/// A VM that is being started, as the source of its pages.
+pub(super) struct NewVm<'a> {
+    pub stream: &'a StreamedSnapshot,
+    pub is_mapped: Arc<AtomicBool>,
+}
+
+impl PageSource for NewVm<'_> {
+    fn wait(&self, file: usize, bytes: Range<u64>) -> io::Result<()> {
+        self.stream.wait(file, bytes)
+    }
+
+    fn begin(&self, pieces: Vec<Piece>, socket: UnixStream) -> io::Result<()> {
+        let is_mapped = Arc::clone(&self.is_mapped);
+        let complete = move || is_mapped.store(true, Ordering::Relaxed);
+        self.stream.bring(pieces, socket, complete)
+    }
+}
+
+/// The NBD server of a VM that is being started.
+pub(super) struct DiskServer {
+    is_over: Arc<AtomicBool>,
+    is_kept: bool,
+}
+
+impl DiskServer {
+    /// Keeps the server running until the VM needs it no more.
+    fn keep(mut self) -> Arc<AtomicBool> {
+        self.is_kept = true;
+        Arc::clone(&self.is_over)
+    }
+}
+
+impl Drop for DiskServer {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            self.is_over.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Snapshots {
+    /// Begins to fetch a snapshot, and returns when VMs can be started from it. The rest is fetched
+    /// while they run.
+    pub(super) fn stream(
+        self: &Arc<Self>,
+        name: &str,
+        body: PullBody,
+    ) -> Result<PullReport, DaemonError> {
+        let began = Instant::now();
+        if self.streamed(name).is_none() {
+            let remote = Remote::open(&body.url)?;
+            let request = request(name, body);
+            let saved = SavedRequest {
+                url: remote.url().to_owned(),
+                request,
+            };
+            let path = self.saved_request(name)?;
+            let stream = {
+                let _used = self.below.snapshot_locks.begin(name)?;
+                StreamedSnapshot::begin(&self.below.snapshots, remote, &saved.request)?
+            };
+            write_json(&path, &saved).map_err(|source| SnapshotError::Files { path, source })?;
+            self.begin_fetching(name, &stream)?;
+        }
+        let stream = self.streamed(name).ok_or_else(|| unknown(name))?;
+        let status = stream.status();
+        Ok(PullReport {
+            name: name.to_owned(),
+            url: stream.url().to_owned(),
+            stored_bytes: status.total_bytes,
+            fetched_bytes: status.here_bytes,
+            received_bytes: 0,
+            trusted: false,
+            complete: false,
+            took_s: began.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// Returns the snapshot of this name if it is being fetched while VMs run from it.
+    pub(super) fn streamed(&self, name: &str) -> Option<StreamedSnapshot> {
+        self.streams.snapshots.lock().get(name).cloned()
+    }
+
+    /// Returns the entries of the list of snapshots for those that are being fetched.
+    pub(super) fn streamed_infos(&self) -> Vec<SnapshotInfo> {
+        let vms = self.streams.vms.lock();
+        let users = |name: &str| {
+            let all = vms.iter().filter(|(_, vm)| vm.note.snapshot == name);
+            all.map(|(vm, _)| vm.clone()).collect()
+        };
+        let all = self.streams.snapshots.lock();
+        let infos = all.iter().map(|(name, stream)| {
+            let manifest = stream.manifest();
+            SnapshotInfo {
+                name: name.clone(),
+                domain: manifest.domain.clone(),
+                vm: manifest.vm.clone(),
+                created_s: manifest.created_s,
+                memory_bytes: manifest.memory().0,
+                disk_bytes: stream.status().here_bytes,
+                parent: None,
+                parent_bytes: 0,
+                fork: false,
+                users: users(name),
+                problem: Some(describe(stream)),
+            }
+        });
+        infos.collect()
+    }
+
+    fn saved_request(&self, name: &str) -> Result<PathBuf, SnapshotError> {
+        self.below.snapshots.path(name)?;
+        Ok(self.below.snapshots.root().join(format!(".{name}.stream")))
+    }
+
+    /// Begins to fetch what is missing of a snapshot on a thread.
+    fn begin_fetching(
+        self: &Arc<Self>,
+        name: &str,
+        stream: &StreamedSnapshot,
+    ) -> Result<(), DaemonError> {
+        let mut all = self.streams.snapshots.lock();
+        all.insert(name.to_owned(), stream.clone());
+        drop(all);
+        let (this, stream, name) = (Arc::clone(self), stream.clone(), name.to_owned());
+        let begun = threads::begin("stream", move || this.fetch(&name, &stream));
+        begun.map_err(|_| DaemonError::Internal("no thread to fetch the snapshot"))
+    }
+
+    fn fetch(&self, name: &str, stream: &StreamedSnapshot) {
+        let fetched = {
+            let progress = match self.below.snapshot_locks.begin(name) {
+                Ok(progress) => progress,
+                Err(error) => return debug!(%error, "snapshot is not fetched"),
+            };
+            stream.run(&self.below.snapshots, &progress)
+        };
+        match fetched {
+            Ok(true) => info!(snapshot = name, url = stream.url(), "snapshot pulled"),
+            Ok(false) => info!(snapshot = name, "fetching of the snapshot stopped"),
+            Err(error) => {
+                warn!(
+                    snapshot = name,
+                    error = chain(&error),
+                    "cannot complete a snapshot whose parts have all been fetched; VMs run on; fix the cause and restart the daemon"
+                );
+                return;
+            }
+        }
+        // VMs of the complete snapshot are looked after as soon as it is no stream any more.
+        self.streams.snapshots.lock().remove(name);
+        if let Ok(path) = self.saved_request(name) {
+            let _ = fs::remove_file(path);
+        }
+    }
+
+    /// Ends the fetching of a snapshot, also for later daemons.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::Impossible`] if a VM needs what is missing.
+    pub(super) fn stop_stream(&self, name: &str) -> Result<(), DaemonError> {
+        let vms = self.streams.vms.lock();
+        let users = vms.iter().filter(|(_, vm)| vm.note.snapshot == name);
+        let users: Vec<&str> = users.map(|(vm, _)| vm.as_str()).collect();
+        if !users.is_empty() {
+            return Err(SnapshotError::Impossible(format!(
+                "VMs run from snapshot '{name}', which is still being fetched: {}; stop them first",
+                users.join(", ")
+            ))
+            .into());
+        }
+        drop(vms);
+        // Without this file, nobody begins again.
+        let _ = fs::remove_file(self.saved_request(name)?);
+        let Some(stream) = self.streamed(name) else {
+            return Ok(());
+        };
+        stream.stop();
+        let is_over = || self.streamed(name).is_none();
+        if threads::wait_until(Duration::from_secs(30), Duration::from_millis(20), is_over) {
+            return Ok(());
+        }
+        Err(SnapshotError::Impossible(format!(
+            "snapshot '{name}' is still being fetched; try again"
+        ))
+        .into())
+    }
+
+    /// Starts the NBD server for the disks of a VM that is going to be started from a stream, and
+    /// notes in the description how QEMU reads them.
+    pub(super) fn serve_disks(
+        &self,
+        stream: &StreamedSnapshot,
+        spec: &mut VmSpec,
+    ) -> Result<DiskServer, DaemonError> {
+        let path = disk_socket(self.below.registry.state(), &spec.name);
+        for (disk, streamed) in spec.disks.iter_mut().zip(stream.disks(&path)) {
+            disk.streamed = streamed;
+        }
+        let listener = listen(&path, spec);
+        let listener = listener.map_err(|source| SnapshotError::Files { path, source })?;
+        let is_over = Arc::<AtomicBool>::default();
+        serve(listener, stream, &is_over)
+            .map_err(|_| DaemonError::Internal("no thread to serve disks"))?;
+        Ok(DiskServer {
+            is_over,
+            is_kept: false,
+        })
+    }
+
+    /// Notes a VM that was just started from a stream, so that the next daemon brings it what is
+    /// missing.
+    pub(super) fn note_streaming(
+        &self,
+        vm: &Vm,
+        layout: &RamLayout,
+        stream: &StreamedSnapshot,
+        server: DiskServer,
+        is_mapped: Arc<AtomicBool>,
+    ) -> io::Result<()> {
+        let blocks = layout.blocks.iter();
+        let note = Note {
+            snapshot: stream.manifest().name.clone(),
+            blocks: blocks
+                .map(|block| (block.name.clone(), block.hva.0, block.pages))
+                .collect(),
+        };
+        if let Some(directory) = vm.directory() {
+            directory.write_json(&directory.arriving(), &note)?;
+        }
+        let streaming = StreamingVm {
+            note,
+            unused: None,
+            is_mapped,
+            is_over: server.keep(),
+        };
+        let mut vms = self.streams.vms.lock();
+        vms.insert(vm.name().to_owned(), streaming);
+        Ok(())
+    }
+
+    /// Connects to the VMs that ran from streams of the earlier daemon. Called before VMs are
+    /// adopted.
+    pub(crate) fn find_streaming_vms(&self) {
+        let state = self.below.registry.state();
+        for directory in VmDirectory::all(state).unwrap_or_default() {
+            let Ok(note) = VmDirectory::read_json::<Note>(&directory.arriving()) else {
+                continue;
+            };
+            match connect(state, &directory, note) {
+                Ok(vm) => {
+                    self.streams.vms.lock().insert(directory.name(), vm);
+                }
+                // Adoption removes the files of a VM that has ended.
+                Err(ConnectError::Vm(MachineError::NotFound { .. })) => {}
+                Err(error) => warn!(
+                    vm = directory.name(),
+                    error = chain(&error),
+                    "cannot bring the VM what is missing of its snapshot; restart the daemon if the VM still runs"
+                ),
+            }
+        }
+    }
+
+    /// Goes on fetching what the earlier daemon has fetched, and looks after VMs that run from
+    /// streams from now on.
+    pub(crate) fn begin_streams(self: &Arc<Self>) -> io::Result<()> {
+        let entries = fs::read_dir(self.below.snapshots.root());
+        for entry in entries.into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let name = name
+                .strip_prefix('.')
+                .and_then(|n| n.strip_suffix(".stream"));
+            let text = name.and_then(|_| fs::read(entry.path()).ok());
+            let Some((name, text)) = name.zip(text) else {
+                continue;
+            };
+            match serde_json::from_slice::<SavedRequest>(&text) {
+                Ok(saved) => self.resume(name, saved)?,
+                Err(error) => warn!(
+                    path = %entry.path().display(),
+                    %error,
+                    "cannot read the request of an interrupted pull; remove the file, and pull the snapshot again"
+                ),
+            }
+        }
+        threads::repeat("streams", LOOK, self, |this| this.look_after_vms())
+    }
+
+    fn resume(self: &Arc<Self>, name: &str, saved: SavedRequest) -> io::Result<()> {
+        let (this, name) = (Arc::clone(self), name.to_owned());
+        threads::begin("resume", move || {
+            let mut is_told = false;
+            loop {
+                let Ok(path) = this.saved_request(&name) else {
+                    return;
+                };
+                if this.below.snapshots.manifest(&name).is_ok() {
+                    // The earlier daemon ended right after the snapshot was complete.
+                    let _ = fs::remove_file(&path);
+                }
+                // A removal of the snapshot removes the file, too.
+                if !path.exists() {
+                    return;
+                }
+                let begun = Remote::open(&saved.url).and_then(|remote| {
+                    StreamedSnapshot::begin(&this.below.snapshots, remote, &saved.request)
+                });
+                match begun.map_err(DaemonError::from) {
+                    Ok(stream) => {
+                        let begun = this.begin_fetching(&name, &stream);
+                        return begun.unwrap_or_else(|error| debug!(%error, "no stream"));
+                    }
+                    Err(error) if !is_told => {
+                        is_told = true;
+                        warn!(
+                            snapshot = name,
+                            url = saved.url,
+                            error = chain(&error),
+                            "cannot go on fetching a snapshot; retrying until it succeeds"
+                        );
+                    }
+                    Err(_) => {}
+                }
+                std::thread::sleep(PAUSE);
+            }
+        })
+    }
+
+    /// Brings VMs of the earlier daemon what is missing, and makes VMs that need nothing more
+    /// ordinary ones.
+    fn look_after_vms(&self) {
+        let names: Vec<String> = self.streams.vms.lock().keys().cloned().collect();
+        for name in names {
+            if let Err(error) = self.look_after(&name) {
+                debug!(
+                    vm = name,
+                    error = chain(&error),
+                    "the VM still needs its stream"
+                );
+            }
+        }
+    }
+
+    fn look_after(&self, name: &str) -> Result<(), DaemonError> {
+        let state = self.below.registry.state();
+        let (snapshot, unused) = {
+            let mut vms = self.streams.vms.lock();
+            let Some(vm) = vms.get_mut(name) else {
+                return Ok(());
+            };
+            let is_gone = Vm::open(&VmDirectory::of(state, name)).is_err();
+            if is_gone {
+                vm.is_over.store(true, Ordering::Relaxed);
+                vms.remove(name);
+                let _ = fs::remove_file(disk_socket(state, name));
+                return Ok(());
+            }
+            (vm.note.snapshot.clone(), vm.unused.take())
+        };
+        let shelf = &self.below.snapshots;
+        let stream = self.streamed(&snapshot);
+        if let Some((socket, listener)) = unused {
+            let stream = match &stream {
+                Some(stream) => Ok(stream.clone()),
+                None => StreamedSnapshot::complete(shelf, &snapshot),
+            };
+            let mut vms = self.streams.vms.lock();
+            let Some(vm) = vms.get_mut(name) else {
+                return Ok(());
+            };
+            let stream = match stream {
+                Ok(stream) => stream,
+                Err(error) => {
+                    // The snapshot's request was not read yet.
+                    vm.unused = Some((socket, listener));
+                    return Err(error.into());
+                }
+            };
+            let pieces = restore::pieces(stream.manifest(), &vm.note.layout(), stream.image());
+            let source = NewVm {
+                stream: &stream,
+                is_mapped: Arc::clone(&vm.is_mapped),
+            };
+            let path = disk_socket(state, name);
+            let failed = |source| SnapshotError::Files { path, source };
+            source.begin(pieces, socket).map_err(failed)?;
+            serve(listener, &stream, &vm.is_over)
+                .map_err(|_| DaemonError::Internal("no thread to serve disks"))?;
+        }
+        let Ok(machine) = self.below.registry.machine(name) else {
+            return Ok(());
+        };
+        machine.note_stream(stream.as_ref().map(describe));
+        let is_mapped = {
+            let vms = self.streams.vms.lock();
+            let vm = vms.get(name);
+            vm.is_some_and(|vm| vm.is_mapped.load(Ordering::Relaxed))
+        };
+        if stream.is_some() || !is_mapped {
+            return Ok(());
+        }
+        self.settle(&machine, &snapshot)?;
+        if let Some(vm) = self.streams.vms.lock().remove(name) {
+            vm.is_over.store(true, Ordering::Relaxed);
+        }
+        let _ = fs::remove_file(disk_socket(state, name));
+        Ok(())
+    }
+
+    /// Makes a VM, whose snapshot is complete and whose memory is mapped, one like any other.
+    fn settle(&self, machine: &Machine, snapshot: &str) -> Result<(), DaemonError> {
+        let shelf = &self.below.snapshots;
+        let manifest = shelf.manifest(snapshot)?;
+        if let Some(spec) = machine.vm().spec() {
+            fetched_disks::use_files(&mut machine.monitor(), spec, shelf, &manifest)?;
+        }
+        machine.arrived();
+        info!(
+            vm = machine.name(),
+            snapshot, "VM has all of its snapshot, which was fetched while it ran"
+        );
+        Ok(())
+    }
+}
+
+/// Says how far the fetching of a snapshot is, and whether VMs wait.
+fn describe(stream: &StreamedSnapshot) -> String {
+    let StreamStatus {
+        here_bytes,
+        total_bytes,
+        waits,
+        trouble,
+    } = stream.status();
+    let mut words = format!(
+        "being fetched from {}: {} of {}",
+        stream.url(),
+        ByteSize(here_bytes),
+        ByteSize(total_bytes)
+    );
+    if let Some(waits) = waits.filter(|waits| *waits >= LOOK) {
+        words += &format!(", a VM waits since {} s", waits.as_secs());
+    }
+    if let Some(trouble) = trouble {
+        words += &format!("; {trouble}; retrying");
+    }
+    words
+}
+
+fn unknown(name: &str) -> DaemonError {
+    SnapshotError::Unknown(name.to_owned()).into()
+}
+
+/// Returns the input of a pull for a request body.
+pub(super) fn request(name: &str, body: PullBody) -> PullRequest {
+    PullRequest {
+        from: body.from.unwrap_or_else(|| name.to_owned()),
+        name: name.to_owned(),
+        domain: body.domain,
+        trust: body.trust,
+        allow_arguments: body.allow_arguments,
+    }
+}
+
+/// Returns the path of the NBD server's socket for a VM's disks. It is outside the VM's directory,
+/// which QEMU's start makes.
+fn disk_socket(state: &Path, vm: &str) -> PathBuf {
+    state.join("arriving").join(format!("{vm}.sock"))
+}
+
+/// Listens at `path` for the QEMU of a VM.
+fn listen(path: &Path, spec: &VmSpec) -> io::Result<UnixListener> {
+    if let Some(place) = path.parent() {
+        fs::create_dir_all(place)?;
+        // A QEMU that runs as a user has to reach its own socket.
+        fs::set_permissions(place, fs::Permissions::from_mode(0o711))?;
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    overlay::give(path, spec)?;
+    Ok(listener)
+}
+
+/// Serves the files of a snapshot by NBD on a thread, until `is_over` is true.
+fn serve(
+    listener: UnixListener,
+    stream: &StreamedSnapshot,
+    is_over: &Arc<AtomicBool>,
+) -> io::Result<()> {
+    let exports: Arc<dyn Exports> = Arc::new(stream.clone());
+    let is_over = Arc::clone(is_over);
+    threads::begin("disks", move || {
+        let served = nbd::serve(&listener, &exports, || !is_over.load(Ordering::Relaxed));
+        if let Err(error) = served {
+            warn!(%error, "cannot serve disks that are being fetched; restart the daemon");
+        }
+    })
+}
+
+/// Why a VM that runs from a stream cannot be connected to.
+#[derive(Debug, thiserror::Error)]
+enum ConnectError {
+    #[error("cannot open the VM")]
+    Vm(#[from] MachineError),
+    #[error("QEMU runs without memfold's library")]
+    NoLibrary,
+    #[error(transparent)]
+    Library(#[from] LibraryError),
+    #[error("cannot make a socket")]
+    Socket(#[from] io::Error),
+}
+
+/// Gives the library in a VM's QEMU a new socket, and listens for its disks.
+fn connect(state: &Path, directory: &VmDirectory, note: Note) -> Result<StreamingVm, ConnectError> {
+    let vm = Vm::open(directory)?;
+    let spec = vm.spec().ok_or(ConnectError::NoLibrary)?;
+    let listener = listen(&disk_socket(state, &directory.name()), spec)?;
+    let mut link = vm.library_link().ok_or(ConnectError::NoLibrary)??;
+    let (socket, of_library) = UnixStream::pair()?;
+    let order = Order::Await { ranges: Vec::new() };
+    link.order(&order, Some(of_library.as_fd()))?;
+    Ok(StreamingVm {
+        note,
+        unused: Some((socket, listener)),
+        is_mapped: Arc::default(),
+        is_over: Arc::default(),
+    })
+}
