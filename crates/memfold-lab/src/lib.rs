@@ -5,10 +5,12 @@
 //! guests with the same hardware, only the first one boots, and the others are restored from its
 //! state after the boot.
 
+mod http_store;
 mod lab;
 mod wait;
 mod warm;
 
+pub use http_store::{HttpStore, StoreMode};
 pub use lab::{DiskMode, Lab, at_once, clean_up_at_interrupt, guest_image, undo_at_interrupt};
 pub use wait::{migrate, wait_for};
 pub use warm::{GUESTS_VARIABLE, WARM_VARIABLE, Warm};

@@ -27,4 +27,5 @@ mod python;
 mod segments;
 mod segments_killed;
 mod snapshots;
+mod streamed;
 mod vm_killed;

@@ -20,7 +20,7 @@ use crate::support;
 const URL: &str = "s3://memfold/fleet";
 
 /// Runs a command of memfold. Returns its answer, or its error.
-fn memfold<T: DeserializeOwned>(state: &Path, words: &[&str]) -> Result<T, String> {
+pub fn memfold<T: DeserializeOwned>(state: &Path, words: &[&str]) -> Result<T, String> {
     let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
         .arg("--socket")
         .arg(state.join("s"))
