@@ -17,14 +17,17 @@
 //! | `whole_save_s`, `qemu_save_s` | a save of all pages, and QEMU's own, with the VM stopped |
 //! | `fan_out` | forks of one layer, one after the other: number that hold the parent's memory, and their start times |
 //! | `depth_ratio` | time to restore the last generation, over that of the first, alternately |
+//! | `streamed.over_local` | from the request until guest code of a VM runs whose snapshot is fetched meanwhile, over a link of 1 Gbit/s with 1 ms, over the same of a VM whose snapshot is here |
+//! | `streamed.fetched_percent` | part of the snapshot that the store had sent by then |
+//! | `streamed.complete_s` | from the request until the whole snapshot was here |
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use memfold_api::{ForkRequest, KeepChoice, RestoreRequest, SaveRequest};
+use memfold_api::{ForkRequest, KeepChoice, PullBody, PushBody, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_ksm::ranges::{self, Mapping};
-use memfold_lab::{DiskMode, Lab};
+use memfold_lab::{DiskMode, HttpStore, Lab, wait_for};
 use memfold_snapshot::Renew;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Map, Value, json};
@@ -38,6 +41,9 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Time limit of one operation in a guest.
 const LIMIT: Duration = Duration::from_secs(300);
+
+/// Bytes a second of a link of 1 Gbit/s.
+const GIGABIT: f64 = 125e6;
 
 const TEMPLATE: &str = "template";
 const PARENT: &str = "parent";
@@ -113,6 +119,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     results.insert("fan_out".into(), fan_out);
     results.insert("generations".into(), json!(scale.generations));
     results.insert("depth_ratio".into(), spread(&depth));
+    results.insert("streamed".into(), streamed(&lab, scale.rounds)?);
     samples.insert("restore_s".into(), restored);
     Ok(json!({ "samples": samples, "results": results }))
 }
@@ -145,7 +152,9 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
         let write = format!("head -c {mib}M /dev/urandom > /dev/shm/written; sync");
         lab.exec(PARENT, &write, LIMIT)?;
     }
-    let before = *sizes(lab)?.get(PARENT).context("the VM that is forked has ended")?;
+    let before = *sizes(lab)?
+        .get(PARENT)
+        .context("the VM that is forked has ended")?;
     let changed = changed_bytes(lab.pid(PARENT)?)?;
     let request = ForkRequest::default();
     let began = Instant::now();
@@ -248,6 +257,70 @@ fn fan_out(lab: &Lab, number: usize) -> anyhow::Result<Value> {
         "p50_ms": percentile(&times, 50),
         "p95_ms": percentile(&times, 95),
         "max_ms": percentile(&times, 100),
+    }))
+}
+
+/// Starts VMs from a snapshot in an object store while it is fetched over a link of 1 Gbit/s with
+/// 1 ms, and from the same snapshot here, in turn.
+fn streamed(lab: &Lab, rounds: usize) -> anyhow::Result<Value> {
+    let snapshots = lab.daemon().snapshots();
+    let objects = lab.directory().join("objects");
+    std::fs::create_dir(&objects)?;
+    let url = format!("file://{}", objects.display());
+    let to_directory = PushBody {
+        url,
+        ..PushBody::default()
+    };
+    let pushed = snapshots.push(TEMPLATE, to_directory)?;
+    let store = HttpStore::start(&objects, GIGABIT, Duration::from_millis(1))?;
+    let (mut over, mut fetched, mut complete) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..rounds {
+        let local = start(lab, TEMPLATE, "local", Renew::Network)?.ms;
+        lab.daemon().vms().wait_agent("local", BOOT_TIMEOUT)?;
+        let held = lab.exec("local", TELL, LIMIT)?;
+        lab.stop("local")?;
+        let name = format!("streamed-{round}");
+        let body = PullBody {
+            url: store.url(),
+            from: Some(TEMPLATE.into()),
+            allow_arguments: true,
+            stream: true,
+            ..PullBody::default()
+        };
+        let (sent, began) = (store.sent_bytes(), Instant::now());
+        snapshots.pull(&name, body)?;
+        let pulled_ms = began.elapsed().as_secs_f64() * 1000.0;
+        let ms = pulled_ms + start(lab, &name, "remote", Renew::Network)?.ms;
+        let sent = store.sent_bytes() - sent;
+        over.push(ms / local);
+        fetched.push(sent as f64 / pushed.sent_bytes as f64 * 100.0);
+        let is_here = || {
+            let list = snapshots.list()?.into_iter();
+            let mut found = list.filter(|info| info.name == name);
+            Ok(found.any(|info| info.problem.is_none()).then_some(()))
+        };
+        wait_for(
+            "the snapshot is not complete",
+            (LIMIT, Duration::from_millis(20)),
+            is_here,
+        )?;
+        complete.push(began.elapsed().as_secs_f64());
+        lab.daemon().vms().wait_agent("remote", BOOT_TIMEOUT)?;
+        ensure!(
+            lab.exec("remote", TELL, LIMIT)? == held,
+            "the memory differs"
+        );
+        lab.stop("remote")?;
+        eprintln!(
+            "streamed: {local:.0} ms local, {pulled_ms:.0} until it can start, {ms:.0} ms in all, {} sent",
+            ByteSize(sent)
+        );
+    }
+    Ok(json!({
+        "over_local": spread(&over),
+        "fetched_percent": spread(&fetched),
+        "complete_s": spread(&complete),
+        "snapshot_mib": pushed.sent_bytes >> 20,
     }))
 }
 
