@@ -80,6 +80,7 @@ impl Draft {
     /// Begins or continues a snapshot that comes from elsewhere. Its directory stays when the value
     /// is dropped, so that what has arrived need not be fetched again.
     pub(super) fn resume(root: &Path, place: PathBuf, name: &str) -> Result<Self, SnapshotError> {
+        hide(&place).map_err(failed(&place))?;
         if place.exists() {
             return Err(SnapshotError::Taken(name.into()));
         }
@@ -114,6 +115,13 @@ impl Draft {
             stays: true,
             _lock: lock,
         })
+    }
+
+    /// Makes the files of a pull visible at their final paths, for VMs that start before all have
+    /// arrived. The snapshot is not listed yet.
+    pub fn show(&self) -> Result<(), SnapshotError> {
+        let name = self.path.file_name().unwrap_or_default();
+        std::os::unix::fs::symlink(name, &self.place).map_err(failed(&self.place))
     }
 
     /// Returns a function that adds the path of one of the draft's files to an I/O error.
@@ -184,6 +192,7 @@ impl Draft {
     /// Turns the draft into a snapshot.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         self.write(manifest)?;
+        hide(&self.place).map_err(failed(&self.place))?;
         if self.place.exists() {
             // A pull and a save of one name have run side by side.
             return Err(SnapshotError::Taken(manifest.name.clone()));
@@ -206,6 +215,15 @@ impl Draft {
         // The replaced files are the draft now, and go with it.
         Ok(())
     }
+}
+
+/// Removes the link that [`Draft::show`] has made.
+fn hide(place: &Path) -> io::Result<()> {
+    let is_link = fs::symlink_metadata(place).is_ok_and(|facts| facts.is_symlink());
+    if is_link {
+        fs::remove_file(place)?;
+    }
+    Ok(())
 }
 
 /// Syncs the memory of a layer of forks to disk. Called before a VM maps the layer: after a failed

@@ -139,7 +139,12 @@ impl Shelf {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             other => other?,
         };
-        let names = entries.flatten().map(|e| e.file_name().into_string());
+        // The link to a snapshot that is being fetched is no directory.
+        let is_whole = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+        let names = entries
+            .flatten()
+            .filter(is_whole)
+            .map(|e| e.file_name().into_string());
         let mut names: Vec<String> = names.flatten().collect();
         names.retain(|name| !name.starts_with('.'));
         names.sort();

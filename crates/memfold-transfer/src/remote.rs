@@ -104,7 +104,10 @@ impl Remote {
                 return Err(bad("there is no such directory".into()));
             }
         }
-        let (store, root) = object_store::parse_url_opts(&parsed, settings)
+        // Whoever names a URL without TLS wants none.
+        let is_plain = parsed.scheme() == "http";
+        let allow = is_plain.then(|| ("allow_http".to_owned(), "true".to_owned()));
+        let (store, root) = object_store::parse_url_opts(&parsed, settings.chain(allow))
             .map_err(|error| bad(error.to_string()))?;
         let runtime = Builder::new_multi_thread()
             .worker_threads(THREADS)

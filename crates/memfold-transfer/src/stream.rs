@@ -15,6 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -137,6 +138,7 @@ impl StreamedSnapshot {
         }
         let lazy = lazy_files(&manifest, &begun);
         let progress = Progress::default();
+        let new: Vec<bool> = begun.arriving.iter().map(Arriving::is_new).collect();
         let files = begun.arriving.iter().enumerate();
         let at_once: Vec<Place> = files
             .flat_map(|(file, of)| (0..of.chunks.len() as u64).map(move |chunk| (file, chunk)))
@@ -171,6 +173,7 @@ impl StreamedSnapshot {
         let disks = chains.into_iter().map(disk).collect();
         let opened = File::open(draft.join(memfold_snapshot::manifest::DEVICES));
         let devices = opened.map_err(TransferError::Local)?;
+        begun.draft.show()?;
         let shared = Shared {
             of_pieces: of_pieces(&manifest, &files),
             remote: Some(remote),
@@ -185,7 +188,7 @@ impl StreamedSnapshot {
             disks,
             files,
         };
-        shared.find_work(&draft, &at_once);
+        shared.find_work(&draft, &at_once, &new);
         Ok(Self(Arc::new(shared)))
     }
 
@@ -256,10 +259,9 @@ impl StreamedSnapshot {
         &self.0.image
     }
 
-    /// Returns the device state.
-    #[must_use]
-    pub fn devices(&self) -> &File {
-        &self.0.devices
+    /// Opens the device state. Each VM needs a file of its own, because QEMU reads from its offset.
+    pub fn devices(&self) -> io::Result<File> {
+        File::open(format!("/proc/self/fd/{}", self.0.devices.as_raw_fd()))
     }
 
     /// Returns the URL of the object store; an empty text for a complete snapshot.
@@ -420,6 +422,11 @@ fn places(files: &[Arriving]) -> impl Iterator<Item = Place> + '_ {
 }
 
 impl Arriving {
+    /// Returns whether no earlier pull has left anything in the file.
+    fn is_new(&self) -> bool {
+        self.file.metadata().is_ok_and(|facts| facts.blocks() == 0)
+    }
+
     fn again(&self) -> Self {
         Self {
             entry: self.entry.clone(),
@@ -433,11 +440,10 @@ impl Arriving {
 
 impl Shared {
     /// Finds out which chunks are missing, and in which order they are fetched.
-    fn find_work(&self, draft: &Path, here: &[Place]) {
+    fn find_work(&self, draft: &Path, here: &[Place], new: &[bool]) {
         let mut state = State::default();
-        for file in &self.files {
+        for (file, &is_new) in self.files.iter().zip(new) {
             // A chunk of zeroes is a hole, unless an earlier pull has left something there.
-            let is_new = file.file.metadata().is_ok_and(|facts| facts.blocks() == 0);
             let chunk = |name: &Option<blake3::Hash>| {
                 let is_here = file.is_whole || name.is_none() && is_new;
                 if is_here { Chunk::Here } else { Chunk::Missing }

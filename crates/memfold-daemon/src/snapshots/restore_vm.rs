@@ -122,9 +122,10 @@ impl Snapshots {
                         is_mapped: Arc::default(),
                     };
                     let image = (&image, Some(&source as &dyn PageSource));
-                    restore::fill(&vm, &mut qmp, &manifest, stream.devices(), image)?;
+                    let devices = stream.devices().map_err(not_read)?;
+                    restore::fill(&vm, &mut qmp, &manifest, &devices, image)?;
                     let noted = self.note_streaming(&vm, &layout, stream, server, source.is_mapped);
-                    noted.map_err(|error| no_plan(&error))
+                    noted.map_err(not_noted)
                 }
                 _ => {
                     let devices = self.below.snapshots.file(snapshot, DEVICES)?;
@@ -257,4 +258,15 @@ fn others_are_restored() -> DaemonError {
 
 fn no_plan(error: &std::io::Error) -> SnapshotError {
     SnapshotError::Impossible(format!("cannot give the VM its own identity: {error}"))
+}
+
+fn not_read(source: std::io::Error) -> SnapshotError {
+    let path = DEVICES.into();
+    SnapshotError::Files { path, source }
+}
+
+fn not_noted(error: std::io::Error) -> SnapshotError {
+    SnapshotError::Impossible(format!(
+        "cannot note in the VM's directory that its snapshot is being fetched: {error}"
+    ))
 }
