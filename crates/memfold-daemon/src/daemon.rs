@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use memfold_api::VersionInfo;
 use memfold_fold::Command;
+use memfold_pve::Node;
 use tracing::warn;
 
 use crate::boots::Boots;
@@ -18,6 +19,7 @@ use crate::lending::Lending;
 use crate::libvirt::LibvirtDomains;
 use crate::mechanisms::Mechanisms;
 use crate::options::{BorrowWhen, DaemonOptions};
+use crate::pve::PveVms;
 use crate::reports::Reports;
 use crate::sampling::Sampling;
 use crate::segments::Segments;
@@ -36,6 +38,7 @@ pub struct Daemon {
     snapshots: Arc<Snapshots>,
     boots: Arc<Boots>,
     libvirt: Arc<LibvirtDomains>,
+    pve: Arc<PveVms>,
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
     views: Arc<Views>,
@@ -82,6 +85,11 @@ impl Daemon {
             vms: vms.clone(),
             run: options.libvirt.clone(),
         };
+        let pve = PveVms {
+            registry: below.registry.clone(),
+            vms: vms.clone(),
+            node: options.pve.clone().map(Node::at),
+        };
         let reports = Arc::new(Reports::new(below.clone(), vms.clone()));
         let history = options.history.as_deref();
         let sampling = Sampling::new(below.clone(), vms.clone(), reports.clone(), history);
@@ -92,6 +100,7 @@ impl Daemon {
             snapshots,
             boots: Arc::new(boots),
             libvirt: Arc::new(libvirt),
+            pve: Arc::new(pve),
             reports,
             sampling,
             views: Arc::new(views),
@@ -131,7 +140,8 @@ impl Daemon {
         if borrow == BorrowWhen::Auto {
             self.below.swap_disks.begin_borrowing_by_itself()?;
         }
-        self.libvirt.begin()
+        self.libvirt.begin()?;
+        self.pve.begin()
     }
 
     /// Returns version, PID and state directory of this daemon.

@@ -18,6 +18,7 @@
 //!   Snapshots        saves and restores VMs
 //!   Boots            requests to run or reboot a VM: brake, segments, boot snapshot
 //!   LibvirtDomains   a thread: adopts libvirt's domains
+//!   PveVms           a thread: attaches to VMs of Proxmox VE
 //!   Reports          the ledger, the list of leases, figures for metrics scrapes
 //!   Sampling         a thread: samples, which become history and events
 //!   Views            views of memory for user interfaces
@@ -46,6 +47,7 @@ mod locks;
 mod machine;
 mod mechanisms;
 mod options;
+mod pve;
 mod reports;
 mod run_state;
 mod sampling;

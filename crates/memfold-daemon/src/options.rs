@@ -50,4 +50,7 @@ pub struct DaemonOptions {
     pub history: Option<PathBuf>,
     /// Directory where libvirt records its QEMU processes; `None`: libvirt is not used.
     pub libvirt: Option<PathBuf>,
+    /// Root directory of the node of Proxmox VE whose enabled VMs are attached; `None`: Proxmox VE
+    /// is not used.
+    pub pve: Option<PathBuf>,
 }

@@ -127,6 +127,7 @@ impl Lab {
             lend: None,
             history: None,
             libvirt: None,
+            pve: None,
         };
         let daemon = Daemon::start(&options)?;
         *lock(&CURRENT) = Some((daemon.clone(), directory.path().to_owned()));

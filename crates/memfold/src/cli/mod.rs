@@ -21,6 +21,7 @@ mod libvirt;
 mod log;
 mod number;
 mod plan;
+mod pve;
 mod report;
 mod segment;
 mod serve;
@@ -114,6 +115,9 @@ enum Command {
     /// Domains of libvirt: enable and disable memfold, show the status, adopt
     #[command(subcommand)]
     Libvirt(libvirt::Arguments),
+    /// VMs of Proxmox VE: enable and disable memfold, show the status
+    #[command(subcommand)]
+    Pve(pve::Arguments),
     /// The configuration file of 'memfold serve'
     #[command(subcommand)]
     Config(config::Arguments),
@@ -169,6 +173,7 @@ pub fn main() -> ExitCode {
         Command::Leases(arguments) => lend::leases(&context, &arguments),
         Command::Host(arguments) => host::run(&context, &arguments),
         Command::Libvirt(arguments) => libvirt::run(&context, arguments),
+        Command::Pve(arguments) => pve::run(&context, arguments),
         Command::Config(arguments) => config::run(&context, &arguments),
         Command::Plan(arguments) => plan::run(&context, &arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),

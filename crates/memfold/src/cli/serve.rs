@@ -83,6 +83,10 @@ pub(super) struct Arguments {
     /// (/run/libvirt/qemu; with another --state: none)
     #[arg(long, value_name = "DIR")]
     libvirt: Option<PathBuf>,
+    /// Root directory of the node of Proxmox VE whose enabled VMs are attached (/; with another
+    /// --state: none)
+    #[arg(long, value_name = "DIR")]
+    pve: Option<PathBuf>,
     /// Directory of the history, the audit log and the tokens of --listen (/var/lib/memfold; with
     /// another --state: that directory)
     #[arg(long, value_name = "DIR")]
@@ -229,13 +233,10 @@ impl Arguments {
         })
     }
 
-    /// Returns the directory where libvirt records its QEMU processes. The default applies only to
-    /// the default state directory, because otherwise two daemons would adopt the same domains.
-    fn libvirt(&self) -> Option<PathBuf> {
-        let own = self.state == Path::new(DEFAULT_STATE);
-        self.libvirt
-            .clone()
-            .or_else(|| own.then(|| DEFAULT_RUN.into()))
+    /// Returns a directory of VMs that other programs start, or `None` with another state directory
+    /// than the default, because otherwise two daemons would adopt the same VMs.
+    fn own(&self, default: &str) -> Option<PathBuf> {
+        (self.state == Path::new(DEFAULT_STATE)).then(|| default.into())
     }
 
     fn doors(&self, socket: &Path) -> anyhow::Result<Doors> {
@@ -359,7 +360,11 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         borrow: arguments.lending.borrow,
         lend: arguments.lending.lend()?,
         history: Some(arguments.records().join("history.sqlite")),
-        libvirt: arguments.libvirt(),
+        libvirt: arguments
+            .libvirt
+            .clone()
+            .or_else(|| arguments.own(DEFAULT_RUN)),
+        pve: arguments.pve.clone().or_else(|| arguments.own("/")),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

@@ -6,6 +6,7 @@ mod bench;
 mod cluster;
 mod debt;
 mod estimate;
+mod fake_node;
 mod flood;
 mod hangs;
 mod iscsi;
@@ -16,6 +17,7 @@ mod metrics;
 mod overlays;
 mod paths;
 mod proxy;
+mod pve;
 mod python;
 mod relays;
 mod service;
@@ -33,7 +35,7 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-const COMMANDS: [(&[&str], &[&str], bool); 57] = [
+const COMMANDS: [(&[&str], &[&str], bool); 60] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -65,6 +67,13 @@ const COMMANDS: [(&[&str], &[&str], bool); 57] = [
     (&["libvirt", "disable"], &["original XML"], false),
     (&["libvirt", "status"], &["trust domain"], false),
     (&["libvirt", "attach"], &["running domain"], false),
+    (
+        &["pve", "enable"],
+        &["start with memfold", "--domain"],
+        false,
+    ),
+    (&["pve", "disable"], &["without memfold again"], false),
+    (&["pve", "status"], &["trust domain"], false),
     (
         &["vm", "exec"],
         &["in a guest", "exit with the command's code"],

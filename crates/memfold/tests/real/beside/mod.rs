@@ -12,6 +12,8 @@ mod cut_saves;
 mod daemon_killed;
 mod disks;
 mod domains;
+#[path = "../../cli/fake_node.rs"]
+mod fake_node;
 mod forks;
 mod hot_snapshots;
 mod integrity;
@@ -23,6 +25,7 @@ pub mod libvirt;
 pub mod libvirt_enable;
 pub mod libvirt_host;
 mod object_store;
+mod pve;
 mod python;
 mod segments;
 mod segments_killed;
