@@ -17,7 +17,7 @@
 //!   Vms              starts a QEMU process, attaches to it, adopts it, stops it: a watch thread for each VM
 //!   Snapshots        saves and restores VMs
 //!   Boots            requests to run or reboot a VM: brake, segments, boot snapshot
-//!   LibvirtDomains   a thread: adopts libvirt's domains
+//!   LibvirtDomains   a thread: adopts libvirt's domains, and enables them by their tags
 //!   PveVms           a thread: attaches to VMs of Proxmox VE
 //!   Reports          the ledger, the list of leases, figures for metrics scrapes
 //!   Sampling         a thread: samples, which become history and events

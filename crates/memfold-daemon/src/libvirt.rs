@@ -1,7 +1,10 @@
-//! Adopts libvirt domains that are enabled for memfold, as soon as they run.
+//! Adopts libvirt domains that are enabled for memfold, as soon as they run, and enables domains by
+//! the tag in their XML ([`tags`]).
 //!
-//! To find new QEMUs, the daemon only reads a directory. It asks libvirt once about each new QEMU
-//! that memfold's wrapper script started.
+//! To find new QEMUs and changed tags, the daemon only reads two directories. It asks libvirt once
+//! about each new QEMU that memfold's wrapper script started.
+
+mod tags;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,10 +15,11 @@ use std::time::{Duration, Instant};
 use memfold_api::{AttachRequest, VmInfo};
 use memfold_host::chain;
 use memfold_libvirt::{
-    self as libvirt, Change, DomainStatus, LibvirtError, Mark, Running, VirshError, virsh, vm_name,
-    xml,
+    self as libvirt, Change, DEFAULT_STORED, DomainStatus, LibvirtError, Mark, Running, VirshError,
+    virsh, vm_name, xml,
 };
 use memfold_vm::{Identity, Qmp, Vm};
+use tags::Tags;
 use tracing::{debug, info, warn};
 
 use crate::error::{self, DaemonError, state_error};
@@ -27,7 +31,7 @@ use crate::vms::Vms;
 const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 /// Time within which a process that libvirt has just started must become QEMU.
 const BEGINNING: Duration = Duration::from_secs(60);
-/// Longest time between two attempts to adopt a domain.
+/// Longest time between two attempts to adopt, enable or disable a domain.
 const LONGEST_PAUSE: Duration = Duration::from_secs(120);
 /// Time limit for an answer of QEMU's monitor.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -43,12 +47,40 @@ enum Refusal {
     Failed(DaemonError),
 }
 
-/// Attempts to adopt one QEMU: time of the first, time of the next (if any), and the pause between
-/// attempts.
+/// Attempts at one task: time of the next (if any), and the pause after it.
+#[derive(Debug)]
+struct Attempts {
+    next: Option<Instant>,
+    pause: Duration,
+}
+
+impl Attempts {
+    /// Begins with an attempt at `first`; `None`: without one.
+    const fn new(first: Option<Instant>) -> Self {
+        Self {
+            next: first,
+            pause: LOOK_INTERVAL,
+        }
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        self.next.is_some_and(|next| next <= now)
+    }
+
+    /// Sets the time of the attempt after one that failed at `now`. Returns whether the failure is
+    /// to be logged: this is the third in a row.
+    fn failed(&mut self, now: Instant) -> bool {
+        let is_third = self.pause == LOOK_INTERVAL * 4;
+        self.next = Some(now + self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        is_third
+    }
+}
+
+/// Attempts to adopt one QEMU, and the time of the first one.
 struct KnownQemu {
     first: Instant,
-    again: Option<Instant>,
-    pause: Duration,
+    attempts: Attempts,
 }
 
 fn refused(error: &LibvirtError) -> DaemonError {
@@ -65,26 +97,24 @@ impl KnownQemu {
         match result {
             Ok(VmInfo { name: vm, .. }) => {
                 info!(vm, libvirt, "libvirt domain adopted");
-                self.again = None;
+                self.attempts.next = None;
             }
             Err(Refusal::NotOurs(why)) => {
                 debug!(libvirt, why, "libvirt domain not adopted");
                 // libvirt records the PID before the process has executed the wrapper or QEMU.
                 let begins = self.first.elapsed() < BEGINNING;
-                self.again = begins.then(|| Instant::now() + LOOK_INTERVAL);
+                self.attempts.next = begins.then(|| Instant::now() + LOOK_INTERVAL);
             }
-            Err(Refusal::Incoming) => self.again = Some(Instant::now() + LOOK_INTERVAL),
+            Err(Refusal::Incoming) => self.attempts.next = Some(Instant::now() + LOOK_INTERVAL),
             Err(Refusal::Failed(error)) => {
                 // A QEMU that starts or ends may not answer, so only a lasting failure is logged.
-                if self.pause == LOOK_INTERVAL * 4 {
+                if self.attempts.failed(Instant::now()) {
                     warn!(
                         libvirt,
                         error = &error as &dyn std::error::Error,
                         "cannot adopt the libvirt domain; the daemon keeps retrying, at intervals of at most 2 minutes"
                     );
                 }
-                self.again = Some(Instant::now() + self.pause);
-                self.pause = (self.pause * 2).min(LONGEST_PAUSE);
             }
         }
     }
@@ -101,15 +131,17 @@ pub struct LibvirtDomains {
 }
 
 impl LibvirtDomains {
-    /// Starts the thread that searches for libvirt domains, unless this daemon does not use
-    /// libvirt.
+    /// Starts the thread that searches for running libvirt domains and for tags, unless this daemon
+    /// does not use libvirt.
     pub(crate) fn begin(self: &Arc<Self>) -> io::Result<()> {
         let Some(run) = self.run.clone() else {
             return Ok(());
         };
         let mut known = BTreeMap::new();
+        let mut tags = Tags::default();
         threads::repeat("libvirt", LOOK_INTERVAL, self, move |domains| {
             domains.look(&run, &mut known);
+            tags.look(Path::new(DEFAULT_STORED), Instant::now, libvirt::follow_tag);
         })
     }
 
@@ -121,12 +153,12 @@ impl LibvirtDomains {
         });
         known.retain(|key, _| running.iter().any(|r| key_of(r.process) == *key));
         for domain in running {
+            let now = Instant::now();
             let known = known.entry(key_of(domain.process)).or_insert(KnownQemu {
-                first: Instant::now(),
-                again: Some(Instant::now()),
-                pause: LOOK_INTERVAL,
+                first: now,
+                attempts: Attempts::new(Some(now)),
             });
-            if known.again.is_some_and(|again| again <= Instant::now()) {
+            if known.attempts.is_due(now) {
                 known.note(&domain, self.take_on(&domain));
             }
         }

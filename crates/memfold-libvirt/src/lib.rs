@@ -10,17 +10,22 @@
 //!   virsh start: libvirt --> wrapper --> QEMU with the library, and a QMP socket for the daemon, in the domain's own directory
 //!   daemon:  RUN/*.pid --> the QEMU process --> its sockets     virsh dumpxml --> trust domain
 //! ```
-//! All state about a domain is in its XML; memfold keeps no other record.
+//! All state about a domain is in its XML; memfold keeps no other record. The domain's owner can
+//! also write a tag into the XML; then the daemon enables the domain by itself.
 
 pub mod hindrances;
 mod running;
 pub mod status;
+mod stored;
+pub mod tag;
 pub mod virsh;
 pub mod wrapper;
 pub mod xml;
 
 pub use running::{DEFAULT_RUN, Running};
 pub use status::{DomainStatus, KnownVm, status};
+pub use stored::{DEFAULT_STORED, Stored, Version};
+pub use tag::{Due, Tag};
 pub use virsh::{DomainFacts, VirshError};
 pub use wrapper::WrapperError;
 pub use xml::{Mark, XmlError};
@@ -52,6 +57,13 @@ pub enum LibvirtError {
         "domain '{0}' is transient, so libvirt stores no XML that memfold could change; define the domain first (virsh define)"
     )]
     Transient(String),
+    /// The libvirt domain (first text) has a tag for a trust domain (second text), which forbids
+    /// the change.
+    #[error(
+        "the XML of domain '{0}' has a tag for trust domain '{1}', which the daemon follows; change the tag (virsh edit '{0}'), or remove it: virsh metadata '{0}' {namespace} --config --remove",
+        namespace = tag::NAMESPACE
+    )]
+    Tagged(String, String),
     /// The name is not valid for a trust domain.
     #[error(transparent)]
     Name(#[from] memfold_vm::SpecError),
@@ -92,16 +104,83 @@ pub struct Change {
 
 /// Enables memfold for a libvirt domain, given by name, ID or UUID. The change takes effect at the
 /// domain's next start. Safe to repeat.
+///
+/// If the domain has a tag, it is enabled by this tag, as the daemon does it.
+///
+/// # Errors
+///
+/// [`LibvirtError::Tagged`] if the domain's tag names another trust domain.
 pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, LibvirtError> {
     if let Some(name) = trust_domain {
         memfold_vm::check_name("domain", name)?;
     }
-    let facts = persistent(domain)?;
+    let (facts, before) = stored(domain)?;
+    match tag_domain(&facts.name, &before)? {
+        Some(tag) if Some(tag.as_str()) == trust_domain => {
+            enable_xml(&facts, &before, trust_domain, true)
+        }
+        Some(tag) => Err(LibvirtError::Tagged(facts.name, tag)),
+        None => enable_xml(&facts, &before, trust_domain, false),
+    }
+}
+
+/// Undoes memfold's changes of a libvirt domain's XML. The domain is given by name, ID or UUID.
+/// Safe to repeat.
+///
+/// # Errors
+///
+/// [`LibvirtError::Tagged`] if the domain has a valid tag: the daemon would enable the domain
+/// again.
+pub fn disable(domain: &str) -> Result<Change, LibvirtError> {
+    let (facts, before) = stored(domain)?;
+    match tag_domain(&facts.name, &before)? {
+        Some(tag) => Err(LibvirtError::Tagged(facts.name, tag)),
+        None => disable_xml(&facts, &before),
+    }
+}
+
+/// Enables or disables memfold for the libvirt domain with this name, as its tag says; returns
+/// `None` if nothing had to be done. Safe to repeat.
+pub fn follow_tag(domain: &str) -> Result<Option<Change>, LibvirtError> {
+    let (facts, before) = stored(domain)?;
+    // virsh takes a name that looks like a number or a UUID for that of another domain.
+    if facts.name != domain {
+        return Err(VirshError::Another(domain.to_owned(), facts.name).into());
+    }
+    let (_, due) = Due::read(&before).map_err(LibvirtError::of_xml(domain))?;
+    match due {
+        Due::Nothing => Ok(None),
+        Due::Enable(trust) => enable_xml(&facts, &before, Some(&trust), true).map(Some),
+        Due::Disable => disable_xml(&facts, &before).map(Some),
+    }
+}
+
+/// Returns the facts about a persistent domain, and the XML with which it will start.
+fn stored(domain: &str) -> Result<(DomainFacts, String), LibvirtError> {
+    let facts = virsh::facts(domain)?;
+    if !facts.persistent {
+        return Err(LibvirtError::Transient(facts.name));
+    }
+    let xml = virsh::inactive_xml(&facts.name)?;
+    Ok((facts, xml))
+}
+
+/// Returns the trust domain in the tag of a domain's XML; `None` if there is no valid tag.
+fn tag_domain(domain: &str, xml: &str) -> Result<Option<String>, LibvirtError> {
+    let tag = Tag::read(xml).map_err(LibvirtError::of_xml(domain))?;
+    Ok(tag.as_ref().and_then(Tag::domain).map(str::to_owned))
+}
+
+fn enable_xml(
+    facts: &DomainFacts,
+    before: &str,
+    trust_domain: Option<&str>,
+    by_tag: bool,
+) -> Result<Change, LibvirtError> {
     let wrong = LibvirtError::of_xml(&facts.name);
-    let before = virsh::inactive_xml(&facts.name)?;
-    let emulator = xml::own_emulator(&before).map_err(&wrong)?;
+    let emulator = xml::own_emulator(before).map_err(&wrong)?;
     let wrapped = wrapper::ensure(&emulator)?;
-    let enabled = xml::enable(&before, trust_domain, &wrapped).map_err(&wrong)?;
+    let enabled = xml::enable(before, trust_domain, by_tag, &wrapped).map_err(&wrong)?;
     if enabled != before {
         virsh::define(&enabled)?;
         // libvirt adds controllers for the agent's port if no controller is free. The mark records
@@ -113,31 +192,16 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
         }
     }
     let found = hindrances::read(&enabled).map_err(&wrong)?;
-    Ok(change(&facts, enabled != before, trust_domain, found))
+    Ok(change(facts, enabled != before, trust_domain, found))
 }
 
-/// Undoes memfold's changes of a libvirt domain's XML. The domain is given by name, ID or UUID.
-/// Safe to repeat.
-pub fn disable(domain: &str) -> Result<Change, LibvirtError> {
-    let facts = persistent(domain)?;
-    let before = virsh::inactive_xml(&facts.name)?;
-    let disabled = xml::disable(&before).map_err(LibvirtError::of_xml(&facts.name))?;
+fn disable_xml(facts: &DomainFacts, before: &str) -> Result<Change, LibvirtError> {
+    let disabled = xml::disable(before).map_err(LibvirtError::of_xml(&facts.name))?;
     if disabled != before {
         virsh::define(&disabled)?;
     }
-    Ok(change(
-        &facts,
-        disabled != before,
-        None,
-        Foretold::default(),
-    ))
-}
-
-fn persistent(domain: &str) -> Result<DomainFacts, LibvirtError> {
-    match virsh::facts(domain)? {
-        facts if facts.persistent => Ok(facts),
-        facts => Err(LibvirtError::Transient(facts.name)),
-    }
+    let nothing = Foretold::default();
+    Ok(change(facts, disabled != before, None, nothing))
 }
 
 fn change(facts: &DomainFacts, changed: bool, trust: Option<&str>, found: Foretold) -> Change {

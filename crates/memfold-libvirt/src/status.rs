@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{DEFAULT_RUN, LibvirtError, Mark, Running, virsh};
+use super::{DEFAULT_RUN, LibvirtError, Mark, Running, Tag, virsh};
 
 /// What memfold does with a libvirt domain, as `memfold libvirt status` shows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -18,12 +18,33 @@ pub struct DomainStatus {
     /// domain.
     #[schema(value_type = Option<Object>)]
     pub mark: Option<Mark>,
+    /// Trust domain in the tag of the domain's XML, by which the daemon enables the domain; null:
+    /// there is no tag, or it is wrong.
+    pub tag: Option<String>,
+    /// Reason why the tag is wrong, so that it enables nothing; null: there is no tag, or it is
+    /// valid.
+    pub tag_problem: Option<String>,
     /// Whether the domain's QEMU was started with memfold's library; null: the domain does not run.
     pub started_with_memfold: Option<bool>,
     /// Name of the domain's VM in memfold; null: the daemon does not manage the domain.
     pub vm: Option<String>,
     /// Text for the operator: whether the domain's memory is folded and, if not, why or what to do.
     pub folding: String,
+}
+
+impl DomainStatus {
+    /// Returns whether and why the domain is enabled, as a text for the operator.
+    #[must_use]
+    pub const fn enabled(&self) -> &'static str {
+        match (&self.mark, &self.tag_problem) {
+            (Some(mark), None) if mark.by_tag => "by tag",
+            (Some(mark), Some(_)) if mark.by_tag => "by tag, now wrong",
+            (Some(_), None) => "by hand",
+            (Some(_), Some(_)) => "by hand; wrong tag",
+            (None, None) => "no",
+            (None, Some(_)) => "no: wrong tag",
+        }
+    }
 }
 
 /// What the daemon knows about a VM that libvirt started.
@@ -48,6 +69,7 @@ pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError
         let now = running.iter().find(|r| r.domain == domain);
         let xml = virsh::inactive_xml(&domain)?;
         let mark = Mark::read(&xml).map_err(LibvirtError::of_xml(&domain))?;
+        let tag = Tag::read(&xml).map_err(LibvirtError::of_xml(&domain))?;
         let with = now.map(|running| running.qmp().is_some());
         let vm = vms
             .unwrap_or_default()
@@ -55,14 +77,29 @@ pub fn status(vms: Option<&[KnownVm]>) -> Result<Vec<DomainStatus>, LibvirtError
             .find(|vm| vm.domain == domain);
         Ok(DomainStatus {
             running: now.is_some(),
-            folding: folding(&domain, (with, mark.is_some(), vm), vms.is_some()),
+            folding: match (&tag, &mark) {
+                (Some(tag), None) if with != Some(true) => not_enabled_by(&domain, tag),
+                _ => folding(&domain, (with, mark.is_some(), vm), vms.is_some()),
+            },
             started_with_memfold: with,
             vm: vm.map(|vm| vm.name.clone()),
             mark,
+            tag: tag.as_ref().and_then(Tag::domain).map(str::to_owned),
+            tag_problem: tag.as_ref().and_then(Tag::problem).map(str::to_owned),
             domain,
         })
     };
     virsh::domains()?.into_iter().map(one).collect()
+}
+
+/// Says why a domain with a tag is not enabled, and what the operator can do.
+fn not_enabled_by(domain: &str, tag: &Tag) -> String {
+    match tag {
+        Tag::Wrong(why) => format!("no: not enabled, because its tag is wrong: {why}"),
+        Tag::Domain(name) => format!(
+            "no: not yet enabled by its tag; if this lasts, 'memfold libvirt enable {domain} --domain {name}' says why"
+        ),
+    }
 }
 
 /// Describes the folding of a domain's memory, and what the operator can do. `found`: whether the

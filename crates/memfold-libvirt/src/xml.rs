@@ -2,7 +2,7 @@
 //! changed elements are edited in the text; every other byte stays as it was.
 //!
 //! ```text
-//!   <metadata> <memfold:vm domain="shop" emulator="/usr/bin/qemu-system-x86_64" channel="added" controllers="virtio-serial:0"/> </metadata>
+//!   <metadata> <memfold:vm domain="shop" by="tag" emulator="/usr/bin/qemu-system-x86_64" channel="added" controllers="virtio-serial:0"/> </metadata>
 //!   <devices>  <emulator>/usr/bin/memfold-qemu-system-x86_64</emulator>
 //!              <channel type='unix'> <target type='virtio' name='org.memfold.agent.0'/> </channel>
 //! ```
@@ -50,6 +50,9 @@ pub enum XmlError {
 pub struct Mark {
     /// Trust domain of the libvirt domain; `None`: its VM shares memory with no other VM.
     pub domain: Option<String>,
+    /// Whether memfold was enabled because of the tag in the XML ([`super::Tag`]); false: it was
+    /// enabled by hand.
+    pub by_tag: bool,
     /// Path of the QEMU program that was the domain's `<emulator>` before memfold was enabled.
     pub emulator: PathBuf,
     /// Whether memfold added the agent's channel to the domain's XML; false: the channel was there.
@@ -69,7 +72,7 @@ impl Mark {
         Ok(Self::of(&Document::parse(xml)?))
     }
 
-    fn of(document: &Document<'_>) -> Option<Self> {
+    pub(super) fn of(document: &Document<'_>) -> Option<Self> {
         let node = mark_node(document)?;
         let list = |name| {
             let list = node.attribute(name)?.split_whitespace();
@@ -77,6 +80,7 @@ impl Mark {
         };
         Some(Self {
             domain: node.attribute("domain").map(str::to_owned),
+            by_tag: node.attribute("by") == Some("tag"),
             emulator: node.attribute("emulator")?.into(),
             channel: node.attribute("channel") == Some("added"),
             controllers: list("controllers").unwrap_or_default(),
@@ -102,6 +106,7 @@ impl Mark {
         let emulator = self.emulator.to_string_lossy().into_owned();
         let attributes = [
             ("domain", self.domain.clone()),
+            ("by", self.by_tag.then(|| "tag".to_owned())),
             ("emulator", Some(emulator)),
             ("channel", self.channel.then(|| "added".to_owned())),
             ("controllers", controllers.filter(|list| !list.is_empty())),
@@ -127,8 +132,14 @@ pub fn own_emulator(xml: &str) -> Result<PathBuf, XmlError> {
 }
 
 /// Returns the domain's XML with memfold enabled: `wrapper` as emulator, a channel for the agent,
-/// and the trust domain in memfold's mark.
-pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<String, XmlError> {
+/// and the trust domain in memfold's mark. `by_tag`: whether the domain's tag names this trust
+/// domain.
+pub fn enable(
+    xml: &str,
+    trust_domain: Option<&str>,
+    by_tag: bool,
+    wrapper: &Path,
+) -> Result<String, XmlError> {
     let document = Document::parse(xml)?;
     let root = document.root_element();
     match root.attribute("type") {
@@ -145,6 +156,7 @@ pub fn enable(xml: &str, trust_domain: Option<&str>, wrapper: &Path) -> Result<S
     let (emulator, now) = emulator(&document)?;
     let mut mark = Mark::of(&document).map_or_else(Mark::default, |mark| mark.noted(&document));
     mark.domain = trust_domain.map(str::to_owned);
+    mark.by_tag = by_tag;
     mark.emulator = wrapper::emulator(now).unwrap_or_else(|| now.to_owned());
     if now != wrapper {
         changes.set_emulator(emulator, wrapper);
@@ -433,7 +445,7 @@ mod tests {
     const WRAPPER: &str = "/opt/qemu/bin/memfold-qemu-system-x86_64";
 
     fn enabled(xml: &str, domain: Option<&str>) -> String {
-        enable(xml, domain, Path::new(WRAPPER)).unwrap()
+        enable(xml, domain, false, Path::new(WRAPPER)).unwrap()
     }
 
     /// Adds controllers as libvirt does on q35: one for the agent's channel, on a PCI port that is
@@ -460,23 +472,47 @@ mod tests {
         ] {
             let own = own_emulator(&before).unwrap();
             let wrapper = wrapper::of(&own);
-            let on = enable(&before, Some("shop"), &wrapper).unwrap();
+            let on = enable(&before, Some("shop"), false, &wrapper).unwrap();
             assert_ne!(on, before);
             assert_eq!(own_emulator(&on).unwrap(), own);
             let noted = note_controllers(&on).unwrap();
-            assert_eq!(enable(&on, Some("shop"), &wrapper).unwrap(), noted);
-            assert_eq!(enable(&noted, Some("shop"), &wrapper).unwrap(), noted);
+            assert_eq!(enable(&on, Some("shop"), false, &wrapper).unwrap(), noted);
+            assert_eq!(enable(&noted, Some("shop"), false, &wrapper).unwrap(), noted);
             assert_eq!(disable(&noted).unwrap(), before);
             let mark = Mark::read(&on).unwrap().unwrap();
             assert_eq!(mark.domain.as_deref(), Some("shop"));
             assert_eq!(mark.emulator, own);
             assert_eq!(disable(&on).unwrap(), before);
             assert_eq!(disable(&before).unwrap(), before);
-            let alone = enable(&on, None, &wrapper).unwrap();
+            let alone = enable(&on, None, false, &wrapper).unwrap();
             assert_eq!(Mark::read(&alone).unwrap().unwrap().domain, None);
             assert_eq!(disable(&alone).unwrap(), before);
         }
         assert_eq!(Mark::read(PLAIN).unwrap(), None);
+    }
+
+    #[test]
+    fn disable_keeps_the_tag_of_the_owner_and_removing_the_tag_keeps_the_mark() {
+        let tag = format!(
+            "<a:vm xmlns:a=\"{}\" domain='shop'/>",
+            super::super::tag::NAMESPACE
+        );
+        let metadata = format!("<metadata>\n    {tag}\n  </metadata>\n  ");
+        let before = PLAIN.replace("<os>", &format!("{metadata}<os>"));
+        let on = enable(&before, Some("shop"), true, Path::new(WRAPPER)).unwrap();
+        assert!(on.contains(&tag));
+        let mark = Mark::read(&on).unwrap().unwrap();
+        assert_eq!((mark.domain.as_deref(), mark.by_tag), (Some("shop"), true));
+        assert_eq!(disable(&on).unwrap(), before);
+        // The owner changes and removes the tag.
+        let other = on.replace("'shop'", "'other'");
+        let other = enable(&other, Some("other"), true, Path::new(WRAPPER)).unwrap();
+        let mark = Mark::read(&other).unwrap().unwrap();
+        assert_eq!((mark.domain.as_deref(), mark.by_tag), (Some("other"), true));
+        let untagged = on.replace(&format!("{tag}\n    "), "");
+        assert_ne!(untagged, on);
+        assert_eq!(Mark::read(&untagged).unwrap(), Mark::read(&on).unwrap());
+        assert_eq!(disable(&untagged).unwrap(), PLAIN);
     }
 
     #[test]
@@ -579,7 +615,7 @@ mod tests {
     fn libvirt_domains_with_an_unsupported_type_architecture_or_xml_are_refused() {
         let refused = |from: &str, to: &str| {
             let xml = PLAIN.replace(from, to);
-            enable(&xml, None, Path::new(WRAPPER))
+            enable(&xml, None, false, Path::new(WRAPPER))
                 .unwrap_err()
                 .to_string()
         };

@@ -128,7 +128,7 @@ function Domains({ may }) {
     <${Table} label="Domains of libvirt" rows=${domains} rowKey=${(d) => d.domain} empty="libvirt has none." columns=${[
       { key: "domain", name: "Domain", value: (d) => d.domain },
       { key: "state", name: "State", value: (d) => (d.running ? "running" : "off") },
-      { key: "trust", name: "Trust domain", value: (d) => d.mark?.domain ?? "", cell: (d) => d.mark?.domain ?? html`<span class="soft">${d.mark ? "alone" : "not enabled"}</span>` },
+      { key: "trust", name: "Trust domain", value: (d) => d.mark?.domain ?? "", cell: (d) => d.mark?.domain ? d.mark.domain + (d.mark.by_tag ? " (by tag)" : "") : html`<span class="soft">${d.mark ? "alone" : "not enabled"}</span>` },
       { key: "folding", name: "Folding", class: "prose", value: (d) => d.folding },
       { key: "act", name: "", cell: (d) => d.mark
         ? html`<${Act} may=${may} what=${disable(d)} danger small>Disable …<//>`

@@ -31,7 +31,8 @@ pub(super) enum Arguments {
         #[arg(required = true, value_name = "DOMAIN")]
         names: Vec<String>,
     },
-    /// List domains: whether they are enabled, their trust domain, and whether they are folded
+    /// List domains: whether they are enabled (by hand, or by the tag in their XML), their trust
+    /// domain, and whether they are folded
     Status,
     /// Adopt a running domain now, or say why that fails (the daemon also adopts domains by itself)
     Attach {
@@ -118,10 +119,11 @@ fn table(rows: &[DomainStatus]) -> String {
         [
             row.domain.clone(),
             if row.running { "running" } else { "off" }.into(),
+            row.enabled().into(),
             trust.unwrap_or_else(none),
             row.vm.clone().unwrap_or_else(none),
             row.folding.clone(),
         ]
     });
-    format_table("DOMAIN  STATE  TRUST DOMAIN  VM  FOLDING", rows)
+    format_table("DOMAIN  STATE  ENABLED  TRUST DOMAIN  VM  FOLDING", rows)
 }
