@@ -1,0 +1,312 @@
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use memfold_host::progress::Progress;
+use memfold_sys::region::Mapping;
+use memfold_units::PAGE_BYTES;
+use rustix::process::Pid;
+
+use super::*;
+use crate::candidates::Candidates;
+use crate::image::bytes;
+use crate::page_copies::{PageCopies, Room};
+use crate::plan::Plan;
+use crate::writer::Writer;
+
+/// Pages of the test's memory: two chunks and a part of a third.
+const PAGES: u64 = 2 * CHUNK_PAGES + 100;
+
+fn me() -> Pid {
+    rustix::process::getpid()
+}
+
+fn content(page: u64, generation: u64) -> Vec<u64> {
+    (0..512)
+        .map(|word| page << 32 | generation << 16 | word | 1)
+        .collect()
+}
+
+fn page_bytes(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// An image in memory: a layer, or a snapshot with all pages.
+struct Image {
+    blocks: Vec<ImageBlock>,
+    sums: Vec<u8>,
+    references: Vec<Reference>,
+    /// `ram`, and then the files that the references name.
+    files: Vec<File>,
+    saved_bytes: u64,
+}
+
+impl Image {
+    fn save(source: &Source, parent: Option<Arc<Parent>>, is_copied: bool) -> Self {
+        let mut plan = Plan::new(me(), vec![source.clone()], &[], parent.as_deref()).unwrap();
+        if is_copied {
+            // The room is too small, so that it has to grow.
+            let room = Room::new(plan.pages() / 2);
+            plan.copied =
+                Some(PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).unwrap());
+        }
+        let (ram, sums) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        let mut writer = Writer::new(&plan, &ram, parent).unwrap();
+        writer.compare_with(&plan, Candidates::default()).unwrap();
+        let progress = Progress::default();
+        writer.blocks(&plan, &[0], None, &progress).unwrap();
+        let (mut references, candidates) = writer.take_references();
+        let (blocks, _) = writer.finish(&sums).unwrap();
+        // Only files that are referred to are kept, as `write_references` does.
+        let mut numbers = BTreeMap::new();
+        for reference in &mut references {
+            let next = u32::try_from(numbers.len()).unwrap();
+            reference.file = *numbers.entry(reference.file).or_insert(next);
+        }
+        let mut sources: Vec<(u32, u32)> = numbers.into_iter().map(|(of, n)| (n, of)).collect();
+        sources.sort_unstable();
+        let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
+        sums.read_exact_at(&mut all, 0).unwrap();
+        let data = data_ranges(&ram).unwrap().into_iter();
+        let saved_bytes = data.map(|part| part.end - part.start).sum();
+        let of = |&(_, of): &(u32, u32)| {
+            candidates.files[usize::try_from(of).unwrap()]
+                .file
+                .try_clone()
+                .unwrap()
+        };
+        let files = std::iter::once(ram).chain(sources.iter().map(of)).collect();
+        Self {
+            blocks,
+            sums: all,
+            references,
+            files,
+            saved_bytes,
+        }
+    }
+
+    fn stored(&self) -> Stored {
+        let file = |file: &File| file.try_clone().unwrap();
+        Stored {
+            bytes: self.files[0].metadata().unwrap().len(),
+            sums: self.sums.clone(),
+            sums_of_pages: true,
+            pages: Pages::plain(file(&self.files[0])).unwrap(),
+            references: self.references.clone(),
+            sources: self.files[1..].iter().map(file).collect(),
+        }
+    }
+
+    fn parent(&self) -> Arc<Parent> {
+        let files = self.files.iter().map(|file| SourceFile {
+            overlay_of: None,
+            in_parent: true,
+            path: PathBuf::new(),
+            file: file.try_clone().unwrap(),
+            stamp: None,
+        });
+        let name = ParentName {
+            name: "p".into(),
+            sums: String::new(),
+            depth: 1,
+        };
+        let parent = Parent::new(name, self.blocks.clone(), self.stored(), files.collect());
+        Arc::new(parent.unwrap())
+    }
+
+    /// Maps the image over `memory`, as a restore does.
+    fn map(&self, memory: &Mapping) {
+        let area = memory.area();
+        area.map_file(self.files[0].as_fd(), 0).unwrap();
+        for run in self.references.chunk_by(Reference::goes_on_with) {
+            let pages = run.iter().map(|part| u64::from(part.pages)).sum();
+            let file = &self.files[1 + usize::try_from(run[0].file).unwrap()];
+            let part = area.part(run[0].page, pages);
+            part.map_file(file.as_fd(), run[0].block).unwrap();
+        }
+    }
+
+    /// Checks all checksums, and that the image holds the memory as it is now.
+    fn check(&self, source: &Source) {
+        let stored = self.stored();
+        assert_eq!(stored.verify(&Progress::default()).unwrap(), [0_u64; 0]);
+        let (mut own, mut saved) = (vec![0; PAGE_BYTES], vec![0; PAGE_BYTES]);
+        for page in 0..source.pages {
+            let at = source.hva.add_pages(page);
+            memfold_sys::memory::read(me(), at, &mut own).unwrap();
+            if !stored.read(page, &mut saved).unwrap() {
+                saved.fill(0);
+            }
+            assert!(own == saved, "page {page}");
+        }
+    }
+}
+
+fn memory() -> (Mapping, Source) {
+    let memory = Mapping::anonymous(PAGES, true).unwrap();
+    let source = Source {
+        name: "ram0".into(),
+        hva: memory.area().start(),
+        pages: PAGES,
+    };
+    (memory, source)
+}
+
+#[test]
+fn ten_layers_hold_only_what_changed_and_show_the_memory_of_their_instant() {
+    for is_copied in [false, true] {
+        let (ram, source) = memory();
+        // Data, zeroes and holes.
+        for page in (0..PAGES).filter(|page| page % 5 != 4) {
+            ram.area().part(page, 1).write(&content(page, 0));
+        }
+        let mut image = Image::save(&source, None, is_copied);
+        image.check(&source);
+        for generation in 1..=10 {
+            image.map(&ram);
+            let write = |page: u64| {
+                ram.area().part(page, 1).write(&content(page, generation));
+            };
+            // Runs, single pages, a page that was a hole, one written with the same bytes, one
+            // of zeroes, pages at a chunk's end, and a range that is discarded.
+            (generation * 20..generation * 20 + 9).for_each(write);
+            for page in [generation * 37, CHUNK_PAGES - 1, CHUNK_PAGES, PAGES - 1, 4] {
+                write(page);
+            }
+            let same = CHUNK_PAGES + 50;
+            let now = content(same, 0);
+            ram.area().part(same, 1).write(&now);
+            ram.area().part(300 + generation, 1).write(&[0; 512]);
+            let gone = ram.area().part(600 + 3 * generation, 3);
+            gone.map_anonymous(true).unwrap();
+            let parent = image.parent();
+            image = Image::save(&source, Some(parent), is_copied);
+            image.check(&source);
+            // Single pages between changed ones and holes have no reference.
+            let most = (9 + 5 + 10) * PAGE_SIZE;
+            let saved = image.saved_bytes;
+            assert!(saved <= most, "generation {generation}: {saved} bytes");
+        }
+    }
+}
+
+#[test]
+fn a_layer_of_memory_that_does_not_map_its_parent_refers_to_equal_pages() {
+    let (ram, source) = memory();
+    for page in 0..PAGES {
+        ram.area().part(page, 1).write(&content(page, 0));
+    }
+    let parent = Image::save(&source, None, false);
+    for page in [0, 7, 8, 700] {
+        ram.area().part(page, 1).write(&content(page, 1));
+    }
+    let layer = Image::save(&source, Some(parent.parent()), false);
+    layer.check(&source);
+    assert_eq!(layer.saved_bytes, 4 * PAGE_SIZE);
+}
+
+#[test]
+fn a_damaged_parent_fails_the_layers_checksums() {
+    let (ram, source) = memory();
+    for page in 0..PAGES {
+        ram.area().part(page, 1).write(&content(page, 0));
+    }
+    let parent = Image::save(&source, None, false);
+    parent.map(&ram);
+    ram.area().part(3, 1).write(&content(3, 1));
+    let layer = Image::save(&source, Some(parent.parent()), true);
+    layer.check(&source);
+    // A page that the layer replaces may be damaged.
+    parent.files[0].write_all_at(b"!", 3 * PAGE_SIZE).unwrap();
+    assert!(
+        layer
+            .stored()
+            .verify(&Progress::default())
+            .unwrap()
+            .is_empty()
+    );
+    // Two pages that change places are found, although the sum of their checksums would not
+    // change without the pages' places.
+    let (a, b) = (page_bytes(&content(600, 0)), page_bytes(&content(601, 0)));
+    parent.files[0].write_all_at(&b, 600 * PAGE_SIZE).unwrap();
+    parent.files[0].write_all_at(&a, 601 * PAGE_SIZE).unwrap();
+    assert_eq!(layer.stored().verify(&Progress::default()).unwrap(), [1]);
+}
+
+#[test]
+fn a_view_of_the_parent_at_another_place_is_read() {
+    let (ram, source) = memory();
+    for page in 0..PAGES {
+        ram.area().part(page, 1).write(&content(page, 0));
+    }
+    let parent = Image::save(&source, None, false);
+    parent.map(&ram);
+    let moved = ram.area().part(100, 10);
+    moved.map_file(parent.files[0].as_fd(), 200).unwrap();
+    let layer = Image::save(&source, Some(parent.parent()), false);
+    layer.check(&source);
+    assert_eq!(layer.saved_bytes, 10 * PAGE_SIZE);
+}
+
+#[test]
+fn holes_of_an_older_layer_that_the_vm_still_maps_are_not_read() {
+    let (ram, source) = memory();
+    for page in 10..20 {
+        ram.area().part(page, 1).write(&content(page, 0));
+    }
+    let first = Image::save(&source, None, false);
+    first.map(&ram);
+    for page in [12, 13] {
+        ram.area().part(page, 1).write(&content(page, 1));
+    }
+    let second = Image::save(&source, Some(first.parent()), false);
+    // A fork maps only the pages that the new layer holds; all else shows the first image.
+    ram.area()
+        .part(12, 2)
+        .map_file(second.files[0].as_fd(), 12)
+        .unwrap();
+    ram.area().part(700, 1).write(&content(700, 2));
+    let parent = second.parent();
+    let plan = Plan::new(me(), vec![source.clone()], &[], Some(&parent)).unwrap();
+    assert_eq!(plan.pages(), 1);
+    let third = Image::save(&source, Some(parent), false);
+    third.check(&source);
+    assert_eq!(third.saved_bytes, PAGE_SIZE);
+}
+
+#[test]
+fn the_places_of_an_image_are_its_data_without_the_pages_that_references_cover() {
+    let ram = tempfile::tempfile().unwrap();
+    ram.set_len(bytes(1024) as u64).unwrap();
+    ram.write_all_at(&vec![1; bytes(10)], 100 * PAGE_SIZE)
+        .unwrap();
+    let reference = |page, pages, block| Reference {
+        page,
+        pages,
+        file: 2,
+        block,
+    };
+    let references = [
+        reference(104, 2, 7),
+        reference(511, 1, 30),
+        reference(512, 3, 31),
+    ];
+    let place = |page, pages, file, block| Place {
+        page,
+        pages,
+        file,
+        block,
+    };
+    assert_eq!(
+        places(&page_ranges(&data_ranges(&ram).unwrap()), &references),
+        [
+            place(100, 4, 0, 100),
+            place(104, 2, 3, 7),
+            place(106, 4, 0, 106),
+            place(511, 4, 3, 30),
+        ]
+    );
+}
