@@ -65,6 +65,8 @@ pub struct Parent {
     stored: Stored,
     /// The parent's `ram`, and then the files that the parent refers to.
     files: Vec<SourceFile>,
+    /// Identities of these files, as `/proc/PID/maps` shows them.
+    identities: Vec<StoreIdentity>,
     /// For each file, the pages that are no holes, ascending; read when they are needed first.
     data: Vec<OnceLock<Vec<Range<u64>>>>,
     /// Where all pages of the image are that are not zeroes, ascending.
@@ -118,6 +120,8 @@ impl Parent {
             Pages::Packed(..) => return Err(io::Error::other("the parent's image is compressed")),
         };
         let places = places(&in_ram, &stored.references);
+        let identities = files.iter().map(|of| mapped::identity_in_maps(&of.file));
+        let identities = identities.collect::<io::Result<_>>()?;
         let mut data = vec![OnceLock::new(); files.len()];
         data[0] = in_ram.into();
         Ok(Self {
@@ -125,6 +129,7 @@ impl Parent {
             blocks,
             stored,
             files,
+            identities,
             data,
             places,
         })
@@ -174,13 +179,12 @@ impl Parent {
     /// Returns the private mappings of the parent's files in `maps` (`/proc/PID/maps`), ascending,
     /// with the numbers of the files.
     pub(super) fn mappings(&self, maps: &str) -> io::Result<Vec<(usize, FileMapping)>> {
-        let of = |source: &SourceFile| StoreIdentity::of(&source.file);
-        let ram = self.files.first().ok_or(io::ErrorKind::NotFound)?;
-        let mapped = mapped::parse(maps, of(ram)?);
+        let ram = self.identities.first().ok_or(io::ErrorKind::NotFound)?;
+        let mapped = mapped::parse(maps, *ram);
         let mut found: Vec<_> = mapped.store.into_iter().map(|view| (0, view)).collect();
-        for (number, source) in self.files.iter().enumerate().skip(1) {
-            let id = of(source)?.in_maps();
-            let views = mapped.others.iter().filter(|view| view.file == id);
+        for (number, identity) in self.identities.iter().enumerate().skip(1) {
+            let views = mapped.others.iter();
+            let views = views.filter(|view| view.file == identity.in_maps());
             found.extend(views.map(|&view| (number, view)));
         }
         found.sort_unstable_by_key(|(_, mapping)| mapping.hva);

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 
+use memfold_sys::region::Mapping;
 use memfold_units::{Hva, PAGE_SIZE};
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -117,6 +118,27 @@ pub fn parse(text: &str, store: StoreIdentity) -> Mappings {
 pub fn identity_text(file: StoreIdentity) -> String {
     let (major, minor) = (rustix::fs::major(file.dev), rustix::fs::minor(file.dev));
     format!(" {major:02x}:{minor:02x} {} ", file.ino)
+}
+
+/// Returns the identity of a file as lines of `/proc/PID/maps` show it. For files on btrfs and on
+/// some overlay file systems, `stat(2)` reports another device number. If that is possible (the
+/// number is of no block device), the file is mapped for a moment, and this mapping's line is read.
+pub fn identity_in_maps(file: &File) -> io::Result<StoreIdentity> {
+    let identity = StoreIdentity::of(file)?;
+    if rustix::fs::major(identity.dev) != 0 {
+        return Ok(identity);
+    }
+    let view = Mapping::window(file, 1)?;
+    let begin = format!("{:x}-", view.area().start().0);
+    let maps = std::fs::read_to_string("/proc/self/maps")?;
+    let device = maps.lines().find(|line| line.starts_with(&begin));
+    let device = device.and_then(|line| line.split_ascii_whitespace().nth(3)?.split_once(':'));
+    let number = |hex| u32::from_str_radix(hex, 16).map_err(io::Error::other);
+    let (major, minor) = device.ok_or(io::ErrorKind::NotFound)?;
+    Ok(StoreIdentity {
+        dev: rustix::fs::makedev(number(major)?, number(minor)?),
+        ..identity
+    })
 }
 
 /// Parses a line such as `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).
