@@ -46,7 +46,18 @@ struct Image {
 
 impl Image {
     fn save(source: &Source, parent: Option<Arc<Parent>>, is_copied: bool) -> Self {
-        let mut plan = Plan::new(me(), vec![source.clone()], &[], parent.as_deref()).unwrap();
+        let sources = std::slice::from_ref(source);
+        Self::try_save(sources, &[], parent, is_copied).unwrap()
+    }
+
+    /// Saves blocks without the pages in `free`. Returns the error of the writer.
+    fn try_save(
+        sources: &[Source],
+        free: &[Range<Hva>],
+        parent: Option<Arc<Parent>>,
+        is_copied: bool,
+    ) -> io::Result<Self> {
+        let mut plan = Plan::new(me(), sources.to_vec(), free, parent.as_deref()).unwrap();
         if is_copied {
             // The room is too small, so that it has to grow.
             let room = Room::new(plan.pages() / 2);
@@ -57,7 +68,8 @@ impl Image {
         let mut writer = Writer::new(&plan, &ram, parent).unwrap();
         writer.compare_with(&plan, Candidates::default()).unwrap();
         let progress = Progress::default();
-        writer.blocks(&plan, &[0], None, &progress).unwrap();
+        let numbers: Vec<usize> = (0..sources.len()).collect();
+        writer.blocks(&plan, &numbers, None, &progress)?;
         let (mut references, candidates) = writer.take_references();
         let (blocks, _) = writer.finish(&sums).unwrap();
         // Only files that are referred to are kept, as `write_references` does.
@@ -79,13 +91,13 @@ impl Image {
                 .unwrap()
         };
         let files = std::iter::once(ram).chain(sources.iter().map(of)).collect();
-        Self {
+        Ok(Self {
             blocks,
             sums: all,
             references,
             files,
             saved_bytes,
-        }
+        })
     }
 
     fn stored(&self) -> Stored {
@@ -133,15 +145,23 @@ impl Image {
     fn check(&self, source: &Source) {
         let stored = self.stored();
         assert_eq!(stored.verify(&Progress::default()).unwrap(), [0_u64; 0]);
-        let (mut own, mut saved) = (vec![0; PAGE_BYTES], vec![0; PAGE_BYTES]);
+        let mut own = vec![0; PAGE_BYTES];
+        let block = self.blocks.iter().find(|block| block.name == source.name);
+        let first = block.unwrap().first_page;
         for page in 0..source.pages {
             let at = source.hva.add_pages(page);
             memfold_sys::memory::read(me(), at, &mut own).unwrap();
-            if !stored.read(page, &mut saved).unwrap() {
-                saved.fill(0);
-            }
-            assert!(own == saved, "page {page}");
+            assert!(own == self.page(first + page), "page {page}");
         }
+    }
+
+    /// Returns the bytes of a page of the image.
+    fn page(&self, number: u64) -> Vec<u8> {
+        let mut page = vec![0; PAGE_BYTES];
+        if !self.stored().read(number, &mut page).unwrap() {
+            page.fill(0);
+        }
+        page
     }
 }
 
@@ -234,6 +254,32 @@ fn a_damaged_parent_fails_the_layers_checksums() {
     parent.files[0].write_all_at(&b, 600 * PAGE_SIZE).unwrap();
     parent.files[0].write_all_at(&a, 601 * PAGE_SIZE).unwrap();
     assert_eq!(layer.stored().verify(&Progress::default()).unwrap(), [1]);
+}
+
+#[test]
+fn blocks_that_are_neighbours_in_memory_may_be_in_another_order_in_the_layer() {
+    let memory = Mapping::anonymous(2 * CHUNK_PAGES, true).unwrap();
+    let block = |name: &str, first| Source {
+        name: name.into(),
+        hva: memory.area().start().add_pages(first),
+        pages: CHUNK_PAGES,
+    };
+    let (a, b) = (block("a", 0), block("b", CHUNK_PAGES));
+    for page in 0..2 * CHUNK_PAGES {
+        memory.area().part(page, 1).write(&content(page, 0));
+    }
+    let order = [a.clone(), b.clone()];
+    let parent = Image::try_save(&order, &[], None, false).unwrap();
+    parent.map(&memory);
+    // One run of unchanged pages begins in the first block and ends in the second.
+    let changed = CHUNK_PAGES + 3;
+    let new = content(changed, 1);
+    memory.area().part(changed, 1).write(&new);
+    let order = [b.clone(), a.clone()];
+    let layer = Image::try_save(&order, &[], Some(parent.parent()), false).unwrap();
+    layer.check(&a);
+    layer.check(&b);
+    assert_eq!(layer.saved_bytes, PAGE_SIZE);
 }
 
 #[test]
