@@ -226,6 +226,22 @@ impl ParentBlock<'_> {
         self.parent.stored.sum(chunk)
     }
 
+    /// Compares a checksum of the parent's chunk that begins at page `first` of the block with the
+    /// recorded one. The layer's checksum follows from the recorded one and from the bytes that the
+    /// layer replaces, so wrong bytes would make the layer's checksum wrong.
+    pub(super) fn check(&self, first: u64, sum: u128) -> io::Result<()> {
+        if self.sum(first)? == sum {
+            return Ok(());
+        }
+        let (name, chunk) = (
+            &self.parent.name.name,
+            (self.first_page + first) / CHUNK_PAGES,
+        );
+        Err(io::Error::other(format!(
+            "the parent, snapshot '{name}', was changed since it was saved, in its chunk {chunk}; run 'memfold snapshot verify {name}', and save the VM with --whole"
+        )))
+    }
+
     /// Reads the parent's pages from page `first` of the block on.
     pub(super) fn read(&self, first: u64, buffer: &mut [u8]) -> io::Result<()> {
         if !self.parent.stored.read(self.first_page + first, buffer)? {

@@ -257,6 +257,37 @@ fn a_damaged_parent_fails_the_layers_checksums() {
 }
 
 #[test]
+fn a_layer_is_not_saved_on_a_damaged_parent() {
+    // A page that the layer replaces, and another one of the same chunk.
+    for damaged in [3, 7] {
+        let (ram, source) = memory();
+        for page in 0..PAGES {
+            ram.area().part(page, 1).write(&content(page, 0));
+        }
+        let parent = Image::save(&source, None, false);
+        parent.map(&ram);
+        ram.area().part(3, 1).write(&content(3, 1));
+        let file = &parent.files[0];
+        file.write_all_at(b"!", damaged * PAGE_SIZE).unwrap();
+        for is_copied in [false, true] {
+            let sources = std::slice::from_ref(&source);
+            let saved = Image::try_save(sources, &[], Some(parent.parent()), is_copied);
+            let why = saved.err().expect("the damage is found").to_string();
+            assert!(
+                why.contains("snapshot 'p'") && why.contains("chunk 0"),
+                "{why}"
+            );
+        }
+        // Damage in a chunk that the layer does not change is found by its checksums.
+        let whole = page_bytes(&content(damaged, 0));
+        file.write_all_at(&whole, damaged * PAGE_SIZE).unwrap();
+        file.write_all_at(b"!", 600 * PAGE_SIZE).unwrap();
+        let layer = Image::save(&source, Some(parent.parent()), true);
+        assert_eq!(layer.stored().verify(&Progress::default()).unwrap(), [1]);
+    }
+}
+
+#[test]
 fn blocks_that_are_neighbours_in_memory_may_be_in_another_order_in_the_layer() {
     let memory = Mapping::anonymous(2 * CHUNK_PAGES, true).unwrap();
     let block = |name: &str, first| Source {

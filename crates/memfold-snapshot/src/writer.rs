@@ -17,7 +17,7 @@ use super::candidates::{Candidates, MOST_COMPARED, mappings};
 use super::compare::{Comparison, PIECE_PAGES, Piece};
 use super::image::{
     CHUNK_BYTES, CHUNK_PAGES, ImageBlock, ImageCounts, SUM_BYTES, Source, bytes, page_change,
-    place, write_nonzero, zero_chunk_sum,
+    pages_sum, place, write_nonzero, zero_chunk_sum,
 };
 use super::manifest::MOST_MAPPINGS;
 use super::parent::Parent;
@@ -52,6 +52,8 @@ pub struct Writer<'a> {
     ram: &'a File,
     placed: Vec<ImageBlock>,
     parent: Option<Arc<Parent>>,
+    /// Whether the parent's chunks that the layer changes are not compared with their checksums.
+    trusts_parent: bool,
     writeback: Option<Writeback>,
     comparison: Comparison,
     sums: Vec<u8>,
@@ -96,6 +98,7 @@ impl<'a> Writer<'a> {
             ram,
             placed,
             parent,
+            trusts_parent: false,
             writeback: None,
             comparison: Comparison::new(Candidates::default(), 0),
             sums,
@@ -104,6 +107,12 @@ impl<'a> Writer<'a> {
                 ..Written::default()
             },
         })
+    }
+
+    /// Leaves out the comparison of the parent's chunks that the layer changes with their
+    /// checksums. The comparison has to read these chunks completely.
+    pub(super) fn trust_parent(&mut self) {
+        self.trusts_parent = true;
     }
 
     /// Makes a thread write the image from the page cache to the disk while the image is written.
@@ -201,11 +210,19 @@ impl<'a> Writer<'a> {
         let place = self.placed[number].first_page;
         let (buffer, other) = buffers.split_at_mut(PIECE_BYTES);
         let (other, old) = other.split_at_mut(PIECE_BYTES);
-        let (mut change, mut written) = (0_u128, Written::default());
+        let (mut change, mut of_old, mut written) = (0_u128, 0_u128, Written::default());
         let times = &mut written.stages;
         for first in (chunk.first..chunk.first + CHUNK_PAGES).step_by(PIECE_BYTES / PAGE_BYTES) {
             let end = first + PIECE_PAGES;
             let differing = within(&plan.differing[number], first, end);
+            let is_checked = !self.trusts_parent;
+            if let Some(of_parent) = of_parent.filter(|_| is_checked || !differing.is_empty()) {
+                measure(&mut times.read, || of_parent.read(first, old))?;
+            }
+            if of_parent.is_some() && is_checked {
+                let sum = measure(&mut times.hash, || pages_sum(first % CHUNK_PAGES, old));
+                of_old = of_old.wrapping_add(sum);
+            }
             if differing.is_empty() {
                 continue;
             }
@@ -216,10 +233,6 @@ impl<'a> Writer<'a> {
                     copied.read((number, &plan.ranges[number]), first, &here, buffer);
                 } else {
                     read(plan.pid, block, first, &here, buffer)?;
-                }
-                if let Some(of_parent) = of_parent {
-                    let end = end.min(block.pages);
-                    of_parent.read(first, &mut old[..bytes(end - first)])?;
                 }
                 here.iter().try_for_each(|&(from, to)| {
                     let part = &mut buffer[bytes(from - first)..bytes(to - first)];
@@ -256,6 +269,9 @@ impl<'a> Writer<'a> {
                     io::Result::Ok(())
                 })
             })?;
+        }
+        if let Some(of_parent) = of_parent.filter(|_| !self.trusts_parent) {
+            of_parent.check(chunk.first, of_old)?;
         }
         let referred = written.references.iter().map(|r| u64::from(r.pages));
         written.counts.saved_pages += referred.sum::<u64>();
