@@ -175,11 +175,8 @@ impl Snapshots {
         }
         self.refuse_if_used(name)?;
         let progress = Progress::default();
-        Ok(compact::compact(
-            &self.below.snapshots,
-            &manifest,
-            &progress,
-        )?)
+        let made = compact::compact(&self.below.snapshots, &manifest, &progress)?;
+        Ok(made.manifest)
     }
 
     /// Removes a snapshot, after all layers that need it were made complete.
