@@ -142,6 +142,11 @@ impl Snapshots {
     /// Refuses a snapshot whose files VMs map, or other snapshots need.
     fn refuse_if_used(&self, name: &str) -> Result<(), DaemonError> {
         self.refuse_if_mapped(name)?;
+        self.refuse_if_built_on(name)
+    }
+
+    /// Refuses a snapshot on which other snapshots are built.
+    fn refuse_if_built_on(&self, name: &str) -> Result<(), DaemonError> {
         let others = restore::built_on(&self.below.snapshots, name)?;
         if !others.is_empty() {
             let (name, others) = (name.to_owned(), others.join(", "));
@@ -152,28 +157,45 @@ impl Snapshots {
 
     /// Refuses a snapshot whose files VMs map.
     fn refuse_if_mapped(&self, name: &str) -> Result<(), DaemonError> {
-        let pids = restore::holders(&self.below.snapshots, name)?;
-        if !pids.is_empty() {
-            let pids = pids.iter().map(|pid| pid.as_raw_nonzero().to_string());
-            let pids = pids.collect::<Vec<_>>().join(", ");
-            let name = name.to_owned();
-            return Err(SnapshotError::InUse { name, pids }.into());
+        self.refuse_users(name, &restore::holders(&self.below.snapshots, name)?)
+    }
+
+    /// Refuses a snapshot whose files would be replaced while processes use them.
+    fn refuse_if_open(&self, manifest: &Manifest) -> Result<(), DaemonError> {
+        let users = compact::users(&self.below.snapshots, manifest)?;
+        self.refuse_users(&manifest.name, &users)
+    }
+
+    /// Refuses a snapshot that these processes use.
+    fn refuse_users(&self, name: &str, pids: &[Pid]) -> Result<(), DaemonError> {
+        if pids.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let machines = self.below.registry.machines();
+        let called = |pid: &Pid| match machines.iter().find(|vm| vm.pid() == *pid) {
+            Some(machine) => format!("VM '{}'", machine.name()),
+            None => format!("process {}", pid.as_raw_nonzero()),
+        };
+        let users = pids.iter().map(called).collect::<Vec<_>>().join(", ");
+        let name = name.to_owned();
+        Err(SnapshotError::InUse { name, users }.into())
     }
 
     /// Makes a layer complete, so that it needs no other snapshot.
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::BuiltOn`] if other snapshots are built on it.
+    /// [`SnapshotError::BuiltOn`] if other snapshots are built on it, [`SnapshotError::InUse`] if a
+    /// process uses files that would be replaced: a VM that runs from the layer, or whose disk is
+    /// built on it.
     pub fn compact(&self, name: &str) -> Result<Manifest, DaemonError> {
         let _alone = self.below.snapshot_locks.remove(name)?;
         let manifest = self.below.snapshots.manifest(name)?;
         if compact::is_complete(&self.below.snapshots, &manifest)? {
             return Ok(manifest);
         }
-        self.refuse_if_used(name)?;
+        self.refuse_if_built_on(name)?;
+        self.refuse_if_open(&manifest)?;
         let progress = Progress::default();
         let made = compact::compact(&self.below.snapshots, &manifest, &progress)?;
         Ok(made.manifest)
@@ -184,7 +206,11 @@ impl Snapshots {
         // Nothing is copied for a snapshot that cannot be removed afterwards.
         self.refuse_if_mapped(name)?;
         let on = |name: &str| restore::built_on(&self.below.snapshots, name);
-        let mut left = on(name)?.len();
+        let layers = on(name)?;
+        for layer in &layers {
+            self.refuse_if_open(&self.below.snapshots.manifest(layer)?)?;
+        }
+        let mut left = layers.len();
         while left > 0 {
             // One that no other is built on; a complete one is in the list no more.
             let others = on(name)?;

@@ -7,6 +7,9 @@
 //! The complete snapshot is written beside the layer, and then both change places at one instant
 //! (`RENAME_EXCHANGE`). The contents of memory are the same, and so are its checksums, with which
 //! each chunk is compared before it is written.
+//!
+//! No process may use a file that is replaced ([`users`]): a VM would go on with a disk file that
+//! has no name any more, and could not be saved again.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,10 +21,12 @@ use std::time::Duration;
 
 use memfold_host::helper;
 use memfold_host::progress::Progress;
+use memfold_store::mapped;
 use memfold_units::PAGE_SIZE;
 use memfold_vm::DiskFormat;
+use rustix::process::Pid;
 
-use super::disk_chain::{chain, header};
+use super::disk_chain::{chain, header, identity};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{backing_file, backing_files, facts, facts_at};
@@ -48,6 +53,33 @@ fn is_of_another(shelf: &Shelf, place: &Path, path: &Path) -> bool {
     path.starts_with(shelf.root()) && !path.starts_with(place)
 }
 
+/// Returns the processes (except this one) that map files of the snapshot, or have a file open that
+/// [`compact`] replaces.
+pub fn users(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<Pid>, SnapshotError> {
+    let place = shelf.path(&manifest.name)?;
+    // A compressed image has no such file.
+    let ram = manifest.packed.is_none().then(|| place.join(RAM));
+    let mut files = Vec::from_iter(ram);
+    for disk in manifest.disks.iter().filter(|d| d.file.path.is_relative()) {
+        let file = place.join(&disk.file.path);
+        let mut below = chain(&file)?.into_iter().skip(1);
+        // A disk that is only linked stays the same file.
+        if below.any(|other| is_of_another(shelf, &place, &other)) {
+            files.push(file);
+        }
+    }
+    let identities = files
+        .iter()
+        .map(|file| identity(file).map_err(failed(file)));
+    let identities = identities.collect::<Result<Vec<_>, _>>()?;
+    let mut pids = restore::holders(shelf, &manifest.name)?;
+    let open = mapped::processes_with_open(&identities).map_err(failed("/proc"))?;
+    let only_open = open.into_iter().filter(|pid| !pids.contains(pid));
+    let only_open: Vec<Pid> = only_open.collect();
+    pids.extend(only_open);
+    Ok(pids)
+}
+
 /// A snapshot that was made complete.
 #[derive(Debug)]
 pub struct Compacted {
@@ -58,7 +90,7 @@ pub struct Compacted {
 }
 
 /// Makes the snapshot complete that `manifest` describes. Callers check that no other snapshot is
-/// built on it.
+/// built on it, and that it has no [`users`].
 ///
 /// # Errors
 ///

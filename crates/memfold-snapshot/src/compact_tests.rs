@@ -1,5 +1,6 @@
 use std::fs::{File, FileTimes};
 use std::os::unix::fs::FileExt as _;
+use std::process::Child;
 
 use memfold_units::{ByteSize, PAGE_BYTES};
 use memfold_vm::DiskSpec;
@@ -235,6 +236,24 @@ impl Place {
     }
 }
 
+/// A process that has a file open until the value is dropped.
+struct User(Child);
+
+impl User {
+    fn of(file: &Path) -> Self {
+        let mut sleep = Command::new("sleep");
+        sleep.arg("600").stdin(File::open(file).unwrap());
+        Self(sleep.spawn().unwrap())
+    }
+}
+
+impl Drop for User {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn a_complete_layer_has_the_same_bytes_without_its_parent() {
     let place = Place::new();
@@ -322,6 +341,28 @@ fn compressed_layers_and_layers_on_compressed_parents_are_refused() {
     assert!(why.contains("is compressed"), "{why}");
     place.compact().unwrap();
     place.check_complete();
+}
+
+#[test]
+fn processes_that_have_replaced_files_open_are_users_of_a_layer() {
+    let place = Place::new();
+    let layer = place.shelf.manifest("l").unwrap();
+    let users = || users(&place.shelf, &layer).unwrap();
+    assert_eq!(users(), []);
+    for part in [RAM, "disk0.qcow2"] {
+        let user = User::of(&place.file("l", part));
+        assert_eq!(users(), [Pid::from_child(&user.0)], "{part}");
+    }
+    // Files that stay the same, and files of other snapshots, may be open.
+    let _users = [
+        User::of(&place.file("l", DEVICES)),
+        User::of(&place.file("p", RAM)),
+    ];
+    assert_eq!(users(), []);
+    place.compact().unwrap();
+    let layer = place.shelf.manifest("l").unwrap();
+    let _user = User::of(&place.file("l", "disk0.qcow2"));
+    assert_eq!(super::users(&place.shelf, &layer).unwrap(), []);
 }
 
 /// Copies a directory of a snapshot, as it is on the disk after a crash.

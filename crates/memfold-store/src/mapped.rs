@@ -1,7 +1,7 @@
-//! Finds the processes that map a page store, and their mappings, in `/proc/PID/maps`. The kernel
-//! keeps these mappings while the daemon restarts.
+//! Finds the processes that map a page store or have a file open, and their mappings, in `/proc`.
+//! The kernel keeps these mappings while the daemon restarts.
 
-use std::fs::File;
+use std::fs::{DirEntry, File};
 use std::io;
 
 use memfold_sys::region::Mapping;
@@ -67,13 +67,9 @@ pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
 /// `/proc/PID/maps` contains one of the group's texts. Each process is read once; a process with
 /// thousands of mappings takes milliseconds.
 pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
-    let (mut found, own) = (vec![Vec::new(); groups.len()], rustix::process::getpid());
-    for entry in std::fs::read_dir("/proc")?.flatten() {
-        let pid = (entry.file_name().to_str()).and_then(|name| Pid::from_raw(name.parse().ok()?));
-        let Some(pid) = pid.filter(|pid| *pid != own) else {
-            continue;
-        };
-        let maps = match std::fs::read_to_string(entry.path().join("maps")) {
+    let mut found = vec![Vec::new(); groups.len()];
+    for pid in other_processes()? {
+        let maps = match std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero())) {
             Ok(maps) => maps,
             Err(error) if is_no_user(&error) => continue,
             Err(error) => return Err(error),
@@ -87,8 +83,39 @@ pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
     Ok(found)
 }
 
-/// Returns whether the mappings of a process cannot be read because it has ended, or because root
-/// has no right to (in a container, for a process from outside, which is no VM of memfold's).
+/// Returns the processes (except this one) that have one of these files open.
+pub fn processes_with_open(files: &[StoreIdentity]) -> io::Result<Vec<Pid>> {
+    let mut found = Vec::new();
+    for pid in other_processes()? {
+        let open = match std::fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())) {
+            Ok(open) => open,
+            Err(error) if is_no_user(&error) => continue,
+            Err(error) => return Err(error),
+        };
+        // A descriptor may be closed meanwhile.
+        let mut open = open
+            .flatten()
+            .flat_map(|entry| std::fs::metadata(entry.path()));
+        if open.any(|facts| files.contains(&(&facts).into())) {
+            found.push(pid);
+        }
+    }
+    Ok(found)
+}
+
+/// Returns all processes except this one.
+fn other_processes() -> io::Result<impl Iterator<Item = Pid>> {
+    let own = rustix::process::getpid();
+    let number = |entry: DirEntry| entry.file_name().to_str()?.parse().ok();
+    let pids = std::fs::read_dir("/proc")?.flatten().filter_map(number);
+    Ok(pids
+        .filter_map(Pid::from_raw)
+        .filter(move |pid| *pid != own))
+}
+
+/// Returns whether the mappings or descriptors of a process cannot be read because it has ended, or
+/// because root has no right to (in a container, for a process from outside, which is no VM of
+/// memfold's).
 fn is_no_user(error: &io::Error) -> bool {
     let errno = Errno::from_io_error(error);
     let of_others = [Errno::NOENT, Errno::SRCH, Errno::ACCESS, Errno::PERM];
