@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use memfold_api::CompactReport;
 use memfold_snapshot::save::Subject;
 use memfold_snapshot::{
     Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, restore, save,
 };
 use parking_lot::Mutex;
 use rustix::process::Pid;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
@@ -188,17 +189,29 @@ impl Snapshots {
     /// [`SnapshotError::BuiltOn`] if other snapshots are built on it, [`SnapshotError::InUse`] if a
     /// process uses files that would be replaced: a VM that runs from the layer, or whose disk is
     /// built on it.
-    pub fn compact(&self, name: &str) -> Result<Manifest, DaemonError> {
-        let _alone = self.below.snapshot_locks.remove(name)?;
-        let manifest = self.below.snapshots.manifest(name)?;
-        if compact::is_complete(&self.below.snapshots, &manifest)? {
-            return Ok(manifest);
+    pub fn compact(&self, name: &str) -> Result<CompactReport, DaemonError> {
+        let alone = self.below.snapshot_locks.remove(name)?;
+        self.make_complete(name, &alone)
+    }
+
+    /// Makes a layer complete. The caller has locked the layer for the exchange of its files.
+    fn make_complete(&self, name: &str, progress: &Progress) -> Result<CompactReport, DaemonError> {
+        let shelf = &self.below.snapshots;
+        let mut manifest = shelf.manifest(name)?;
+        let mut copied_bytes = 0;
+        if !compact::is_complete(shelf, &manifest)? {
+            self.refuse_if_built_on(name)?;
+            self.refuse_if_open(&manifest)?;
+            let made = compact::compact(shelf, &manifest, progress)?;
+            (manifest, copied_bytes) = (made.manifest, made.copied_bytes);
+            info!(snapshot = name, copied_bytes, "layer made complete");
         }
-        self.refuse_if_built_on(name)?;
-        self.refuse_if_open(&manifest)?;
-        let progress = Progress::default();
-        let made = compact::compact(&self.below.snapshots, &manifest, &progress)?;
-        Ok(made.manifest)
+        Ok(CompactReport {
+            name: name.to_owned(),
+            copied_bytes,
+            own_bytes: manifest.own_bytes(),
+            disk_bytes: shelf.disk_bytes(name).unwrap_or(0),
+        })
     }
 
     /// Removes a snapshot, after all layers that need it were made complete.
@@ -210,6 +223,7 @@ impl Snapshots {
         for layer in &layers {
             self.refuse_if_open(&self.below.snapshots.manifest(layer)?)?;
         }
+        let progress = self.below.snapshot_locks.begin(name)?;
         let mut left = layers.len();
         while left > 0 {
             // One that no other is built on; a complete one is in the list no more.
@@ -218,9 +232,11 @@ impl Snapshots {
                 .iter()
                 .find(|other| on(other).is_ok_and(|on| on.is_empty()));
             let Some(top) = top else { break };
-            self.compact(top)?;
+            let _alone = self.below.snapshot_locks.remove(top)?;
+            self.make_complete(top, &progress)?;
             left -= 1;
         }
+        drop(progress);
         self.remove(name)
     }
 
