@@ -8,6 +8,9 @@
 //! (`RENAME_EXCHANGE`). The contents of memory are the same, and so are its checksums, with which
 //! each chunk is compared before it is written.
 //!
+//! Files of other snapshots that a layer only reads (read-only disks, kernels) get a second name
+//! in the layer, `baseN`, as in a pulled snapshot (`portable.rs`).
+//!
 //! No process may use a file that is replaced ([`users`]): a VM would go on with a disk file that
 //! has no name any more, and could not be saved again.
 
@@ -32,6 +35,7 @@ use super::error::{SnapshotError, failed};
 use super::file_facts::{backing_file, backing_files, facts, facts_at};
 use super::image::{CHUNK_PAGES, bytes, write_nonzero};
 use super::manifest::{Manifest, RAM, REFERENCES, References, SUMS, SavedDisk, file_name};
+use super::portable::base_name;
 use super::refer::{self, Reference};
 use super::restore;
 use super::shelf::{DEVICES, Shelf};
@@ -116,10 +120,11 @@ pub fn compact(
     if let Some(part) = shelf.changed_parts(manifest)?.first() {
         return Err(manifest.broken(format!("{part} was changed since it was saved")));
     }
-    let layer = Layer {
+    let mut layer = Layer {
         shelf,
         draft: shelf.replacement(name)?,
         place,
+        bases: 0,
     };
     let files = (0..manifest.files.len()).map(file_name);
     let whole = [SUMS, DEVICES].map(str::to_owned).into_iter();
@@ -140,6 +145,15 @@ pub fn compact(
             spec.path.clone_from(&disk.file.path);
         }
     }
+    let boot = &mut complete.spec.boot;
+    let boot = [&mut boot.kernel, &mut boot.initrd, &mut boot.firmware];
+    for path in boot.into_iter().flatten() {
+        if is_of_another(shelf, &layer.place, path) {
+            let base = layer.next_base();
+            layer.link(path, &base)?;
+            *path = layer.place.join(base);
+        }
+    }
     layer.draft.replace(&complete)?;
     shelf.forget(name);
     Ok(Compacted {
@@ -153,6 +167,8 @@ struct Layer<'a> {
     shelf: &'a Shelf,
     place: PathBuf,
     draft: Draft,
+    /// Number of files `baseN` in the draft.
+    bases: usize,
 }
 
 impl Layer<'_> {
@@ -160,6 +176,12 @@ impl Layer<'_> {
     fn link(&self, from: &Path, part: &str) -> Result<(), SnapshotError> {
         let to = self.draft.path().join(part);
         fs::hard_link(from, &to).map_err(failed(&to))
+    }
+
+    /// Returns the name of the next file from another snapshot.
+    fn next_base(&mut self) -> String {
+        self.bases += 1;
+        base_name(self.bases - 1)
     }
 
     /// Writes the RAM image: the layer's own pages, and those that it refers to in any snapshot.
@@ -222,10 +244,10 @@ impl Layer<'_> {
 
     /// Takes a disk into the draft. What other snapshots hold of it is copied into its own file.
     /// Returns the number of copied bytes.
-    fn complete_disk(&self, disk: &mut SavedDisk) -> Result<u64, SnapshotError> {
+    fn complete_disk(&mut self, disk: &mut SavedDisk) -> Result<u64, SnapshotError> {
         let is_of_another = |path: &Path| is_of_another(self.shelf, &self.place, path);
         let is_own = disk.file.path.is_relative();
-        if !is_own {
+        if !is_own && !is_of_another(&disk.file.path) {
             return Ok(0);
         }
         let from = self.place.join(&disk.file.path);
@@ -236,8 +258,14 @@ impl Layer<'_> {
             vec![from.clone()]
         };
         let last = files[1..].iter().rposition(|file| is_of_another(file));
-        let path = disk.file.path.clone();
-        let name = path.to_string_lossy().into_owned();
+        let (name, path) = if is_own {
+            let name = disk.file.path.to_string_lossy().into_owned();
+            (name, disk.file.path.clone())
+        } else {
+            let name = self.next_base();
+            let path = self.place.join(&name);
+            (name, path)
+        };
         let Some(last) = last.map(|below| below + 1) else {
             self.link(&from, &name)?;
             disk.file.path = path;

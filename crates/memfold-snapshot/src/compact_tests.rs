@@ -408,3 +408,51 @@ fn after_a_crash_around_the_exchange_the_layer_is_whole_and_the_other_directory_
         place.check_complete();
     }
 }
+
+#[test]
+fn read_only_disks_and_kernels_of_a_pulled_parent_get_a_name_in_the_layer() {
+    let place = Place::new();
+    let (raw, on_raw, kernel) = (
+        place.file("p", "base0"),
+        place.file("p", "base1"),
+        place.file("p", "base2"),
+    );
+    fs::write(&raw, vec![1; 1 << 16]).unwrap();
+    make_disk(&on_raw, (&raw, "raw"), 2, "0");
+    fs::write(&kernel, b"kernel").unwrap();
+    let mut layer = place.shelf.manifest("l").unwrap();
+    for (path, format) in [(&raw, "raw"), (&on_raw, "qcow2")] {
+        let below = chain(&on_raw).unwrap().into_iter().skip(1);
+        layer.disks.push(SavedDisk {
+            file: backing_file(path, path).unwrap(),
+            format: format.into(),
+            read_only: true,
+            xxh3_128: None,
+            backing: backing_files(below.filter(|_| format == "qcow2")).unwrap(),
+        });
+        let mut disk = DiskSpec::new(path);
+        disk.read_only = true;
+        layer.spec.disks.push(disk);
+    }
+    layer.spec.boot.kernel = Some(kernel.clone());
+    let (ino, of) = (
+        |path: &Path| fs::metadata(path).unwrap().ino(),
+        layer.clone(),
+    );
+    let made = compact(&place.shelf, &of, &Progress::default()).unwrap();
+    let now = place.shelf.manifest("l").unwrap();
+    assert_eq!(now, made.manifest);
+    assert!(is_complete(&place.shelf, &now).unwrap());
+    assert_eq!(built_on(&place.shelf, "p").unwrap(), [""; 0]);
+    let spec = restore::spec(&place.shelf, &now, "vm").unwrap();
+    // A file is linked; a disk that is built on another file of the parent is copied.
+    assert_eq!(spec.disks[1].path, place.file("l", "base0"));
+    assert_eq!(ino(&spec.disks[1].path), ino(&raw));
+    assert_eq!(spec.disks[2].path, place.file("l", "base1"));
+    let alone = chain(&spec.disks[2].path).unwrap();
+    assert_eq!(alone, [place.file("l", "base1")]);
+    assert_eq!(spec.boot.kernel, Some(place.file("l", "base2")));
+    place.shelf.remove("p").unwrap();
+    assert_eq!(fs::read(spec.boot.kernel.unwrap()).unwrap(), b"kernel");
+    place.check_complete();
+}
