@@ -4,14 +4,17 @@
 use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use memfold_snapshot::{Progress, SnapshotError, Step};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 /// The locks of all snapshots.
 #[derive(Debug, Default)]
 pub(crate) struct SnapshotLocks {
     state: Mutex<State>,
+    /// Notified when a removal ends.
+    removal_ended: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -28,11 +31,24 @@ impl SnapshotLocks {
     ///
     /// [`SnapshotError::Impossible`] while the snapshot is being removed or made complete.
     pub(crate) fn begin(&self, name: &str) -> Result<Use<'_>, SnapshotError> {
+        self.begin_within(name, Duration::ZERO)
+    }
+
+    /// Locks a snapshot as [`Self::begin`] does. Waits for at most `patience` until a removal ends:
+    /// the removal of a snapshot that a VM maps is refused soon.
+    pub(crate) fn begin_within(
+        &self,
+        name: &str,
+        patience: Duration,
+    ) -> Result<Use<'_>, SnapshotError> {
         let mut state = self.state.lock();
-        if state.removed.contains_key(name) {
-            return Err(SnapshotError::Impossible(format!(
-                "snapshot '{name}' is being removed or made complete; wait until that ends"
-            )));
+        let deadline = Instant::now() + patience;
+        while state.removed.contains_key(name) {
+            if (self.removal_ended.wait_until(&mut state, deadline)).timed_out() {
+                return Err(SnapshotError::Impossible(format!(
+                    "snapshot '{name}' is being removed or made complete; wait until that ends"
+                )));
+            }
         }
         let progress = Arc::<Progress>::default();
         let all = state.used.entry(name.to_owned()).or_default();
@@ -121,6 +137,7 @@ impl Deref for Removal<'_> {
 impl Drop for Removal<'_> {
     fn drop(&mut self) {
         self.uses.state.lock().removed.remove(&self.name);
+        self.uses.removal_ended.notify_all();
     }
 }
 
@@ -156,5 +173,22 @@ mod tests {
         drop(removal);
         assert_eq!(uses.now("a"), None);
         assert!(uses.begin("a").is_ok());
+    }
+
+    #[test]
+    fn a_snapshot_is_used_after_a_removal_that_ends_soon_and_refused_during_a_longer_one() {
+        let locks = SnapshotLocks::default();
+        let removal = locks.remove("a").unwrap();
+        let refused = locks.begin_within("a", Duration::from_millis(20));
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("wait until that ends"), "{refused}");
+        std::thread::scope(|scope| {
+            let waiting =
+                scope.spawn(|| locks.begin_within("a", Duration::from_secs(60)).map(drop));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!waiting.is_finished());
+            drop(removal);
+            waiting.join().unwrap().unwrap();
+        });
     }
 }

@@ -18,6 +18,9 @@ pub struct Request {
     pub keep: Keep,
     /// Reason why memfold chose `keep`, recorded in the manifest; `None` if the user chose it.
     pub keep_reason: Option<String>,
+    /// Reason why all pages are saved although the VM runs from a snapshot, recorded in the
+    /// manifest; `None` if there is none, or if the user asked for all pages.
+    pub whole_reason: Option<String>,
     /// Trust domain of the VM, and so of the snapshot; `None`: the VM shares with no other VM.
     pub domain: Option<String>,
     /// For a boot snapshot, the mark of the VM's QEMU process, recorded in the manifest; otherwise

@@ -230,6 +230,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
             memfold: env!("CARGO_PKG_VERSION").to_owned(),
             keep: request.keep,
             keep_reason: request.keep_reason.clone(),
+            whole_reason: request.whole_reason.clone(),
             of_boot: request.of_boot.clone(),
             fork: request.fork,
             live,

@@ -55,6 +55,8 @@ struct Prepared {
     keep_reason: Option<String>,
     /// Whether the guest's kernel knows its VM generation ID.
     generation_id: bool,
+    /// Why all pages are saved although the VM runs from a snapshot.
+    whole_reason: Option<String>,
 }
 
 impl Snapshots {
@@ -107,7 +109,7 @@ impl Snapshots {
             (mended.join(), base)
         });
         mended.unwrap_or_else(|panic| resume_unwind(panic))?;
-        let base = base?;
+        let (base, whole_reason) = base?;
         let base = base.as_ref();
         let save = |prepared| {
             let of = (&machine, &subject, &right);
@@ -126,6 +128,7 @@ impl Snapshots {
         });
         let mut prepared = prepared?;
         prepared.generation_id = generation_id;
+        prepared.whole_reason = whole_reason;
         if prepared.keep != Keep::None {
             return save(prepared);
         }
@@ -173,6 +176,7 @@ impl Snapshots {
             candidates,
             keep_reason,
             generation_id: false,
+            whole_reason: None,
         };
         let all = |reason: String| Ok(prepared(Keep::All, Vec::new(), Some(reason)));
         let is_chosen = choice == KeepChoice::Auto;
@@ -268,6 +272,7 @@ impl Snapshots {
             name: request.name.clone(),
             keep: prepared.keep,
             keep_reason: prepared.keep_reason,
+            whole_reason: prepared.whole_reason,
             of_boot: match kind {
                 SaveKind::Boot(mark) => mark.clone(),
                 SaveKind::Asked | SaveKind::Fork => None,

@@ -483,6 +483,7 @@ fn saved(m: &Manifest) -> String {
     )];
     let keep = format!("{:?}", m.keep).to_lowercase();
     for (what, why) in [
+        ("saved all pages", &m.whole_reason),
         (&*format!("chose --keep {keep}"), &m.keep_reason),
         (
             "caches that the guest had not dropped were saved too",
