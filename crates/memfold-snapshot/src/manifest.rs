@@ -225,6 +225,10 @@ pub struct Manifest {
     /// numbers in each restored VM.
     #[serde(default)]
     pub generation_id: bool,
+    /// Boot ID of the guest's kernel at the save, by the guest's agent; unset without an agent, and
+    /// in older snapshots.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_boot: Option<String>,
     /// Length of the uncompressed RAM image, in bytes.
     pub ram_bytes: u64,
     /// Facts about the compressed RAM image; unset if the image is not compressed.
@@ -571,6 +575,7 @@ pub(super) mod tests {
             cache_kept: None,
             agent: true,
             generation_id: true,
+            guest_boot: None,
             ram_bytes: 0,
             packed: None,
             references: None,

@@ -52,6 +52,8 @@ pub struct Request {
     pub agent: bool,
     /// Whether the guest's kernel has a driver for the VM generation ID.
     pub generation_id: bool,
+    /// Boot ID of the guest's kernel; `None` if no agent tells it.
+    pub guest_boot: Option<String>,
 }
 
 /// Converts a duration to milliseconds.

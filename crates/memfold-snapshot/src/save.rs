@@ -246,6 +246,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
             cache_kept: request.cache_kept.clone(),
             agent: request.agent,
             generation_id: request.generation_id,
+            guest_boot: request.guest_boot.clone(),
             ram_bytes,
             packed,
             references,
