@@ -2,12 +2,14 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use memfold_host::progress::Progress;
 use memfold_sys::region::Mapping;
 use memfold_units::PAGE_BYTES;
+use rustix::mm::Advice;
 use rustix::process::Pid;
 
 use super::*;
@@ -16,6 +18,7 @@ use crate::image::bytes;
 use crate::page_copies::{PageCopies, Room};
 use crate::plan::Plan;
 use crate::writer::Writer;
+use crate::writer::tests::Swap;
 
 /// Pages of the test's memory: two chunks and a part of a third.
 const PAGES: u64 = 2 * CHUNK_PAGES + 100;
@@ -311,6 +314,139 @@ fn blocks_that_are_neighbours_in_memory_may_be_in_another_order_in_the_layer() {
     layer.check(&a);
     layer.check(&b);
     assert_eq!(layer.saved_bytes, PAGE_SIZE);
+}
+
+#[test]
+fn free_pages_of_a_layer_are_zeroes_if_the_vm_changed_them_and_else_the_parents() {
+    for is_copied in [false, true] {
+        let (ram, source) = memory();
+        for page in 0..PAGES {
+            ram.area().part(page, 1).write(&content(page, 0));
+        }
+        let parent = Image::save(&source, None, false);
+        parent.map(&ram);
+        for page in [3, 4, 8, 700] {
+            ram.area().part(page, 1).write(&content(page, 1));
+        }
+        let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);
+        let free = [at(2, 5), at(699, 702)];
+        let sources = std::slice::from_ref(&source);
+        let layer = Image::try_save(sources, &free, Some(parent.parent()), is_copied).unwrap();
+        let stored = layer.stored();
+        assert_eq!(stored.verify(&Progress::default()).unwrap(), [0_u64; 0]);
+        for page in 0..PAGES {
+            let expected = match page {
+                3 | 4 | 700 => vec![0; PAGE_BYTES],
+                8 => page_bytes(&content(8, 1)),
+                _ => page_bytes(&content(page, 0)),
+            };
+            assert!(layer.page(page) == expected, "page {page}");
+        }
+        assert_eq!(layer.saved_bytes, PAGE_SIZE);
+    }
+}
+
+/// Returns how many pages of a block are of this category.
+fn count(source: &Source, category: u64) -> u64 {
+    let filter = Filter {
+        all_of: category,
+        ..Filter::default()
+    };
+    let pagemap = Pagemap::open(me()).unwrap();
+    let regions = pagemap.scan(source.hva, source.hva.add_pages(source.pages), filter);
+    let regions = regions.unwrap();
+    regions
+        .iter()
+        .map(memfold_sys::pagemap::Region::pages)
+        .sum()
+}
+
+#[test]
+fn changed_pages_of_a_layer_that_are_in_swap_are_saved() {
+    let _swap = match Swap::on() {
+        Ok(swap) => swap,
+        Err(why) => memfold_testkit::skip!("no swap: {why}"),
+    };
+    let (ram, source) = memory();
+    for page in 0..PAGES {
+        ram.area().part(page, 1).write(&content(page, 0));
+    }
+    let parent = Image::save(&source, None, false);
+    parent.map(&ram);
+    for page in (100..400).chain([700]) {
+        ram.area().part(page, 1).write(&content(page, 1));
+    }
+    ram.area().advise(Advice::LinuxPageOut).unwrap();
+    assert!(count(&source, category::SWAPPED) > 0, "no page is in swap");
+    let layer = Image::save(&source, Some(parent.parent()), false);
+    layer.check(&source);
+    assert_eq!(layer.saved_bytes, 301 * PAGE_SIZE);
+}
+
+/// KSM of this host, which merges as fast as it can for the lifetime of the value.
+struct Ksm(Vec<(PathBuf, String)>);
+
+impl Ksm {
+    fn on() -> io::Result<Self> {
+        let mut ksm = Self(Vec::new());
+        for (name, value) in [
+            ("use_zero_pages", "1"),
+            ("pages_to_scan", "10000"),
+            ("sleep_millisecs", "1"),
+            ("run", "1"),
+        ] {
+            let path = Path::new("/sys/kernel/mm/ksm").join(name);
+            let before = std::fs::read_to_string(&path)?;
+            std::fs::write(&path, value)?;
+            ksm.0.push((path, before));
+        }
+        Ok(ksm)
+    }
+}
+
+impl Drop for Ksm {
+    fn drop(&mut self) {
+        for (path, before) in self.0.iter().rev() {
+            let restored = std::fs::write(path, before.trim());
+            assert!(std::thread::panicking() || restored.is_ok());
+        }
+    }
+}
+
+/// Returns a figure of KSM about this process.
+fn ksm_figure(name: &str) -> u64 {
+    let text = std::fs::read_to_string("/proc/self/ksm_stat").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    line.map_or(0, |rest| rest.trim().parse().unwrap())
+}
+
+#[test]
+fn pages_of_a_layer_that_ksm_merged_or_replaced_by_the_zero_page_are_saved() {
+    let (ram, source) = memory();
+    for page in 0..PAGES {
+        ram.area().part(page, 1).write(&content(page, 0));
+    }
+    let parent = Image::save(&source, None, false);
+    parent.map(&ram);
+    for page in 100..150 {
+        ram.area().part(page, 1).write(&content(1, 1));
+    }
+    for page in 600..620 {
+        ram.area().part(page, 1).write(&[0; 512]);
+    }
+    ram.area().advise(Advice::LinuxMergeable).unwrap();
+    let ksm = match Ksm::on() {
+        Ok(ksm) => ksm,
+        Err(why) => memfold_testkit::skip!("no KSM: {why}"),
+    };
+    let limit = Duration::from_secs(60);
+    memfold_testkit::wait_until("KSM has merged the pages", limit, || {
+        ksm_figure("ksm_merging_pages ") >= 50 && count(&source, category::ZERO) >= 20
+    });
+    drop(ksm);
+    let layer = Image::save(&source, Some(parent.parent()), false);
+    layer.check(&source);
+    assert_eq!(layer.saved_bytes, 50 * PAGE_SIZE);
 }
 
 #[test]

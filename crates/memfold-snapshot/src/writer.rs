@@ -331,4 +331,4 @@ fn read(
 
 #[cfg(test)]
 #[path = "writer_tests.rs"]
-mod tests;
+pub(super) mod tests;

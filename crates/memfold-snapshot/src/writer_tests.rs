@@ -385,10 +385,10 @@ fn pages_that_a_disk_file_contains_are_saved_as_references_and_restored_unchange
 }
 
 /// Swap space of this host for the lifetime of the value.
-struct Swap(tempfile::NamedTempFile);
+pub(crate) struct Swap(tempfile::NamedTempFile);
 
 impl Swap {
-    fn on() -> Result<Self, String> {
+    pub(crate) fn on() -> Result<Self, String> {
         // A swap file must not be on tmpfs, and must not have holes.
         let file = tempfile::NamedTempFile::new_in("/var/tmp").map_err(|e| e.to_string())?;
         let bytes = vec![0; 16 << 20];
