@@ -169,6 +169,20 @@ pub struct VerifyReport {
     pub problems: Vec<String>,
 }
 
+/// Response of `POST /v1/snapshots/{name}/compact`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct CompactReport {
+    /// Name of the snapshot, which needs no other snapshot now.
+    pub name: String,
+    /// Bytes of RAM and of disks that were copied from other snapshots; 0 if the snapshot was
+    /// complete before.
+    pub copied_bytes: u64,
+    /// Bytes of RAM that the snapshot holds itself now.
+    pub own_bytes: u64,
+    /// Bytes that the snapshot's files use on disk now.
+    pub disk_bytes: u64,
+}
+
 /// Request body of `POST /v1/snapshots/{name}/push`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

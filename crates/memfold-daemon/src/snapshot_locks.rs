@@ -1,21 +1,26 @@
 //! Locks snapshots by name. While an operation such as a restore uses a snapshot, the snapshot
 //! cannot be removed, and users can see how far the operation is.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use memfold_snapshot::{Progress, SnapshotError, Step};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 /// The locks of all snapshots.
 #[derive(Debug, Default)]
-pub(crate) struct SnapshotLocks(Mutex<State>);
+pub(crate) struct SnapshotLocks {
+    state: Mutex<State>,
+    /// Notified when a removal ends.
+    removal_ended: Condvar,
+}
 
 #[derive(Debug, Default)]
 struct State {
     used: HashMap<String, Vec<Arc<Progress>>>,
-    removed: HashSet<String>,
+    removed: HashMap<String, Arc<Progress>>,
 }
 
 impl SnapshotLocks {
@@ -24,13 +29,26 @@ impl SnapshotLocks {
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::Impossible`] while the snapshot is being removed.
+    /// [`SnapshotError::Impossible`] while the snapshot is being removed or made complete.
     pub(crate) fn begin(&self, name: &str) -> Result<Use<'_>, SnapshotError> {
-        let mut state = self.0.lock();
-        if state.removed.contains(name) {
-            return Err(SnapshotError::Impossible(format!(
-                "snapshot '{name}' is being removed"
-            )));
+        self.begin_within(name, Duration::ZERO)
+    }
+
+    /// Locks a snapshot as [`Self::begin`] does. Waits for at most `patience` until a removal ends:
+    /// the removal of a snapshot that a VM maps is refused soon.
+    pub(crate) fn begin_within(
+        &self,
+        name: &str,
+        patience: Duration,
+    ) -> Result<Use<'_>, SnapshotError> {
+        let mut state = self.state.lock();
+        let deadline = Instant::now() + patience;
+        while state.removed.contains_key(name) {
+            if (self.removal_ended.wait_until(&mut state, deadline)).timed_out() {
+                return Err(SnapshotError::Impossible(format!(
+                    "snapshot '{name}' is being removed or made complete; wait until that ends"
+                )));
+            }
         }
         let progress = Arc::<Progress>::default();
         let all = state.used.entry(name.to_owned()).or_default();
@@ -42,28 +60,33 @@ impl SnapshotLocks {
         })
     }
 
-    /// Locks a snapshot for removal.
+    /// Locks a snapshot for its removal, or for the exchange of its files.
     ///
     /// # Errors
     ///
     /// [`SnapshotError::Impossible`] while the snapshot is in use or being removed.
     pub(crate) fn remove(&self, name: &str) -> Result<Removal<'_>, SnapshotError> {
-        let mut state = self.0.lock();
-        if state.used.contains_key(name) || !state.removed.insert(name.to_owned()) {
+        let mut state = self.state.lock();
+        if state.used.contains_key(name) || state.removed.contains_key(name) {
             return Err(SnapshotError::Impossible(format!(
-                "snapshot '{name}' is being saved, verified, restored or removed; wait until that ends"
+                "snapshot '{name}' is being saved, verified, restored, removed or made complete; wait until that ends"
             )));
         }
+        let progress = Arc::<Progress>::default();
+        state.removed.insert(name.to_owned(), progress.clone());
         Ok(Removal {
             uses: self,
             name: name.to_owned(),
+            progress,
         })
     }
 
     /// Returns the progress of the most recent operation on a snapshot; `None` if no operation uses
     /// it.
     pub(crate) fn now(&self, name: &str) -> Option<Step> {
-        Some(self.0.lock().used.get(name)?.last()?.now())
+        let state = self.state.lock();
+        let used = state.used.get(name).and_then(|all| all.last());
+        Some(used.or_else(|| state.removed.get(name))?.now())
     }
 }
 
@@ -85,7 +108,7 @@ impl Deref for Use<'_> {
 
 impl Drop for Use<'_> {
     fn drop(&mut self) {
-        let mut state = self.uses.0.lock();
+        let mut state = self.uses.state.lock();
         if let Some(all) = state.used.get_mut(&self.name) {
             all.retain(|other| !Arc::ptr_eq(other, &self.progress));
             if all.is_empty() {
@@ -100,11 +123,21 @@ impl Drop for Use<'_> {
 pub(crate) struct Removal<'a> {
     uses: &'a SnapshotLocks,
     name: String,
+    progress: Arc<Progress>,
+}
+
+impl Deref for Removal<'_> {
+    type Target = Progress;
+
+    fn deref(&self) -> &Progress {
+        &self.progress
+    }
 }
 
 impl Drop for Removal<'_> {
     fn drop(&mut self) {
-        self.uses.0.lock().removed.remove(&self.name);
+        self.uses.state.lock().removed.remove(&self.name);
+        self.uses.removal_ended.notify_all();
     }
 }
 
@@ -135,7 +168,27 @@ mod tests {
         let removal = uses.remove("a").unwrap();
         assert!(uses.begin("a").is_err() && uses.remove("a").is_err());
         assert!(uses.begin("b").is_ok());
+        removal.begin("removal", 8);
+        assert_eq!(uses.now("a").unwrap().step, "removal");
         drop(removal);
+        assert_eq!(uses.now("a"), None);
         assert!(uses.begin("a").is_ok());
+    }
+
+    #[test]
+    fn a_snapshot_is_used_after_a_removal_that_ends_soon_and_refused_during_a_longer_one() {
+        let locks = SnapshotLocks::default();
+        let removal = locks.remove("a").unwrap();
+        let refused = locks.begin_within("a", Duration::from_millis(20));
+        let refused = refused.unwrap_err().to_string();
+        assert!(refused.contains("wait until that ends"), "{refused}");
+        std::thread::scope(|scope| {
+            let waiting =
+                scope.spawn(|| locks.begin_within("a", Duration::from_secs(60)).map(drop));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!waiting.is_finished());
+            drop(removal);
+            waiting.join().unwrap().unwrap();
+        });
     }
 }

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use memfold_api::CompactReport;
 use memfold_snapshot::save::Subject;
 use memfold_snapshot::{
     Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, restore, save,
 };
 use parking_lot::Mutex;
 use rustix::process::Pid;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
@@ -154,6 +155,11 @@ impl Snapshots {
     /// Refuses a snapshot whose files VMs map, or other snapshots need.
     fn refuse_if_used(&self, name: &str) -> Result<(), DaemonError> {
         self.refuse_if_mapped(name)?;
+        self.refuse_if_built_on(name)
+    }
+
+    /// Refuses a snapshot on which other snapshots are built.
+    fn refuse_if_built_on(&self, name: &str) -> Result<(), DaemonError> {
         let others = restore::built_on(&self.below.snapshots, name)?;
         if !others.is_empty() {
             let (name, others) = (name.to_owned(), others.join(", "));
@@ -164,34 +170,60 @@ impl Snapshots {
 
     /// Refuses a snapshot whose files VMs map.
     fn refuse_if_mapped(&self, name: &str) -> Result<(), DaemonError> {
-        let pids = restore::holders(&self.below.snapshots, name)?;
-        if !pids.is_empty() {
-            let pids = pids.iter().map(|pid| pid.as_raw_nonzero().to_string());
-            let pids = pids.collect::<Vec<_>>().join(", ");
-            let name = name.to_owned();
-            return Err(SnapshotError::InUse { name, pids }.into());
+        self.refuse_users(name, &restore::holders(&self.below.snapshots, name)?)
+    }
+
+    /// Refuses a snapshot whose files would be replaced while processes use them.
+    fn refuse_if_open(&self, manifest: &Manifest) -> Result<(), DaemonError> {
+        let users = compact::users(&self.below.snapshots, manifest)?;
+        self.refuse_users(&manifest.name, &users)
+    }
+
+    /// Refuses a snapshot that these processes use.
+    fn refuse_users(&self, name: &str, pids: &[Pid]) -> Result<(), DaemonError> {
+        if pids.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let machines = self.below.registry.machines();
+        let called = |pid: &Pid| match machines.iter().find(|vm| vm.pid() == *pid) {
+            Some(machine) => format!("VM '{}'", machine.name()),
+            None => format!("process {}", pid.as_raw_nonzero()),
+        };
+        let users = pids.iter().map(called).collect::<Vec<_>>().join(", ");
+        let name = name.to_owned();
+        Err(SnapshotError::InUse { name, users }.into())
     }
 
     /// Makes a layer complete, so that it needs no other snapshot.
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::BuiltOn`] if other snapshots are built on it.
-    pub fn compact(&self, name: &str) -> Result<Manifest, DaemonError> {
-        let _alone = self.below.snapshot_locks.remove(name)?;
-        let manifest = self.below.snapshots.manifest(name)?;
-        if compact::is_complete(&self.below.snapshots, &manifest)? {
-            return Ok(manifest);
+    /// [`SnapshotError::BuiltOn`] if other snapshots are built on it, [`SnapshotError::InUse`] if a
+    /// process uses files that would be replaced: a VM that runs from the layer, or whose disk is
+    /// built on it.
+    pub fn compact(&self, name: &str) -> Result<CompactReport, DaemonError> {
+        let alone = self.below.snapshot_locks.remove(name)?;
+        self.make_complete(name, &alone)
+    }
+
+    /// Makes a layer complete. The caller has locked the layer for the exchange of its files.
+    fn make_complete(&self, name: &str, progress: &Progress) -> Result<CompactReport, DaemonError> {
+        let shelf = &self.below.snapshots;
+        let mut manifest = shelf.manifest(name)?;
+        let mut copied_bytes = 0;
+        if !compact::is_complete(shelf, &manifest)? {
+            self.refuse_if_built_on(name)?;
+            self.refuse_if_open(&manifest)?;
+            let made = compact::compact(shelf, &manifest, progress)?;
+            (manifest, copied_bytes) = (made.manifest, made.copied_bytes);
+            info!(snapshot = name, copied_bytes, "layer made complete");
         }
-        self.refuse_if_used(name)?;
-        let progress = Progress::default();
-        Ok(compact::compact(
-            &self.below.snapshots,
-            &manifest,
-            &progress,
-        )?)
+        Ok(CompactReport {
+            name: name.to_owned(),
+            copied_bytes,
+            own_bytes: manifest.own_bytes(),
+            disk_bytes: shelf.disk_bytes(name).unwrap_or(0),
+        })
     }
 
     /// Removes a snapshot, after all layers that need it were made complete.
@@ -199,7 +231,12 @@ impl Snapshots {
         // Nothing is copied for a snapshot that cannot be removed afterwards.
         self.refuse_if_mapped(name)?;
         let on = |name: &str| restore::built_on(&self.below.snapshots, name);
-        let mut left = on(name)?.len();
+        let layers = on(name)?;
+        for layer in &layers {
+            self.refuse_if_open(&self.below.snapshots.manifest(layer)?)?;
+        }
+        let progress = self.below.snapshot_locks.begin(name)?;
+        let mut left = layers.len();
         while left > 0 {
             // One that no other is built on; a complete one is in the list no more.
             let others = on(name)?;
@@ -207,9 +244,11 @@ impl Snapshots {
                 .iter()
                 .find(|other| on(other).is_ok_and(|on| on.is_empty()));
             let Some(top) = top else { break };
-            self.compact(top)?;
+            let _alone = self.below.snapshot_locks.remove(top)?;
+            self.make_complete(top, &progress)?;
             left -= 1;
         }
+        drop(progress);
         self.remove(name)
     }
 

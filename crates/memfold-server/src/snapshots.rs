@@ -3,8 +3,8 @@
 
 use axum::extract::Query;
 use memfold_api::{
-    ErrorBody, ForkReport, ForkRequest, PullBody, PushBody, RemoteStore, RemoveOptions,
-    RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+    CompactReport, ErrorBody, ForkReport, ForkRequest, PullBody, PushBody, RemoteStore,
+    RemoveOptions, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
 };
 use memfold_snapshot::{Manifest, SnapshotInfo, Step};
 use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
@@ -43,9 +43,9 @@ pub(super) async fn fork(
     blocking(daemon, move |d| d.snapshots().fork(&name, &request)).await
 }
 
-/// Makes a layer complete, so that it needs no other snapshot. Returns the snapshot's manifest.
-#[utoipa::path(post, path = "/v1/snapshots/{name}/compact", responses((status = 200, body = Object), (status = 409, body = ErrorBody)))]
-pub(super) async fn compact(daemon: Served, name: Named) -> Answered<Manifest> {
+/// Makes a layer complete, so that it needs no other snapshot.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/compact", responses((status = 200, body = CompactReport), (status = 409, body = ErrorBody)))]
+pub(super) async fn compact(daemon: Served, name: Named) -> Answered<CompactReport> {
     blocking(daemon, move |d| d.snapshots().compact(&name)).await
 }
 

@@ -6,31 +6,41 @@
 //!   before   ram ##..#.....   ram.refs -> ram of a parent, disk of a parent, base image     disk0 -> disk0 of a parent -> base image
 //!   after    ram ######.#..   ram.refs -> base image                                        disk0 -> base image
 //! ```
-//! The complete snapshot is written beside the layer, and then the two directories are exchanged in
-//! one step (`RENAME_EXCHANGE`). VMs that run from the layer keep its files open. The contents of
-//! memory are the same in both, and so are its checksums.
+//! The complete snapshot is written beside the layer, and then both change places at one instant
+//! (`RENAME_EXCHANGE`). The contents of memory are the same, and so are its checksums, with which
+//! each chunk is compared before it is written.
+//!
+//! Files of other snapshots that a layer only reads (read-only disks, kernels) get a second name
+//! in the layer, `baseN`, as in a pulled snapshot (`portable.rs`).
+//!
+//! No process may use a file that is replaced ([`users`]): a VM would go on with a disk file that
+//! has no name any more, and could not be saved again.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use memfold_host::helper;
 use memfold_host::progress::Progress;
+use memfold_store::mapped;
 use memfold_units::PAGE_SIZE;
+use memfold_vm::DiskFormat;
+use rustix::process::Pid;
 
-use super::disk_chain::{chain, header};
+use super::disk_chain::{chain, header, identity};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{backing_file, backing_files, facts, facts_at};
-use super::image::{CHUNK_BYTES, CHUNK_PAGES, bytes, write_nonzero};
+use super::image::{CHUNK_PAGES, bytes, write_nonzero};
 use super::manifest::{Manifest, RAM, REFERENCES, References, SUMS, SavedDisk, file_name};
-use super::pipeline;
+use super::portable::base_name;
 use super::refer::{self, Reference};
 use super::restore;
 use super::shelf::{DEVICES, Shelf};
-use super::stored::Stored;
 use super::working_set;
 
 /// Time limit for `qemu-img` to copy what a disk has in other snapshots.
@@ -39,22 +49,64 @@ const REBASE_LIMIT: Duration = Duration::from_secs(3600);
 /// Returns whether a snapshot needs no other snapshot.
 pub fn is_complete(shelf: &Shelf, manifest: &Manifest) -> Result<bool, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
-    let is_of_another =
-        |path: &PathBuf| path.starts_with(shelf.root()) && !path.starts_with(&place);
-    Ok(manifest.parent.is_none() && !manifest.outside().iter().any(is_of_another))
+    let mut outside = manifest.outside().into_iter();
+    let needs_another = outside.any(|path| is_of_another(shelf, &place, &path));
+    Ok(manifest.parent.is_none() && !needs_another)
 }
 
-/// Makes the snapshot complete that `manifest` describes, and returns its new manifest. Callers
-/// check that no other snapshot is built on it.
+/// Returns whether a file belongs to another snapshot than the one at `place`.
+fn is_of_another(shelf: &Shelf, place: &Path, path: &Path) -> bool {
+    path.starts_with(shelf.root()) && !path.starts_with(place)
+}
+
+/// Returns the processes (except this one) that map files of the snapshot, or have a file open that
+/// [`compact`] replaces.
+pub fn users(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<Pid>, SnapshotError> {
+    let place = shelf.path(&manifest.name)?;
+    // A compressed image has no such file.
+    let ram = manifest.packed.is_none().then(|| place.join(RAM));
+    let mut files = Vec::from_iter(ram);
+    for disk in manifest.disks.iter().filter(|d| d.file.path.is_relative()) {
+        let file = place.join(&disk.file.path);
+        let mut below = chain(&file)?.into_iter().skip(1);
+        // A disk that is only linked stays the same file.
+        if below.any(|other| is_of_another(shelf, &place, &other)) {
+            files.push(file);
+        }
+    }
+    let identities = files
+        .iter()
+        .map(|file| identity(file).map_err(failed(file)));
+    let identities = identities.collect::<Result<Vec<_>, _>>()?;
+    let mut pids = restore::holders(shelf, &manifest.name)?;
+    let open = mapped::processes_with_open(&identities).map_err(failed("/proc"))?;
+    let only_open = open.into_iter().filter(|pid| !pids.contains(pid));
+    let only_open: Vec<Pid> = only_open.collect();
+    pids.extend(only_open);
+    Ok(pids)
+}
+
+/// A snapshot that was made complete.
+#[derive(Debug)]
+pub struct Compacted {
+    /// The snapshot's new manifest.
+    pub manifest: Manifest,
+    /// Number of bytes of RAM and of disks that were copied from other snapshots.
+    pub copied_bytes: u64,
+}
+
+/// Makes the snapshot complete that `manifest` describes. Callers check that no other snapshot is
+/// built on it, and that it has no [`users`].
 ///
 /// # Errors
 ///
-/// Errors as of a restore. The snapshot is then as it was.
+/// Errors as of a restore, and [`SnapshotError::Broken`] if a page that is copied, or a disk, is
+/// not as it was saved. The snapshot is then as it was.
 pub fn compact(
     shelf: &Shelf,
     manifest: &Manifest,
     progress: &Progress,
-) -> Result<Manifest, SnapshotError> {
+) -> Result<Compacted, SnapshotError> {
     let (name, place) = (&manifest.name, shelf.path(&manifest.name)?);
     if manifest.packed.is_some() {
         return Err(SnapshotError::Impossible(format!(
@@ -63,133 +115,194 @@ pub fn compact(
     }
     // Damaged bytes, or disks that do not match the saved RAM, must not get into the new snapshot.
     restore::spec(shelf, manifest, &manifest.vm)?;
+    progress.begin("disks compared", 0);
     if let Some(changed) = restore::changed_disks(shelf, manifest)?.first() {
         return Err(manifest.broken(changed.clone()));
     }
-    shelf.checked_image(manifest, progress)?;
-    let draft = shelf.replacement(name)?;
+    if let Some(part) = shelf.changed_parts(manifest)?.first() {
+        return Err(manifest.broken(format!("{part} was changed since it was saved")));
+    }
+    let mut layer = Layer {
+        shelf,
+        draft: shelf.replacement(name)?,
+        place,
+        bases: 0,
+    };
     let files = (0..manifest.files.len()).map(file_name);
     let whole = [SUMS, DEVICES].map(str::to_owned).into_iter();
     for part in whole.chain(files).chain([working_set::FILE.to_owned()]) {
-        let (from, to) = (place.join(&part), draft.path().join(&part));
+        let from = layer.place.join(&part);
         if from.exists() {
-            fs::hard_link(&from, &to).map_err(failed(&to))?;
+            layer.link(&from, &part)?;
         }
     }
-    let stored = shelf.stored(manifest)?;
     let mut complete = manifest.clone();
     complete.parent = None;
-    complete.references = copy_pages(shelf, manifest, &stored, &draft, progress)?;
+    complete.references = layer.copy_pages(manifest, progress)?;
+    let mut copied_bytes = complete.own_bytes().saturating_sub(manifest.own_bytes());
     progress.begin("disks made complete", 0);
-    for disk in &mut complete.disks {
-        complete_disk(shelf, &place, &draft, disk)?;
+    for (disk, spec) in complete.disks.iter_mut().zip(&mut complete.spec.disks) {
+        copied_bytes += layer.complete_disk(disk)?;
+        if disk.file.path.is_absolute() {
+            spec.path.clone_from(&disk.file.path);
+        }
     }
-    draft.replace(&complete)?;
+    let boot = &mut complete.spec.boot;
+    let boot = [&mut boot.kernel, &mut boot.initrd, &mut boot.firmware];
+    for path in boot.into_iter().flatten() {
+        if is_of_another(shelf, &layer.place, path) {
+            let base = layer.next_base();
+            layer.link(path, &base)?;
+            *path = layer.place.join(base);
+        }
+    }
+    layer.draft.replace(&complete)?;
     shelf.forget(name);
-    Ok(complete)
+    Ok(Compacted {
+        manifest: complete,
+        copied_bytes,
+    })
 }
 
-/// Returns whether a path that a manifest names leads outside the directory of all snapshots. (A
-/// path without a slash is a file of the snapshot.)
-fn is_outside(shelf: &Shelf, path: &Path) -> bool {
-    path.is_absolute() && !path.starts_with(shelf.root())
+/// A layer that is being made complete.
+struct Layer<'a> {
+    shelf: &'a Shelf,
+    place: PathBuf,
+    draft: Draft,
+    /// Number of files `baseN` in the draft.
+    bases: usize,
 }
 
-/// Writes the RAM image: the layer's own pages, and those that it refers to in any snapshot.
-/// Returns the references that remain.
-fn copy_pages(
-    shelf: &Shelf,
-    manifest: &Manifest,
-    stored: &Stored,
-    draft: &Draft,
-    progress: &Progress,
-) -> Result<Option<References>, SnapshotError> {
-    let failed = draft.failed(RAM);
-    let ram = draft.file(RAM)?;
-    ram.set_len(manifest.ram_bytes).map_err(&failed)?;
-    let all: Vec<&PathBuf> = manifest
-        .references
-        .iter()
-        .flat_map(|refs| &refs.sources)
-        .collect();
-    let (mut sources, mut numbers) = (Vec::new(), Vec::new());
-    for path in all {
-        let is_left = is_outside(shelf, path);
-        numbers.push(is_left.then_some(u32::try_from(sources.len()).unwrap_or(u32::MAX)));
-        sources.extend(is_left.then(|| path.clone()));
+impl Layer<'_> {
+    /// Gives a file a second name in the draft.
+    fn link(&self, from: &Path, part: &str) -> Result<(), SnapshotError> {
+        let to = self.draft.path().join(part);
+        fs::hard_link(from, &to).map_err(failed(&to))
     }
-    let left = stored.references.iter().filter_map(|reference| {
-        let of = usize::try_from(reference.file).ok()?;
-        Some(Reference {
-            file: numbers.get(of).copied().flatten()?,
-            ..*reference
-        })
-    });
-    let left: Vec<Reference> = left.collect();
-    progress.begin("RAM made complete", stored.bytes);
-    let chunks = stored.bytes.div_ceil(CHUNK_BYTES as u64);
-    pipeline::run(chunks, CHUNK_BYTES, |chunk, buffer| {
-        let first = chunk * CHUNK_PAGES;
-        if stored.read(first, buffer)? {
+
+    /// Returns the name of the next file from another snapshot.
+    fn next_base(&mut self) -> String {
+        self.bases += 1;
+        base_name(self.bases - 1)
+    }
+
+    /// Writes the RAM image: the layer's own pages, and those that it refers to in any snapshot.
+    /// Returns the references that remain.
+    fn copy_pages(
+        &self,
+        manifest: &Manifest,
+        progress: &Progress,
+    ) -> Result<Option<References>, SnapshotError> {
+        let draft = &self.draft;
+        let failed = draft.failed(RAM);
+        let ram = draft.file(RAM)?;
+        ram.set_len(manifest.ram_bytes).map_err(&failed)?;
+        let all = manifest.references.iter().flat_map(|refs| &refs.sources);
+        let (mut sources, mut numbers) = (Vec::new(), Vec::new());
+        for path in all {
+            // A path without a slash is a file of the snapshot.
+            let is_left = path.is_absolute() && !path.starts_with(self.shelf.root());
+            numbers.push(is_left.then_some(u32::try_from(sources.len()).unwrap_or(u32::MAX)));
+            sources.extend(is_left.then(|| path.clone()));
+        }
+        let stored = self.shelf.stored(manifest)?;
+        let left = stored.references.iter().filter_map(|reference| {
+            let of = usize::try_from(reference.file).ok()?;
+            Some(Reference {
+                file: numbers.get(of).copied().flatten()?,
+                ..*reference
+            })
+        });
+        let left: Vec<Reference> = left.collect();
+        progress.begin("RAM made complete", stored.bytes);
+        let copied = stored.check(progress, |chunk, buffer| {
+            let first = chunk * CHUNK_PAGES;
             let from = left.partition_point(|reference| reference.page < first);
             let here = left[from..].iter();
             for reference in here.take_while(|r| r.page < first + CHUNK_PAGES) {
                 let at = bytes(reference.page - first);
                 buffer[at..][..reference.length()].fill(0);
             }
-            write_nonzero(buffer, &ram, first * PAGE_SIZE)?;
+            write_nonzero(buffer, &ram, first * PAGE_SIZE).map(drop)
+        });
+        let wrong = copied.map_err(&failed)?;
+        if !wrong.is_empty() {
+            return Err(Shelf::wrong(manifest, &wrong));
         }
-        progress.add(CHUNK_BYTES as u64);
-        Ok(())
-    })
-    .map_err(&failed)?;
-    if left.is_empty() {
-        return Ok(None);
+        if left.is_empty() {
+            return Ok(None);
+        }
+        let mut table = draft.file(REFERENCES)?;
+        let written = table.write_all(&refer::encode(&left));
+        let table = written.and_then(|()| facts(table));
+        Ok(Some(References {
+            table: table.map_err(draft.failed(REFERENCES))?,
+            sources,
+            pages: left.iter().map(|r| u64::from(r.pages)).sum(),
+            parent_pages: 0,
+            mappings: Some(refer::mappings(&left)),
+        }))
     }
-    let mut table = draft.file(REFERENCES)?;
-    let written = table.write_all(&refer::encode(&left));
-    let table = written.and_then(|()| facts(table));
-    Ok(Some(References {
-        table: table.map_err(draft.failed(REFERENCES))?,
-        sources,
-        pages: left.iter().map(|r| u64::from(r.pages)).sum(),
-        parent_pages: 0,
-        mappings: Some(refer::mappings(&left)),
-    }))
-}
 
-/// Takes a disk into the draft. What other snapshots hold of it is copied into its own file.
-fn complete_disk(
-    shelf: &Shelf,
-    place: &Path,
-    draft: &Draft,
-    disk: &mut SavedDisk,
-) -> Result<(), SnapshotError> {
-    if disk.file.path.is_absolute() {
-        return Ok(());
+    /// Takes a disk into the draft. What other snapshots hold of it is copied into its own file.
+    /// Returns the number of copied bytes.
+    fn complete_disk(&mut self, disk: &mut SavedDisk) -> Result<u64, SnapshotError> {
+        let is_of_another = |path: &Path| is_of_another(self.shelf, &self.place, path);
+        let is_own = disk.file.path.is_relative();
+        if !is_own && !is_of_another(&disk.file.path) {
+            return Ok(0);
+        }
+        let from = self.place.join(&disk.file.path);
+        // The guest writes the contents of a raw disk, so even a header in it must not be believed.
+        let files = if disk.format == DiskFormat::Qcow2.driver() {
+            chain(&from)?
+        } else {
+            vec![from.clone()]
+        };
+        let last = files[1..].iter().rposition(|file| is_of_another(file));
+        let (name, path) = if is_own {
+            let name = disk.file.path.to_string_lossy().into_owned();
+            (name, disk.file.path.clone())
+        } else {
+            let name = self.next_base();
+            let path = self.place.join(&name);
+            (name, path)
+        };
+        let Some(last) = last.map(|below| below + 1) else {
+            self.link(&from, &name)?;
+            disk.file.path = path;
+            return Ok(0);
+        };
+        self.check_disks(&files[..=last])?;
+        let to = self.draft.path().join(&name);
+        // A sparse copy, which shares blocks with the original if the file system can.
+        fs::copy(&from, &to).map_err(failed(&to))?;
+        let base = files.get(last + 1);
+        let format = header(&files[last]).map_err(failed(&files[last]))?;
+        let format = format["backing-filename-format"].as_str();
+        let format = format.unwrap_or_default();
+        rebase(&to, base.map(|base| (base.as_path(), format)))?;
+        disk.file = backing_file(&to, &path)?;
+        disk.xxh3_128 = is_own.then_some(facts_at(&to)?.xxh3_128);
+        disk.backing = backing_files(files.into_iter().skip(last + 1))?;
+        let used = |file: &Path| fs::metadata(file).map_or(0, |facts| facts.blocks() * 512);
+        Ok(used(&to).saturating_sub(used(&from)))
     }
-    let (from, to) = (
-        place.join(&disk.file.path),
-        draft.path().join(&disk.file.path),
-    );
-    let is_of_another = |path: &Path| path.starts_with(shelf.root()) && !path.starts_with(place);
-    let files = chain(&from)?;
-    let Some(last) = files.iter().rposition(|file| is_of_another(file)) else {
-        return fs::hard_link(&from, &to).map_err(failed(&to));
-    };
-    // A sparse copy, which shares blocks with the original if the file system can.
-    fs::copy(&from, &to).map_err(failed(&to))?;
-    let base = files.get(last + 1);
-    let format = header(&files[last]).map_err(failed(&files[last]))?;
-    let format = format["backing-filename-format"]
-        .as_str()
-        .unwrap_or_default()
-        .to_owned();
-    rebase(&to, base.map(|base| (base.as_path(), format.as_str())))?;
-    disk.file = backing_file(&to, &disk.file.path)?;
-    disk.xxh3_128 = Some(facts_at(&to)?.xxh3_128);
-    disk.backing = backing_files(files.into_iter().skip(last + 1))?;
-    Ok(())
+
+    /// Compares disks of other snapshots with the checksums in the manifests of these snapshots.
+    fn check_disks(&self, files: &[PathBuf]) -> Result<(), SnapshotError> {
+        let owners = files
+            .iter()
+            .filter(|file| is_of_another(self.shelf, &self.place, file));
+        let owners = owners.filter_map(|file| file.parent()?.file_name()?.to_str());
+        for owner in owners.collect::<BTreeSet<_>>() {
+            let owner = self.shelf.manifest(owner)?;
+            if let Some(changed) = restore::changed_disks(self.shelf, &owner)?.first() {
+                return Err(owner.broken(changed.clone()));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Gives a disk another backing file, and copies what differs into the disk.
@@ -208,3 +321,7 @@ fn rebase(disk: &Path, base: Option<(&Path, &str)>) -> Result<(), SnapshotError>
     let words = String::from_utf8_lossy(&output.stderr);
     Err(SnapshotError::Qemu(format!("qemu-img: {}", words.trim())))
 }
+
+#[cfg(test)]
+#[path = "compact_tests.rs"]
+mod tests;

@@ -206,9 +206,10 @@ impl Draft {
     }
 
     /// Puts the draft in the place of the snapshot that it replaces, at one instant, and removes
-    /// that snapshot's files.
+    /// that snapshot's files. A draft that cannot be read is an error, and replaces nothing.
     pub(super) fn replace(self, manifest: &Manifest) -> Result<(), SnapshotError> {
         self.write(manifest)?;
+        read_manifest(&self.path, &manifest.name)?;
         renameat_with(CWD, &self.path, CWD, &self.place, RenameFlags::EXCHANGE)
             .map_err(|errno| failed(&self.place)(errno.into()))?;
         self.sync_parent();
@@ -283,6 +284,35 @@ mod tests {
 
     use super::*;
     use crate::manifest::tests::manifest;
+
+    #[test]
+    fn a_draft_that_cannot_be_read_replaces_no_snapshot() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let place = root.join("a");
+        let manifest = manifest("a", ByteSize::mib(64));
+        let fill = |draft: &Draft, parts: &[&str]| {
+            for part in parts {
+                draft.file(part).unwrap();
+            }
+        };
+        let draft = Draft::begin(root, place.clone(), "a").unwrap();
+        fill(&draft, &[RAM, "ram.sums", "devices"]);
+        draft.commit(&manifest).unwrap();
+        let inode = |place: &Path| fs::metadata(place).unwrap().ino();
+        let before = inode(&place);
+        let draft = Draft::begin_replacement(root, place.clone(), "a").unwrap();
+        fill(&draft, &[RAM, "ram.sums"]);
+        let why = draft.replace(&manifest).unwrap_err().to_string();
+        assert!(why.contains("devices"), "{why}");
+        assert_eq!(inode(&place), before);
+        assert!(read_manifest(&place, "a").is_ok());
+        // The directory of the draft is gone, and the next draft replaces the snapshot.
+        let draft = Draft::begin_replacement(root, place.clone(), "a").unwrap();
+        fill(&draft, &[RAM, "ram.sums", "devices"]);
+        draft.replace(&manifest).unwrap();
+        assert_ne!(inode(&place), before);
+    }
 
     #[test]
     fn if_the_saved_memory_of_a_fork_cannot_be_synced_to_disk_the_saved_memory_is_unusable() {

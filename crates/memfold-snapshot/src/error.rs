@@ -36,8 +36,8 @@ pub enum SnapshotError {
     Ram(#[from] RamError),
     #[error("cannot map the snapshot into the VM's RAM: {0}")]
     Library(String),
-    #[error("snapshot '{name}' is mapped by running VMs (processes {pids}); stop these VMs first")]
-    InUse { name: String, pids: String },
+    #[error("files of snapshot '{name}' are in use by {users}; stop {users} first")]
+    InUse { name: String, users: String },
     #[error(
         "{others} are built on the memory or disks of snapshot '{name}'; remove {others} first"
     )]

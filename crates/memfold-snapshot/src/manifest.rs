@@ -178,6 +178,10 @@ pub struct Manifest {
     /// Reason why memfold chose `keep`; unset if the user chose it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_reason: Option<String>,
+    /// Reason why all pages were saved although the VM ran from a snapshot; unset if the snapshot
+    /// is a layer, if the VM ran from no snapshot, or if the user asked for all pages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole_reason: Option<String>,
     /// Description of the saved VM, from which VMs are started that run from the snapshot.
     pub spec: VmSpec,
     /// Version of the saved VM's QEMU: major, minor, micro.
@@ -221,6 +225,10 @@ pub struct Manifest {
     /// numbers in each restored VM.
     #[serde(default)]
     pub generation_id: bool,
+    /// Boot ID of the guest's kernel at the save, by the guest's agent; unset without an agent, and
+    /// in older snapshots.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_boot: Option<String>,
     /// Length of the uncompressed RAM image, in bytes.
     pub ram_bytes: u64,
     /// Facts about the compressed RAM image; unset if the image is not compressed.
@@ -554,6 +562,7 @@ pub(super) mod tests {
             memfold: "0.1.0".into(),
             keep: Keep::None,
             keep_reason: None,
+            whole_reason: None,
             spec: VmSpec::new("web1", memory),
             qemu: (10, 0, 2),
             machine: "pc-q35-10.0".into(),
@@ -569,6 +578,7 @@ pub(super) mod tests {
             cache_kept: None,
             agent: true,
             generation_id: true,
+            guest_boot: None,
             ram_bytes: 0,
             packed: None,
             references: None,

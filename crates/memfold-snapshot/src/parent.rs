@@ -65,6 +65,8 @@ pub struct Parent {
     stored: Stored,
     /// The parent's `ram`, and then the files that the parent refers to.
     files: Vec<SourceFile>,
+    /// Identities of these files, as `/proc/PID/maps` shows them.
+    identities: Vec<StoreIdentity>,
     /// For each file, the pages that are no holes, ascending; read when they are needed first.
     data: Vec<OnceLock<Vec<Range<u64>>>>,
     /// Where all pages of the image are that are not zeroes, ascending.
@@ -118,6 +120,8 @@ impl Parent {
             Pages::Packed(..) => return Err(io::Error::other("the parent's image is compressed")),
         };
         let places = places(&in_ram, &stored.references);
+        let identities = files.iter().map(|of| mapped::identity_in_maps(&of.file));
+        let identities = identities.collect::<io::Result<_>>()?;
         let mut data = vec![OnceLock::new(); files.len()];
         data[0] = in_ram.into();
         Ok(Self {
@@ -125,6 +129,7 @@ impl Parent {
             blocks,
             stored,
             files,
+            identities,
             data,
             places,
         })
@@ -174,13 +179,12 @@ impl Parent {
     /// Returns the private mappings of the parent's files in `maps` (`/proc/PID/maps`), ascending,
     /// with the numbers of the files.
     pub(super) fn mappings(&self, maps: &str) -> io::Result<Vec<(usize, FileMapping)>> {
-        let of = |source: &SourceFile| StoreIdentity::of(&source.file);
-        let ram = self.files.first().ok_or(io::ErrorKind::NotFound)?;
-        let mapped = mapped::parse(maps, of(ram)?);
+        let ram = self.identities.first().ok_or(io::ErrorKind::NotFound)?;
+        let mapped = mapped::parse(maps, *ram);
         let mut found: Vec<_> = mapped.store.into_iter().map(|view| (0, view)).collect();
-        for (number, source) in self.files.iter().enumerate().skip(1) {
-            let id = of(source)?.in_maps();
-            let views = mapped.others.iter().filter(|view| view.file == id);
+        for (number, identity) in self.identities.iter().enumerate().skip(1) {
+            let views = mapped.others.iter();
+            let views = views.filter(|view| view.file == identity.in_maps());
             found.extend(views.map(|&view| (number, view)));
         }
         found.sort_unstable_by_key(|(_, mapping)| mapping.hva);
@@ -220,6 +224,22 @@ impl ParentBlock<'_> {
     pub(super) fn sum(&self, first: u64) -> io::Result<u128> {
         let chunk = (self.first_page + first) / CHUNK_PAGES;
         self.parent.stored.sum(chunk)
+    }
+
+    /// Compares a checksum of the parent's chunk that begins at page `first` of the block with the
+    /// recorded one. The layer's checksum follows from the recorded one and from the bytes that the
+    /// layer replaces, so wrong bytes would make the layer's checksum wrong.
+    pub(super) fn check(&self, first: u64, sum: u128) -> io::Result<()> {
+        if self.sum(first)? == sum {
+            return Ok(());
+        }
+        let (name, chunk) = (
+            &self.parent.name.name,
+            (self.first_page + first) / CHUNK_PAGES,
+        );
+        Err(io::Error::other(format!(
+            "the parent, snapshot '{name}', was changed since it was saved, in its chunk {chunk}; run 'memfold snapshot verify {name}', and save the VM with --whole"
+        )))
     }
 
     /// Reads the parent's pages from page `first` of the block on.
@@ -331,317 +351,5 @@ fn places(in_ram: &[Range<u64>], references: &[Reference]) -> Vec<Place> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-    use std::fs::File;
-    use std::os::fd::AsFd;
-    use std::os::unix::fs::FileExt;
-    use std::path::PathBuf;
-    use std::sync::Arc;
-
-    use memfold_host::progress::Progress;
-    use memfold_sys::region::Mapping;
-    use memfold_units::PAGE_BYTES;
-    use rustix::process::Pid;
-
-    use super::*;
-    use crate::candidates::Candidates;
-    use crate::image::bytes;
-    use crate::page_copies::{PageCopies, Room};
-    use crate::plan::Plan;
-    use crate::writer::Writer;
-
-    /// Pages of the test's memory: two chunks and a part of a third.
-    const PAGES: u64 = 2 * CHUNK_PAGES + 100;
-
-    fn me() -> Pid {
-        rustix::process::getpid()
-    }
-
-    fn content(page: u64, generation: u64) -> Vec<u64> {
-        (0..512)
-            .map(|word| page << 32 | generation << 16 | word | 1)
-            .collect()
-    }
-
-    fn page_bytes(words: &[u64]) -> Vec<u8> {
-        words.iter().flat_map(|word| word.to_le_bytes()).collect()
-    }
-
-    /// An image in memory: a layer, or a snapshot with all pages.
-    struct Image {
-        blocks: Vec<ImageBlock>,
-        sums: Vec<u8>,
-        references: Vec<Reference>,
-        /// `ram`, and then the files that the references name.
-        files: Vec<File>,
-        saved_bytes: u64,
-    }
-
-    impl Image {
-        fn save(source: &Source, parent: Option<Arc<Parent>>, is_copied: bool) -> Self {
-            let mut plan = Plan::new(me(), vec![source.clone()], &[], parent.as_deref()).unwrap();
-            if is_copied {
-                // The room is too small, so that it has to grow.
-                let room = Room::new(plan.pages() / 2);
-                plan.copied =
-                    Some(PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).unwrap());
-            }
-            let (ram, sums) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-            let mut writer = Writer::new(&plan, &ram, parent).unwrap();
-            writer.compare_with(&plan, Candidates::default()).unwrap();
-            let progress = Progress::default();
-            writer.blocks(&plan, &[0], None, &progress).unwrap();
-            let (mut references, candidates) = writer.take_references();
-            let (blocks, _) = writer.finish(&sums).unwrap();
-            // Only files that are referred to are kept, as `write_references` does.
-            let mut numbers = BTreeMap::new();
-            for reference in &mut references {
-                let next = u32::try_from(numbers.len()).unwrap();
-                reference.file = *numbers.entry(reference.file).or_insert(next);
-            }
-            let mut sources: Vec<(u32, u32)> = numbers.into_iter().map(|(of, n)| (n, of)).collect();
-            sources.sort_unstable();
-            let mut all = vec![0; usize::try_from(sums.metadata().unwrap().len()).unwrap()];
-            sums.read_exact_at(&mut all, 0).unwrap();
-            let data = data_ranges(&ram).unwrap().into_iter();
-            let saved_bytes = data.map(|part| part.end - part.start).sum();
-            let of = |&(_, of): &(u32, u32)| {
-                candidates.files[usize::try_from(of).unwrap()]
-                    .file
-                    .try_clone()
-                    .unwrap()
-            };
-            let files = std::iter::once(ram).chain(sources.iter().map(of)).collect();
-            Self {
-                blocks,
-                sums: all,
-                references,
-                files,
-                saved_bytes,
-            }
-        }
-
-        fn stored(&self) -> Stored {
-            let file = |file: &File| file.try_clone().unwrap();
-            Stored {
-                bytes: self.files[0].metadata().unwrap().len(),
-                sums: self.sums.clone(),
-                sums_of_pages: true,
-                pages: Pages::plain(file(&self.files[0])).unwrap(),
-                references: self.references.clone(),
-                sources: self.files[1..].iter().map(file).collect(),
-            }
-        }
-
-        fn parent(&self) -> Arc<Parent> {
-            let files = self.files.iter().map(|file| SourceFile {
-                overlay_of: None,
-                in_parent: true,
-                path: PathBuf::new(),
-                file: file.try_clone().unwrap(),
-                stamp: None,
-            });
-            let name = ParentName {
-                name: "p".into(),
-                sums: String::new(),
-                depth: 1,
-            };
-            let parent = Parent::new(name, self.blocks.clone(), self.stored(), files.collect());
-            Arc::new(parent.unwrap())
-        }
-
-        /// Maps the image over `memory`, as a restore does.
-        fn map(&self, memory: &Mapping) {
-            let area = memory.area();
-            area.map_file(self.files[0].as_fd(), 0).unwrap();
-            for run in self.references.chunk_by(Reference::goes_on_with) {
-                let pages = run.iter().map(|part| u64::from(part.pages)).sum();
-                let file = &self.files[1 + usize::try_from(run[0].file).unwrap()];
-                let part = area.part(run[0].page, pages);
-                part.map_file(file.as_fd(), run[0].block).unwrap();
-            }
-        }
-
-        /// Checks all checksums, and that the image holds the memory as it is now.
-        fn check(&self, source: &Source) {
-            let stored = self.stored();
-            assert_eq!(stored.verify(&Progress::default()).unwrap(), [0_u64; 0]);
-            let (mut own, mut saved) = (vec![0; PAGE_BYTES], vec![0; PAGE_BYTES]);
-            for page in 0..source.pages {
-                let at = source.hva.add_pages(page);
-                memfold_sys::memory::read(me(), at, &mut own).unwrap();
-                if !stored.read(page, &mut saved).unwrap() {
-                    saved.fill(0);
-                }
-                assert!(own == saved, "page {page}");
-            }
-        }
-    }
-
-    fn memory() -> (Mapping, Source) {
-        let memory = Mapping::anonymous(PAGES, true).unwrap();
-        let source = Source {
-            name: "ram0".into(),
-            hva: memory.area().start(),
-            pages: PAGES,
-        };
-        (memory, source)
-    }
-
-    #[test]
-    fn each_of_ten_incremental_saves_stores_only_changed_pages_and_shows_all_memory() {
-        for is_copied in [false, true] {
-            let (ram, source) = memory();
-            // Data, zeroes and holes.
-            for page in (0..PAGES).filter(|page| page % 5 != 4) {
-                ram.area().part(page, 1).write(&content(page, 0));
-            }
-            let mut image = Image::save(&source, None, is_copied);
-            image.check(&source);
-            for generation in 1..=10 {
-                image.map(&ram);
-                let write = |page: u64| {
-                    ram.area().part(page, 1).write(&content(page, generation));
-                };
-                // Runs, single pages, a page that was a hole, one written with the same bytes, one
-                // of zeroes, pages at a chunk's end, and a range that is discarded.
-                (generation * 20..generation * 20 + 9).for_each(write);
-                for page in [generation * 37, CHUNK_PAGES - 1, CHUNK_PAGES, PAGES - 1, 4] {
-                    write(page);
-                }
-                let same = CHUNK_PAGES + 50;
-                let now = content(same, 0);
-                ram.area().part(same, 1).write(&now);
-                ram.area().part(300 + generation, 1).write(&[0; 512]);
-                let gone = ram.area().part(600 + 3 * generation, 3);
-                gone.map_anonymous(true).unwrap();
-                let parent = image.parent();
-                image = Image::save(&source, Some(parent), is_copied);
-                image.check(&source);
-                // Single pages between changed ones and holes have no reference.
-                let most = (9 + 5 + 10) * PAGE_SIZE;
-                let saved = image.saved_bytes;
-                assert!(saved <= most, "generation {generation}: {saved} bytes");
-            }
-        }
-    }
-
-    #[test]
-    fn an_incremental_save_refers_to_equal_pages_of_the_last_save_even_if_the_vm_maps_none() {
-        let (ram, source) = memory();
-        for page in 0..PAGES {
-            ram.area().part(page, 1).write(&content(page, 0));
-        }
-        let parent = Image::save(&source, None, false);
-        for page in [0, 7, 8, 700] {
-            ram.area().part(page, 1).write(&content(page, 1));
-        }
-        let layer = Image::save(&source, Some(parent.parent()), false);
-        layer.check(&source);
-        assert_eq!(layer.saved_bytes, 4 * PAGE_SIZE);
-    }
-
-    #[test]
-    fn if_an_earlier_save_is_damaged_the_checksums_of_a_save_built_on_it_fail() {
-        let (ram, source) = memory();
-        for page in 0..PAGES {
-            ram.area().part(page, 1).write(&content(page, 0));
-        }
-        let parent = Image::save(&source, None, false);
-        parent.map(&ram);
-        ram.area().part(3, 1).write(&content(3, 1));
-        let layer = Image::save(&source, Some(parent.parent()), true);
-        layer.check(&source);
-        // A page that the layer replaces may be damaged.
-        parent.files[0].write_all_at(b"!", 3 * PAGE_SIZE).unwrap();
-        assert!(
-            layer
-                .stored()
-                .verify(&Progress::default())
-                .unwrap()
-                .is_empty()
-        );
-        // Two pages that change places are found, although the sum of their checksums would not
-        // change without the pages' places.
-        let (a, b) = (page_bytes(&content(600, 0)), page_bytes(&content(601, 0)));
-        parent.files[0].write_all_at(&b, 600 * PAGE_SIZE).unwrap();
-        parent.files[0].write_all_at(&a, 601 * PAGE_SIZE).unwrap();
-        assert_eq!(layer.stored().verify(&Progress::default()).unwrap(), [1]);
-    }
-
-    #[test]
-    fn an_incremental_save_reads_pages_that_map_the_last_save_at_another_offset() {
-        let (ram, source) = memory();
-        for page in 0..PAGES {
-            ram.area().part(page, 1).write(&content(page, 0));
-        }
-        let parent = Image::save(&source, None, false);
-        parent.map(&ram);
-        let moved = ram.area().part(100, 10);
-        moved.map_file(parent.files[0].as_fd(), 200).unwrap();
-        let layer = Image::save(&source, Some(parent.parent()), false);
-        layer.check(&source);
-        assert_eq!(layer.saved_bytes, 10 * PAGE_SIZE);
-    }
-
-    #[test]
-    fn an_incremental_save_does_not_read_holes_of_an_older_save_that_the_vm_maps() {
-        let (ram, source) = memory();
-        for page in 10..20 {
-            ram.area().part(page, 1).write(&content(page, 0));
-        }
-        let first = Image::save(&source, None, false);
-        first.map(&ram);
-        for page in [12, 13] {
-            ram.area().part(page, 1).write(&content(page, 1));
-        }
-        let second = Image::save(&source, Some(first.parent()), false);
-        // A fork maps only the pages that the new layer holds; all else shows the first image.
-        ram.area()
-            .part(12, 2)
-            .map_file(second.files[0].as_fd(), 12)
-            .unwrap();
-        ram.area().part(700, 1).write(&content(700, 2));
-        let parent = second.parent();
-        let plan = Plan::new(me(), vec![source.clone()], &[], Some(&parent)).unwrap();
-        assert_eq!(plan.pages(), 1);
-        let third = Image::save(&source, Some(parent), false);
-        third.check(&source);
-        assert_eq!(third.saved_bytes, PAGE_SIZE);
-    }
-
-    #[test]
-    fn the_data_ranges_of_a_snapshot_image_exclude_pages_stored_as_disk_references() {
-        let ram = tempfile::tempfile().unwrap();
-        ram.set_len(bytes(1024) as u64).unwrap();
-        ram.write_all_at(&vec![1; bytes(10)], 100 * PAGE_SIZE)
-            .unwrap();
-        let reference = |page, pages, block| Reference {
-            page,
-            pages,
-            file: 2,
-            block,
-        };
-        let references = [
-            reference(104, 2, 7),
-            reference(511, 1, 30),
-            reference(512, 3, 31),
-        ];
-        let place = |page, pages, file, block| Place {
-            page,
-            pages,
-            file,
-            block,
-        };
-        assert_eq!(
-            places(&page_ranges(&data_ranges(&ram).unwrap()), &references),
-            [
-                place(100, 4, 0, 100),
-                place(104, 2, 3, 7),
-                place(106, 4, 0, 106),
-                place(511, 4, 3, 30),
-            ]
-        );
-    }
-}
+#[path = "parent_tests.rs"]
+mod tests;

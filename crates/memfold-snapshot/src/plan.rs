@@ -193,18 +193,23 @@ impl Plan {
         let mut references = Vec::new();
         for (block, placed) in self.blocks.iter().zip(placed) {
             let end = block.hva.add_pages(block.pages);
-            let first = self.kept.partition_point(|run| run.hva < block.hva);
+            let first = self.kept.partition_point(|run| run.end() <= block.hva);
             for run in self.kept[first..].iter().take_while(|run| run.hva < end) {
-                let start = placed.first_page + run.hva.pages_since(block.hva);
+                // A run may cover parts of blocks that are neighbours in memory, and not in the
+                // image.
+                let (from, to) = (run.hva.max(block.hva), run.end().min(end));
+                let start = placed.first_page + from.pages_since(block.hva);
+                let in_file = run.block + from.pages_since(run.hva);
+                let stop = start + to.pages_since(from);
                 let mut page = start;
-                while page < start + run.pages {
+                while page < stop {
                     let next = (page / CHUNK_PAGES + 1) * CHUNK_PAGES;
-                    let pages = next.min(start + run.pages) - page;
+                    let pages = next.min(stop) - page;
                     references.push(Reference {
                         page,
                         pages: u32::try_from(pages).unwrap_or(0),
                         file: run.file + offset,
-                        block: run.block + (page - start),
+                        block: in_file + (page - start),
                     });
                     page += pages;
                 }

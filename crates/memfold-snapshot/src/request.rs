@@ -19,6 +19,9 @@ pub struct Request {
     pub keep: Keep,
     /// Reason why memfold chose `keep`, recorded in the manifest; `None` if the user chose it.
     pub keep_reason: Option<String>,
+    /// Reason why all pages are saved although the VM runs from a snapshot, recorded in the
+    /// manifest; `None` if there is none, or if the user asked for all pages.
+    pub whole_reason: Option<String>,
     /// Trust domain of the VM, and so of the snapshot; `None`: the VM shares with no other VM.
     pub domain: Option<String>,
     /// For a boot snapshot, the mark of the VM's QEMU process, recorded in the manifest; otherwise
@@ -50,6 +53,8 @@ pub struct Request {
     pub agent: bool,
     /// Whether the guest's kernel has a driver for the VM generation ID.
     pub generation_id: bool,
+    /// Boot ID of the guest's kernel; `None` if no agent tells it.
+    pub guest_boot: Option<String>,
 }
 
 /// Converts a duration to milliseconds.

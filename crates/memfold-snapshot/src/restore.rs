@@ -39,8 +39,7 @@ use super::shelf::{CheckedImage, Shelf};
 
 pub use super::own_disks::OwnDisks;
 pub use super::users::{
-    below, built_on, can_find_users, holders, holders_of_each, in_maps, origin, users,
-    users_of_each,
+    below, built_on, holders, holders_of_each, in_maps, origin, users, users_of_each,
 };
 
 /// Maximum number of views of an image in one RAM block. Each view takes two mappings (with the gap

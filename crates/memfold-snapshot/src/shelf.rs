@@ -470,7 +470,8 @@ impl Shelf {
         }
     }
 
-    fn wrong(manifest: &Manifest, chunks: &[u64]) -> SnapshotError {
+    /// Returns the error for an image whose chunks with these numbers do not match their checksums.
+    pub(super) fn wrong(manifest: &Manifest, chunks: &[u64]) -> SnapshotError {
         let (image, number) = (Self::image_of(manifest), chunks.len());
         manifest.broken(format!(
             "{image} was changed since it was saved, in {number} of its chunks of 2 MiB"

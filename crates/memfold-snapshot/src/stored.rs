@@ -134,11 +134,11 @@ impl Stored {
 
     /// Reads the whole image and compares its checksums. Returns the numbers of the chunks that
     /// differ, or whose frames cannot be read. Passes each correct chunk to `right`, unless it is
-    /// all zeroes.
-    fn check(
+    /// all zeroes; `right` may change the bytes.
+    pub(super) fn check(
         &self,
         progress: &Progress,
-        right: impl Fn(u64, &[u8]) -> io::Result<()> + Sync,
+        right: impl Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
     ) -> io::Result<Vec<u64>> {
         let empty = self.sum_of(&vec![0; CHUNK_BYTES]);
         let wrong = Mutex::new(Vec::new());

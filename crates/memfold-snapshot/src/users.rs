@@ -6,7 +6,6 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use memfold_store::mapped;
-use memfold_sys::region::Mapping;
 use memfold_vm::VmSpec;
 use rustix::process::Pid;
 
@@ -96,19 +95,11 @@ pub(super) fn mappers(file: &Path) -> Result<Vec<Pid>, SnapshotError> {
     Ok(users_of_each(&[Vec::from_iter(text)])?.concat())
 }
 
-/// Returns whether this host shows mappings of a file by the identity that `stat(2)` reports. btrfs
-/// does not, so users of files there cannot be found.
-pub fn can_find_users(file: &File) -> io::Result<bool> {
-    let _view = Mapping::window(file, 1)?;
-    let text = mapped::identity_text((&file.metadata()?).into());
-    Ok(fs::read_to_string("/proc/self/maps")?.contains(&text))
-}
-
 /// Returns the text that identifies a file in lines of `/proc/PID/maps`; `None` if the file does
 /// not exist.
 fn text_of(path: &Path) -> io::Result<Option<String>> {
-    match fs::metadata(path) {
-        Ok(facts) => Ok(Some(mapped::identity_text((&facts).into()))),
+    match File::open(path).and_then(|file| mapped::identity_in_maps(&file)) {
+        Ok(identity) => Ok(Some(mapped::identity_text(identity))),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
@@ -152,18 +143,46 @@ pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> 
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write as _;
+    use std::io::{BufRead as _, BufReader};
+    use std::process::{Command, Stdio};
+
+    use memfold_store::StoreIdentity;
 
     use super::*;
 
+    /// Shell script that maps a file of an overlay file system whose layers are on two others. The
+    /// mounts exist only for this process.
+    const MAP: &str = "set -e; cd $1; mount -t tmpfs none .; cd $1; mkdir a b m; mount -t tmpfs none a; mount -t tmpfs none b; \
+        mkdir a/l b/u b/w; head -c 4096 /dev/zero > a/l/ram; mount -t overlay none -o lowerdir=a/l,upperdir=b/u,workdir=b/w m; \
+        exec python3 -c 'import mmap, time; file = open(\"m/ram\"); \
+        view = mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ); print(\"mapped\", flush=True); time.sleep(600)'";
+
     #[test]
-    fn whether_a_process_maps_a_file_is_found_by_the_device_and_inode_of_the_file() {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(&[1; 4096]).unwrap();
-        assert!(can_find_users(file.as_file()).unwrap());
-        // Where the device numbers differ, nothing is removed.
-        let other = fs::metadata("/proc/self/maps").unwrap();
-        let maps = fs::read_to_string("/proc/self/maps").unwrap();
-        assert!(!maps.contains(&mapped::identity_text((&other).into())));
+    fn users_are_found_on_file_systems_whose_mappings_show_another_device_number() {
+        let place = tempfile::tempdir().unwrap();
+        let mut unshare = Command::new("unshare");
+        unshare
+            .args(["-m", "sh", "-c", MAP, "sh"])
+            .arg(place.path());
+        let mut child = unshare.stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        let mut said = BufReader::new(child.stdout.take().unwrap());
+        said.read_line(&mut line).unwrap();
+        if line != "mapped\n" {
+            child.wait().unwrap();
+            memfold_testkit::skip!("no overlay file system, or no python3");
+        }
+        // The file as this process sees it, which has none of the mounts.
+        let inside = place.path().strip_prefix("/").unwrap();
+        let root = PathBuf::from(format!("/proc/{}/root", child.id()));
+        let path = root.join(inside).join("m/ram");
+        let by_stat = StoreIdentity::from(&fs::metadata(&path).unwrap());
+        let maps = fs::read_to_string(format!("/proc/{}/maps", child.id())).unwrap();
+        let found = mappers(&path);
+        let pid = Pid::from_child(&child);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!maps.contains(&mapped::identity_text(by_stat)), "{maps}");
+        assert_eq!(found.unwrap(), [pid]);
     }
 }

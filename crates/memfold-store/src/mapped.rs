@@ -1,9 +1,10 @@
-//! Finds the QEMU processes that map a page store, and where they map it, in `/proc/PID/maps`. A
-//! restarted daemon recognizes folded pages in this way.
+//! Finds the processes that map a page store or have a file open, and where they map it, in `/proc`.
+//! A restarted daemon recognizes folded pages in this way.
 
-use std::fs::File;
+use std::fs::{DirEntry, File};
 use std::io;
 
+use memfold_sys::region::Mapping;
 use memfold_units::{Hva, PAGE_SIZE};
 use rustix::io::Errno;
 use rustix::process::Pid;
@@ -66,13 +67,9 @@ pub fn processes(store: StoreIdentity) -> io::Result<Vec<Pid>> {
 /// `/proc/PID/maps` contains one of the group's texts. Each process is read once; a process with
 /// thousands of mappings takes milliseconds.
 pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
-    let (mut found, own) = (vec![Vec::new(); groups.len()], rustix::process::getpid());
-    for entry in std::fs::read_dir("/proc")?.flatten() {
-        let pid = (entry.file_name().to_str()).and_then(|name| Pid::from_raw(name.parse().ok()?));
-        let Some(pid) = pid.filter(|pid| *pid != own) else {
-            continue;
-        };
-        let maps = match std::fs::read_to_string(entry.path().join("maps")) {
+    let mut found = vec![Vec::new(); groups.len()];
+    for pid in other_processes()? {
+        let maps = match std::fs::read_to_string(format!("/proc/{}/maps", pid.as_raw_nonzero())) {
             Ok(maps) => maps,
             Err(error) if is_no_user(&error) => continue,
             Err(error) => return Err(error),
@@ -86,8 +83,39 @@ pub fn processes_with(groups: &[Vec<String>]) -> io::Result<Vec<Vec<Pid>>> {
     Ok(found)
 }
 
-/// Returns whether the mappings of a process cannot be read because it has ended, or because root
-/// has no right to (in a container, for a process from outside, which is no VM of memfold's).
+/// Returns the processes (except this one) that have one of these files open.
+pub fn processes_with_open(files: &[StoreIdentity]) -> io::Result<Vec<Pid>> {
+    let mut found = Vec::new();
+    for pid in other_processes()? {
+        let open = match std::fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())) {
+            Ok(open) => open,
+            Err(error) if is_no_user(&error) => continue,
+            Err(error) => return Err(error),
+        };
+        // A descriptor may be closed meanwhile.
+        let mut open = open
+            .flatten()
+            .flat_map(|entry| std::fs::metadata(entry.path()));
+        if open.any(|facts| files.contains(&(&facts).into())) {
+            found.push(pid);
+        }
+    }
+    Ok(found)
+}
+
+/// Returns all processes except this one.
+fn other_processes() -> io::Result<impl Iterator<Item = Pid>> {
+    let own = rustix::process::getpid();
+    let number = |entry: DirEntry| entry.file_name().to_str()?.parse().ok();
+    let pids = std::fs::read_dir("/proc")?.flatten().filter_map(number);
+    Ok(pids
+        .filter_map(Pid::from_raw)
+        .filter(move |pid| *pid != own))
+}
+
+/// Returns whether the mappings or descriptors of a process cannot be read because it has ended, or
+/// because root has no right to (in a container, for a process from outside, which is no VM of
+/// memfold's).
 fn is_no_user(error: &io::Error) -> bool {
     let errno = Errno::from_io_error(error);
     let of_others = [Errno::NOENT, Errno::SRCH, Errno::ACCESS, Errno::PERM];
@@ -117,6 +145,27 @@ pub fn parse(text: &str, store: StoreIdentity) -> Mappings {
 pub fn identity_text(file: StoreIdentity) -> String {
     let (major, minor) = (rustix::fs::major(file.dev), rustix::fs::minor(file.dev));
     format!(" {major:02x}:{minor:02x} {} ", file.ino)
+}
+
+/// Returns the identity of a file as lines of `/proc/PID/maps` show it. For files on btrfs and on
+/// some overlay file systems, `stat(2)` reports another device number. If that is possible (the
+/// number is of no block device), the file is mapped for a moment, and this mapping's line is read.
+pub fn identity_in_maps(file: &File) -> io::Result<StoreIdentity> {
+    let identity = StoreIdentity::of(file)?;
+    if rustix::fs::major(identity.dev) != 0 {
+        return Ok(identity);
+    }
+    let view = Mapping::window(file, 1)?;
+    let begin = format!("{:x}-", view.area().start().0);
+    let maps = std::fs::read_to_string("/proc/self/maps")?;
+    let device = maps.lines().find(|line| line.starts_with(&begin));
+    let device = device.and_then(|line| line.split_ascii_whitespace().nth(3)?.split_once(':'));
+    let number = |hex| u32::from_str_radix(hex, 16).map_err(io::Error::other);
+    let (major, minor) = device.ok_or(io::ErrorKind::NotFound)?;
+    Ok(StoreIdentity {
+        dev: rustix::fs::makedev(number(major)?, number(minor)?),
+        ..identity
+    })
 }
 
 /// Parses a line such as `start-end perms offset major:minor inode path` (`proc_pid_maps(5)`).

@@ -97,16 +97,11 @@ impl Snapshots {
         })
     }
 
-    /// Returns whether a snapshot is the layer of forks, was not made just now, and has users that
-    /// can be found.
+    /// Returns whether a snapshot is the layer of forks, and was not made just now.
     fn is_old_fork(&self, name: &str) -> bool {
-        let shelf = &self.below.snapshots;
         let is_old = |created_s| Duration::from_secs(created_s) + LEAST_AGE <= unix_time();
-        let manifest = shelf.manifest(name);
+        let manifest = self.below.snapshots.manifest(name);
         manifest.is_ok_and(|manifest| manifest.fork && is_old(manifest.created_s))
-            && shelf
-                .file(name, shelf::RAM)
-                .is_ok_and(|ram| restore::can_find_users(&ram).unwrap_or(false))
     }
 
     fn remove_unused_forks(&self) {

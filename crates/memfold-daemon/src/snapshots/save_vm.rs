@@ -55,6 +55,10 @@ struct Prepared {
     keep_reason: Option<String>,
     /// Whether the guest's kernel knows its VM generation ID.
     generation_id: bool,
+    /// Boot ID of the guest's kernel; `None` if no agent tells it.
+    guest_boot: Option<String>,
+    /// Why all pages are saved although the VM runs from a snapshot.
+    whole_reason: Option<String>,
 }
 
 impl Snapshots {
@@ -113,7 +117,7 @@ impl Snapshots {
             (mended.join(), base)
         });
         mended.unwrap_or_else(|panic| resume_unwind(panic))?;
-        let base = base?;
+        let (base, whole_reason) = base?;
         let base = base.as_ref();
         let save = |prepared| {
             let of = (&machine, &subject, &right);
@@ -121,17 +125,14 @@ impl Snapshots {
         };
         let of_origin = base.filter(|base| base.is_origin);
         // Two questions to the guest at once, because each takes an emulated guest a while.
-        let (generation_id, prepared) = std::thread::scope(|scope| {
-            let asked = || match of_origin {
-                Some(base) => base.manifest.generation_id,
-                None => has_generation_id(&machine),
-            };
-            let asked = scope.spawn(asked);
+        let ((guest_boot, generation_id), prepared) = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| boot_and_generation_id(&machine, of_origin));
             let prepared = self.prepare(&machine, &subject, (request.keep, base), &progress);
-            (asked.join().unwrap_or(false), prepared)
+            (asked.join().unwrap_or_default(), prepared)
         });
         let mut prepared = prepared?;
-        prepared.generation_id = generation_id;
+        (prepared.guest_boot, prepared.generation_id) = (guest_boot, generation_id);
+        prepared.whole_reason = whole_reason;
         if prepared.keep != Keep::None {
             return save(prepared);
         }
@@ -179,6 +180,8 @@ impl Snapshots {
             candidates,
             keep_reason,
             generation_id: false,
+            guest_boot: None,
+            whole_reason: None,
         };
         let all = |reason: String| Ok(prepared(Keep::All, Vec::new(), Some(reason)));
         let is_chosen = choice == KeepChoice::Auto;
@@ -271,9 +274,11 @@ impl Snapshots {
         let saving = save::Request {
             agent: agent.as_ref().is_some_and(|a| a.session().is_some()),
             generation_id: prepared.generation_id,
+            guest_boot: prepared.guest_boot,
             name: request.name.clone(),
             keep: prepared.keep,
             keep_reason: prepared.keep_reason,
+            whole_reason: prepared.whole_reason,
             of_boot: match kind {
                 SaveKind::Boot(mark) => mark.clone(),
                 SaveKind::Asked | SaveKind::Fork => None,
@@ -326,6 +331,27 @@ impl Snapshots {
         );
         Ok(manifest)
     }
+}
+
+/// Returns the boot ID of the guest's kernel, and whether this kernel knows its VM generation ID.
+/// The guest is asked only if it may have booted another kernel since the snapshot from which the
+/// VM runs was saved.
+fn boot_and_generation_id(machine: &Machine, origin: Option<&Base<'_>>) -> (Option<String>, bool) {
+    let origin = origin.map(|base| &base.manifest);
+    let agent = machine.agent();
+    let session = agent.and_then(|agent| match agent.session() {
+        // The agent of a VM that was just restored answers soon.
+        None if origin.is_some_and(|origin| origin.agent) => agent.wait_session(ASK_TIMEOUT).ok(),
+        session => session,
+    });
+    let boot = session.map(|facts| facts.boot_id);
+    let boot = boot.filter(|id| !id.is_empty());
+    let same_boot = origin.filter(|origin| boot.is_some() && origin.guest_boot == boot);
+    let generation_id = match same_boot {
+        Some(origin) => origin.generation_id,
+        None => has_generation_id(machine),
+    };
+    (boot, generation_id)
 }
 
 /// Asks the guest whether its kernel knows its VM generation ID; twice, because the result is

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 
-use memfold_api::{Client, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo};
+use memfold_api::{
+    Client, CompactReport, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+};
 use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::Forward;
@@ -272,8 +274,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
         } => {
             let query = if merge { "?merge=true" } else { "" };
             for name in &names {
-                client
-                    .delete::<()>(&format!("{}{query}", path(name)?))
+                let place = format!("{}{query}", path(name)?);
+                watched(context, name, || Ok(client.delete::<()>(&place)?))
                     .with_context(|| format!("cannot remove snapshot '{name}'"))?;
             }
             let removed = serde_json::json!({ "removed": names });
@@ -301,13 +303,22 @@ fn make_complete(context: &Context, client: &Client, names: &[String]) -> anyhow
     let mut complete = Vec::new();
     for name in names {
         let place = format!("{}/compact", path(name)?);
-        let manifest: Manifest = (client.post(&place, &()))
-            .with_context(|| format!("cannot make snapshot '{name}' complete"))?;
-        complete.push(manifest);
+        let made = watched(context, name, || Ok(client.post(&place, &())?));
+        let made: CompactReport =
+            made.with_context(|| format!("cannot make snapshot '{name}' complete"))?;
+        complete.push(made);
     }
     context.print(&complete, |all| {
-        let lines = all.iter().map(|m| format!("{}: {}", m.name, held(m)));
-        lines.collect::<Vec<_>>().join("\n")
+        let describe = |made: &CompactReport| {
+            format!(
+                "{} is complete: {} copied from other snapshots; it holds {} of RAM itself, and uses {} on disk",
+                made.name,
+                ByteSize(made.copied_bytes),
+                ByteSize(made.own_bytes),
+                ByteSize(made.disk_bytes)
+            )
+        };
+        all.iter().map(describe).collect::<Vec<_>>().join("\n")
     })
 }
 
@@ -489,6 +500,7 @@ fn saved(m: &Manifest) -> String {
     )];
     let keep = format!("{:?}", m.keep).to_lowercase();
     for (what, why) in [
+        ("saved all pages", &m.whole_reason),
         (&*format!("chose --keep {keep}"), &m.keep_reason),
         (
             "caches that the guest had not dropped were saved too",
