@@ -569,7 +569,7 @@ impl Shared {
                         "cannot fetch a part of a snapshot from which VMs run; retrying until it succeeds, and VMs that need the part wait"
                     );
                 }
-                state.trouble = Some(memfold_host::chain(&error));
+                state.trouble = Some(in_short(&error));
                 let pause = PAUSE.0 * 2_u32.saturating_pow(state.failures.min(8));
                 state.failures += 1;
                 Some(pause.min(PAUSE.1))
@@ -613,6 +613,13 @@ impl Shared {
         }
         Ok(())
     }
+}
+
+/// Says what failed and the innermost reason. The library for object stores repeats the others.
+fn in_short(error: &TransferError) -> String {
+    let first = std::error::Error::source(error);
+    let inner = std::iter::successors(first, |error| error.source()).last();
+    inner.map_or_else(|| error.to_string(), |inner| format!("{error}: {inner}"))
 }
 
 fn remote_url(remote: Option<&Remote>) -> &str {
