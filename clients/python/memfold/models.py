@@ -219,6 +219,9 @@ class PullBody:
     from_: str | None = None
     """Name of the snapshot in the object store; unset: the name that the snapshot gets on this
     host."""
+    stream: bool | None = None
+    """Whether the request ends as soon as VMs can be started from the snapshot. The rest is then
+    fetched while they run."""
     trust: str | None = None
     """Ed25519 public key in PEM form. A snapshot that the matching private key has not signed is
     refused. Unset: signatures are not checked."""
@@ -230,6 +233,8 @@ class PullBody:
 class PullReport:
     """Result of a pull, which copied a snapshot from an object store to this host."""
 
+    complete: bool
+    """Whether the whole snapshot has arrived. If not, the rest is fetched while VMs run from it."""
     fetched_bytes: int
     """Part of `stored_bytes` that was fetched; the rest was on this host already."""
     name: str
@@ -417,6 +422,9 @@ class SnapshotInfo:
     """Bytes that the snapshot's files use on disk now."""
     domain: str | None = None
     """Trust domain of the snapshot; null: its VMs share memory only with each other."""
+    fork: bool
+    """Whether forks start from the snapshot, so that it is removed when no VM and no other snapshot
+    needs it."""
     memory_bytes: int
     """Size of the saved VM's RAM, in bytes."""
     name: str
