@@ -22,7 +22,8 @@ pub struct VmInfo {
     pub pid: i32,
     /// Size of the VM's guest RAM, in bytes.
     pub ram_bytes: u64,
-    /// Origin of the VM: `started` if memfold started the VM, or `attached`.
+    /// Origin of the VM: `started` if memfold started the VM, or `attached`; `defined` for a VM
+    /// that is off, which only `memfold vm list` lists.
     pub origin: String,
     /// Name of the domain in libvirt, if libvirt started the VM.
     pub libvirt: Option<String>,
@@ -57,7 +58,7 @@ pub struct VmInfo {
     pub boot_snapshot: Option<BootSnapshot>,
     /// State of the VM: `running`; another run state of QEMU (`paused`, `io-error`,
     /// `guest-panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`;
-    /// `taking-over`; or `silent` if QEMU does not answer.
+    /// `taking-over`; `silent` if QEMU does not answer; or `off`.
     #[serde(default)]
     pub state: String,
     /// Cause of the VM's `state`, as text, if known.

@@ -9,6 +9,7 @@ use tracing::warn;
 
 use crate::boots::Boots;
 use crate::debt::brake::DebtBrake;
+use crate::definitions::Definitions;
 use crate::error::{DaemonError, state_error};
 use crate::folding::Folding;
 use crate::ksm_steering::{self, KsmSteering};
@@ -34,6 +35,7 @@ pub struct Daemon {
     vms: Arc<Vms>,
     snapshots: Arc<Snapshots>,
     boots: Arc<Boots>,
+    definitions: Arc<Definitions>,
     libvirt: Arc<LibvirtDomains>,
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
@@ -62,6 +64,7 @@ impl Daemon {
         daemon.begin_settling().map_err(files)?;
         daemon.sampling.begin()?;
         daemon.begin_watching(options.borrow).map_err(files)?;
+        daemon.definitions.begin_autostart().map_err(files)?;
         Ok(daemon)
     }
 
@@ -69,11 +72,12 @@ impl Daemon {
     fn over(below: Arc<Mechanisms>, options: &DaemonOptions) -> Self {
         let vms = Arc::new(Vms::new(below.clone(), options));
         let snapshots = Arc::new(Snapshots::new(below.clone(), vms.clone()));
-        let boots = Boots {
+        let boots = Arc::new(Boots {
             below: below.clone(),
             vms: vms.clone(),
             snapshots: snapshots.clone(),
-        };
+        });
+        let definitions = Definitions::new(boots.clone(), options);
         let libvirt = LibvirtDomains {
             registry: below.registry.clone(),
             vms: vms.clone(),
@@ -87,7 +91,8 @@ impl Daemon {
         Self {
             vms,
             snapshots,
-            boots: Arc::new(boots),
+            boots,
+            definitions: Arc::new(definitions),
             libvirt: Arc::new(libvirt),
             reports,
             sampling,
@@ -229,6 +234,11 @@ impl Daemon {
     /// Returns the service that runs and reboots VMs, with boot snapshots.
     pub fn boots(&self) -> &Arc<Boots> {
         &self.boots
+    }
+
+    /// Returns the service for definitions of VMs.
+    pub fn definitions(&self) -> &Arc<Definitions> {
+        &self.definitions
     }
 
     /// Returns the service that adopts libvirt's domains.

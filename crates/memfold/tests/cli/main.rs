@@ -5,6 +5,7 @@ mod access;
 mod bench;
 mod cluster;
 mod debt;
+mod definitions;
 mod estimate;
 mod flood;
 mod hangs;
@@ -33,7 +34,7 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-const COMMANDS: [(&[&str], &[&str], bool); 57] = [
+const COMMANDS: [(&[&str], &[&str], bool); 63] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -45,6 +46,20 @@ const COMMANDS: [(&[&str], &[&str], bool); 57] = [
     (
         &["vm", "run"],
         &["Start a VM", "--file", "--domain", "--disk"],
+        false,
+    ),
+    (
+        &["vm", "define"],
+        &["place of an older one", "autostart", "'order'"],
+        false,
+    ),
+    (&["vm", "show"], &["was not started"], false),
+    (&["vm", "edit"], &["$VISUAL or $EDITOR"], false),
+    (&["vm", "undefine"], &["keeps running"], false),
+    (&["vm", "start"], &["defined VM", "--despite-brake"], false),
+    (
+        &["vm", "autostart"],
+        &["each boot of the host", "--disable"],
         false,
     ),
     (&["vm", "list"], &["List VMs"], true),
