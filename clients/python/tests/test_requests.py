@@ -48,8 +48,8 @@ def test_an_error_of_a_proxy_is_reported_with_its_text(
 
 def test_a_vm_is_defined_and_started_and_kept(client: Client, daemon: FakeDaemon) -> None:
     vm = {"name": "web", "memory": "2G"}
-    info = {"name": "web", "state": "off", "problem": None, "fix": None}
-    info["definition"] = {"autostart": True, "order": 3, "vm": vm}
+    definition = {"autostart": True, "order": 3, "vm": vm}
+    info = {"name": "web", "state": "off", "definition": definition}
     daemon.answers["PUT /v1/definitions/web"] = (200, info)
     daemon.answers["GET /v1/definitions"] = (200, [info])
     daemon.answers["POST /v1/definitions/web/start?despite_brake=true"] = (200, vm_info("web"))
@@ -57,7 +57,7 @@ def test_a_vm_is_defined_and_started_and_kept(client: Client, daemon: FakeDaemon
     defined = client.define(vm, autostart=True, order=3)
     assert client.definitions() == [defined]
     assert defined.definition and defined.definition.order == 3
-    assert daemon.of("PUT", "/v1/definitions/web") == [info["definition"]]
+    assert daemon.of("PUT", "/v1/definitions/web") == [definition]
     with client.start("web", despite_brake=True) as started:
         assert started.name == "web"
     client.undefine("web")
