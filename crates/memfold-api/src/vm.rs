@@ -120,6 +120,18 @@ pub struct ExecResult {
     pub code: i32,
 }
 
+/// Value of the header `upgrade` of `POST /v1/vms/{name}/console`.
+pub const CONSOLE_PROTOCOL: &str = "memfold-console";
+
+/// Logs of a VM: the newest part of each, at most 1 MiB. Invalid UTF-8 is replaced.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct VmLogs {
+    /// Output of QEMU.
+    pub qemu: String,
+    /// Output of the VM's serial console, as the guest wrote it, with escape sequences.
+    pub console: String,
+}
+
 /// Request body of `POST /v1/vms/{name}/stop`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct StopRequest {

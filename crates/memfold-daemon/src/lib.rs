@@ -83,4 +83,4 @@ pub use snapshots::Snapshots;
 pub use swap_disks::SwapDisks;
 pub use swap_volumes::SwapVolumes;
 pub use views::{EstimateOrder, PlaceOrder, SwapUse, Views};
-pub use vms::Vms;
+pub use vms::{Console, Vms};

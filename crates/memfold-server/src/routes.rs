@@ -56,6 +56,8 @@ api! {
     post "/v1/vms/{name}/resume" vms::resume;
     post "/v1/vms/{name}/reboot" vms::reboot;
     post "/v1/vms/{name}/exec" vms::exec;
+    get "/v1/vms/{name}/logs" vms::logs;
+    post "/v1/vms/{name}/console" vms::console;
     get "/v1/definitions" definitions::definitions;
     get "/v1/definitions/{name}" definitions::definition;
     put "/v1/definitions/{name}" definitions::define;

@@ -3,6 +3,7 @@
 
 mod bench;
 mod config;
+mod console;
 mod context;
 mod dashboard;
 mod debt;

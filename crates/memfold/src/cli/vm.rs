@@ -14,6 +14,7 @@ use memfold_api::{
 use memfold_units::ByteSize;
 use memfold_vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
 
+use super::console;
 use super::context::{Context, write_line};
 use super::definitions;
 use super::table::table;
@@ -60,6 +61,16 @@ pub(super) enum Arguments {
         /// Seconds within which the agent of a rebooted guest must answer again
         #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         timeout: f64,
+    },
+    /// Connect the terminal to the serial console of a VM; Ctrl-] ends the connection
+    Console {
+        /// Name of the VM
+        name: String,
+    },
+    /// Show the newest output of a VM's QEMU and of its serial console
+    Logs {
+        /// Name of the VM
+        name: String,
     },
     /// Adopt a QEMU that is already running, by its QMP socket
     Attach {
@@ -292,6 +303,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let what = format!("rebooted in {:.2} s:", began.elapsed().as_secs_f64());
             context.print(&info, |vm| describe(&what, vm))
         }
+        Arguments::Console { name } => console::console(&client, &name),
+        Arguments::Logs { name } => console::logs(context, &client, &name),
         Arguments::Attach { qmp, name, domain } => {
             let qmp = std::path::absolute(qmp)?;
             let info: VmInfo = client.post("/v1/attach", &AttachRequest { qmp, name, domain })?;

@@ -34,7 +34,7 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-const COMMANDS: [(&[&str], &[&str], bool); 63] = [
+const COMMANDS: [(&[&str], &[&str], bool); 65] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -72,6 +72,8 @@ const COMMANDS: [(&[&str], &[&str], bool); 63] = [
         false,
     ),
     (&["vm", "attach"], &["QMP socket", "--domain"], false),
+    (&["vm", "console"], &["serial console", "Ctrl-]"], false),
+    (&["vm", "logs"], &["newest output"], false),
     (
         &["libvirt", "enable"],
         &["start with memfold", "<emulator>", "--domain"],

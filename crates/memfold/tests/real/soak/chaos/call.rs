@@ -16,9 +16,10 @@ use super::testbed::{Testbed, lock, threads};
 use crate::served::Random;
 
 /// Commands that are not called, each with the reason.
-const LEFT_OUT: [(&str, &str); 6] = [
+const LEFT_OUT: [(&str, &str); 7] = [
     ("serve", "it is the daemon: disturbances start and end it"),
     ("vm edit", "it runs an editor; 'vm define' sends the same"),
+    ("vm console", "it ends only when its user or its VM ends it"),
     ("demo", "it has a daemon and VMs of its own, for minutes"),
     (
         "bench",
@@ -48,7 +49,7 @@ const DEFINED: &str = "t-defined";
 /// its own timeouts), and a function that returns its arguments.
 type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
 
-const CALLED: [Called; 57] = [
+const CALLED: [Called; 58] = [
     ("doctor", 60, |c| {
         let place = c.testbed.root.join("doctor").display().to_string();
         words(&["doctor", "--state", &place])
@@ -80,6 +81,10 @@ const CALLED: [Called; 57] = [
     ("vm reboot", 90, |c| {
         let vm = c.throwaway_with_guest();
         words(&["vm", "reboot", &vm, "--timeout", "60"])
+    }),
+    ("vm logs", 30, |c| {
+        let vm = c.any_vm();
+        words(&["vm", "logs", &vm])
     }),
     ("vm attach", 30, |c| {
         let qmp = c.testbed.root.join("foreign.sock").display().to_string();
