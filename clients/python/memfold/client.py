@@ -12,6 +12,8 @@ from urllib.parse import quote, urlencode
 from .codec import decode, encode
 from .errors import MemfoldError, Refused, Timeout
 from .models import (
+    Definition,
+    DefinitionInfo,
     ErrorBody,
     Event,
     ExecRequest,
@@ -197,6 +199,31 @@ class Client:
             ready_s=ready_s,
             keep=keep,
         )
+
+    def definitions(self) -> list[DefinitionInfo]:
+        """Returns all defined VMs."""
+        return self._call(list[DefinitionInfo], "GET", "/v1/definitions")
+
+    def define(
+        self, description: Mapping[str, Any], *, autostart: bool = False, order: int = 0
+    ) -> DefinitionInfo:
+        """Stores the definition of a VM, and replaces an older one.
+
+        `description`: fields of a file for `memfold vm run --file`. `autostart`: the daemon starts
+        the VM after each boot of the host. `order`: VMs with a smaller number start earlier.
+        """
+        request = Definition(autostart=autostart, order=order, vm=dict(description))
+        path = _definition(str(description.get("name", "")))
+        return self._call(DefinitionInfo, "PUT", path, request)
+
+    def undefine(self, name: str) -> None:
+        """Removes the definition of a VM; if the VM runs, it keeps running."""
+        self._call(type(None), "DELETE", _definition(name))
+
+    def start(self, name: str, *, despite_brake: bool = False) -> "Vm":
+        """Starts a defined VM. The end of a `with` block does not stop this VM."""
+        query = "?" + urlencode({"despite_brake": "true"}) if despite_brake else ""
+        return self._start(name, f"{_definition(name)}/start{query}", None, keep=True)
 
     def _start(
         self, name: str, path: str, body: Any, keep: bool, unique: bool = False
@@ -404,6 +431,10 @@ class Vm:
             if error is None:
                 raise
             error.add_note(f"VM '{self.name}' could not be stopped, and may still run: {failed}")
+
+
+def _definition(name: str) -> str:
+    return f"/v1/definitions/{quote(name, safe='')}"
 
 
 def _is_renewed(info: VmInfo) -> bool:

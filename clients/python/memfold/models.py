@@ -53,6 +53,37 @@ class ClockStep:
 
 
 @dataclass(kw_only=True)
+class Definition:
+    """Definition of a VM: its description, and whether the daemon starts the VM after a boot of the
+    host."""
+
+    autostart: bool | None = None
+    """Whether the daemon starts the VM after each boot of the host."""
+    order: int | None = None
+    """Place of the VM among the VMs that are started after a boot: a VM with a smaller number
+    starts earlier. VMs with the same number start in the order of their names."""
+    vm: dict[str, Any]
+    """Description of the VM, as for `POST /v1/vms`."""
+
+
+@dataclass(kw_only=True)
+class DefinitionInfo:
+    """A defined VM."""
+
+    definition: Definition | None = None
+    """The definition; null: its file cannot be used."""
+    fix: str | None = None
+    """Action that would solve the problem, as text; null: there is no problem."""
+    name: str
+    """Name of the VM."""
+    problem: str | None = None
+    """Why the file of the definition cannot be used, or why the VM was not started after the host's
+    boot; null: there is no problem, or the VM has been started since."""
+    state: str
+    """`off`, or the state of the VM as in `VmInfo`."""
+
+
+@dataclass(kw_only=True)
 class DomainStats:
     """Statistics of one trust domain's page store."""
 
@@ -510,7 +541,8 @@ class VmInfo:
     name: str
     """Name of the VM, unique on this host."""
     origin: str
-    """Origin of the VM: `started` if memfold started the VM, or `attached`."""
+    """Origin of the VM: `started` if memfold started the VM, or `attached`; `defined` for a VM that
+    is off, which only `memfold vm list` lists."""
     pid: int
     """Process ID of the VM's QEMU."""
     qemu: str
@@ -527,8 +559,8 @@ class VmInfo:
     """Segments that the VM maps, in the order of their device slots in QEMU."""
     state: str | None = None
     """State of the VM: `running`; another run state of QEMU (`paused`, `io-error`, `guest-
-    panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`; `taking-over`; or
-    `silent` if QEMU does not answer."""
+    panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`; `taking-over`;
+    `silent` if QEMU does not answer; or `off`."""
     state_cause: str | None = None
     """Cause of the VM's `state`, as text, if known."""
     state_fix: str | None = None

@@ -46,6 +46,24 @@ def test_an_error_of_a_proxy_is_reported_with_its_text(
     assert caught.value.status == 502
 
 
+def test_a_vm_is_defined_and_started_and_kept(client: Client, daemon: FakeDaemon) -> None:
+    vm = {"name": "web", "memory": "2G"}
+    definition = {"autostart": True, "order": 3, "vm": vm}
+    info = {"name": "web", "state": "off", "definition": definition}
+    daemon.answers["PUT /v1/definitions/web"] = (200, info)
+    daemon.answers["GET /v1/definitions"] = (200, [info])
+    daemon.answers["POST /v1/definitions/web/start?despite_brake=true"] = (200, vm_info("web"))
+    daemon.answers["DELETE /v1/definitions/web"] = (200, None)
+    defined = client.define(vm, autostart=True, order=3)
+    assert client.definitions() == [defined]
+    assert defined.definition and defined.definition.order == 3
+    assert daemon.of("PUT", "/v1/definitions/web") == [definition]
+    with client.start("web", despite_brake=True) as started:
+        assert started.name == "web"
+    client.undefine("web")
+    assert not daemon.of("POST", "/v1/vms/web/stop")
+
+
 def test_an_unknown_vm_is_refused_as_not_found(client: Client) -> None:
     with pytest.raises(Refused, match="no VM 'ghost'") as caught:
         client.vm("ghost")

@@ -1,12 +1,13 @@
 //! A blocking HTTP client of the daemon's API, which the command line uses.
 
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full};
-use hyper::body::Bytes;
-use hyper::{Method, Request, StatusCode};
+use hyper::body::{Bytes, Incoming};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -98,41 +99,75 @@ impl Client {
         self.request(Method::DELETE, path, Bytes::new())
     }
 
-    fn request<T: DeserializeOwned>(&self, method: Method, path: &str, body: Bytes) -> Result<T> {
-        let asked = async {
-            let connected = tokio::net::UnixStream::connect(&self.socket).await;
-            let no_daemon = |source| ClientError::NoDaemon {
-                path: self.socket.clone(),
-                source,
-            };
-            let stream = connected.map_err(no_daemon)?;
-            let (mut sender, connection) =
-                hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
-            // An error of the connection also makes the request fail.
-            tokio::spawn(async move { drop(connection.await) });
-            let request = Request::builder()
-                .method(method)
-                .uri(path)
-                .header("host", "memfold")
-                .header("content-type", "application/json")
-                .body(Full::new(body))
-                .map_err(|e| ClientError::Runtime(io::Error::other(e)))?;
-            let response = sender.send_request(request).await?;
-            let status = response.status();
-            let body = response.into_body().collect().await?.to_bytes();
-            if status == StatusCode::OK {
-                return Ok(serde_json::from_slice(&body)?);
+    /// Sends `POST path` with the header `upgrade: PROTOCOL`. Returns the connection, which carries
+    /// other bytes than HTTP from then on, and the bytes of these that were received already.
+    pub fn upgrade(&self, path: &str, protocol: &str) -> Result<(UnixStream, Vec<u8>)> {
+        let headers = [("connection", "upgrade"), ("upgrade", protocol)];
+        self.block_on(async {
+            let response = self
+                .send(Method::POST, path, &headers, Bytes::new())
+                .await?;
+            if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+                return Err(refusal(response).await?);
             }
-            let refused = serde_json::from_slice(&body).unwrap_or_else(|_| ErrorBody {
-                error: format!(
-                    "the daemon answered {status}: {}",
-                    String::from_utf8_lossy(&body)
-                ),
-                hint: None,
-                impossible_here: false,
+            let upgraded = hyper::upgrade::on(response).await?;
+            let parts = upgraded
+                .downcast::<TokioIo<tokio::net::UnixStream>>()
+                .map_err(|_| ClientError::Runtime(io::Error::other("not a Unix socket")))?;
+            let stream = parts.io.into_inner().into_std();
+            let stream = stream.and_then(|stream| {
+                stream.set_nonblocking(false)?;
+                Ok(stream)
             });
-            Err(ClientError::Refused(refused))
+            Ok((
+                stream.map_err(ClientError::Runtime)?,
+                parts.read_buf.to_vec(),
+            ))
+        })
+    }
+
+    fn request<T: DeserializeOwned>(&self, method: Method, path: &str, body: Bytes) -> Result<T> {
+        let headers = [("content-type", "application/json")];
+        self.block_on(async {
+            let response = self.send(method, path, &headers, body).await?;
+            if response.status() != StatusCode::OK {
+                return Err(refusal(response).await?);
+            }
+            let body = response.into_body().collect().await?.to_bytes();
+            Ok(serde_json::from_slice(&body)?)
+        })
+    }
+
+    async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: Bytes,
+    ) -> Result<Response<Incoming>> {
+        let connected = tokio::net::UnixStream::connect(&self.socket).await;
+        let no_daemon = |source| ClientError::NoDaemon {
+            path: self.socket.clone(),
+            source,
         };
+        let stream = connected.map_err(no_daemon)?;
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
+        // An error of the connection also makes the request fail.
+        tokio::spawn(async move { drop(connection.with_upgrades().await) });
+        let request = Request::builder().method(method).uri(path);
+        let request = request.header("host", "memfold");
+        let request = headers.iter().fold(request, |request, (name, value)| {
+            request.header(*name, *value)
+        });
+        let request = request
+            .body(Full::new(body))
+            .map_err(|e| ClientError::Runtime(io::Error::other(e)))?;
+        Ok(sender.send_request(request).await?)
+    }
+
+    /// Waits for the result of a request, as long as the client may wait.
+    fn block_on<T>(&self, asked: impl Future<Output = Result<T>>) -> Result<T> {
         // The timer must be created inside the runtime.
         let limited = async { tokio::time::timeout(self.patience, asked).await };
         self.runtime.block_on(limited).unwrap_or_else(|_| {
@@ -142,4 +177,19 @@ impl Client {
             })
         })
     }
+}
+
+/// Reads the error of a response whose status is not the expected one.
+async fn refusal(response: Response<Incoming>) -> Result<ClientError> {
+    let status = response.status();
+    let body = response.into_body().collect().await?.to_bytes();
+    let refused = serde_json::from_slice(&body).unwrap_or_else(|_| ErrorBody {
+        error: format!(
+            "the daemon answered {status}: {}",
+            String::from_utf8_lossy(&body)
+        ),
+        hint: None,
+        impossible_here: false,
+    });
+    Ok(ClientError::Refused(refused))
 }

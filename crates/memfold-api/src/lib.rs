@@ -3,6 +3,7 @@
 
 mod access;
 mod client;
+mod definition;
 mod lending;
 mod registry;
 mod report;
@@ -13,6 +14,7 @@ mod vm;
 
 pub use access::*;
 pub use client::*;
+pub use definition::*;
 pub use lending::*;
 pub use registry::*;
 pub use report::*;
@@ -26,6 +28,9 @@ pub const DEFAULT_SOCKET: &str = "/run/memfold/memfold.sock";
 
 /// Default state directory of the daemon, which holds the files of its VMs.
 pub use memfold_vm::DEFAULT_STATE;
+
+/// Default directory of the definitions of VMs.
+pub const DEFAULT_DEFINITIONS: &str = "/etc/memfold/vms";
 
 /// Default directory of the daemon's history and audit log, used if neither a directory for them
 /// nor a state directory is given. Its contents survive a reboot.

@@ -23,7 +23,8 @@ pub struct VmInfo {
     pub pid: i32,
     /// Size of the VM's guest RAM, in bytes.
     pub ram_bytes: u64,
-    /// Origin of the VM: `started` if memfold started the VM, or `attached`.
+    /// Origin of the VM: `started` if memfold started the VM, or `attached`; `defined` for a VM
+    /// that is off, which only `memfold vm list` lists.
     pub origin: String,
     /// Name of the domain in libvirt, if libvirt started the VM.
     pub libvirt: Option<String>,
@@ -58,7 +59,7 @@ pub struct VmInfo {
     pub boot_snapshot: Option<BootSnapshot>,
     /// State of the VM: `running`; another run state of QEMU (`paused`, `io-error`,
     /// `guest-panicked`, ...: QEMU's `docs/interop/qemu-qmp-ref`, `RunState`); `starting`;
-    /// `taking-over`; or `silent` if QEMU does not answer.
+    /// `taking-over`; `silent` if QEMU does not answer; or `off`.
     #[serde(default)]
     pub state: String,
     /// Cause of the VM's `state`, as text, if known.
@@ -118,6 +119,18 @@ pub struct ExecResult {
     pub stderr: String,
     /// Exit code of the command; 128 + signal if it was killed.
     pub code: i32,
+}
+
+/// Value of the header `upgrade` of `POST /v1/vms/{name}/console`.
+pub const CONSOLE_PROTOCOL: &str = "memfold-console";
+
+/// Logs of a VM: the newest part of each, at most 1 MiB. Invalid UTF-8 is replaced.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct VmLogs {
+    /// Output of QEMU.
+    pub qemu: String,
+    /// Output of the VM's serial console, as the guest wrote it, with escape sequences.
+    pub console: String,
 }
 
 /// Request body of `POST /v1/vms/{name}/stop`.

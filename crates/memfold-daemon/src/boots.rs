@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, VmInfo};
 use memfold_host::chain;
 use memfold_snapshot::{Manifest, restore};
-use memfold_vm::{AgentError, VmSpec, swap};
+use memfold_vm::{AgentError, Definition, LaunchError, VmSpec, swap};
 use tracing::{info, warn};
 
 use crate::boot_snapshot::{self, mark, name_of};
@@ -68,11 +68,7 @@ impl Boots {
 
     /// Starts a VM even while the brake is on.
     pub fn run_despite_brake(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
-        if let Some(name) = memfold_vm::segments::twice(&spec) {
-            return Err(DaemonError::BadRequest(format!(
-                "segments: '{name}' is named twice"
-            )));
-        }
+        check_segments(&spec)?;
         let boots = spec.boot_snapshot;
         let name = spec.name.clone();
         let info = self.vms.launch(spec, |state, spec, cancel| {
@@ -91,6 +87,16 @@ impl Boots {
             lay_when_booted(&machine);
         }
         Ok(machine.info())
+    }
+
+    /// Checks a VM's description without starting the VM. Makes paths absolute, and records the
+    /// formats of disks.
+    pub(crate) fn check(&self, definition: &mut Definition) -> Result<(), DaemonError> {
+        check_segments(&definition.vm)?;
+        definition.validate().map_err(LaunchError::from)?;
+        // The segments are checked and not kept: until the VM starts, they may be removed.
+        drop(self.below.segments.take(&mut definition.vm.clone())?);
+        Ok(())
     }
 
     /// Saves the boot snapshot of a VM on a thread, as soon as the guest has booted.
@@ -199,6 +205,15 @@ impl Boots {
         info!(vm = name, "VM restored from its boot snapshot");
         Ok(info)
     }
+}
+
+/// Refuses a description that names a segment twice.
+fn check_segments(spec: &VmSpec) -> Result<(), DaemonError> {
+    let twice = memfold_vm::segments::twice(spec);
+    twice.map_or(Ok(()), |name| {
+        let why = format!("segments: '{name}' is named twice");
+        Err(DaemonError::BadRequest(why))
+    })
 }
 
 /// Has a guest activate its swap disk as soon as its agent answers.

@@ -11,6 +11,7 @@ use tracing::warn;
 
 use crate::boots::Boots;
 use crate::debt::brake::DebtBrake;
+use crate::definitions::Definitions;
 use crate::error::{DaemonError, state_error};
 use crate::folding::Folding;
 use crate::ksm_steering::{self, KsmSteering};
@@ -37,6 +38,7 @@ pub struct Daemon {
     vms: Arc<Vms>,
     snapshots: Arc<Snapshots>,
     boots: Arc<Boots>,
+    definitions: Arc<Definitions>,
     libvirt: Arc<LibvirtDomains>,
     pve: Arc<PveVms>,
     reports: Arc<Reports>,
@@ -68,6 +70,7 @@ impl Daemon {
         daemon.begin_settling().map_err(files)?;
         daemon.sampling.begin()?;
         daemon.begin_watching(options.borrow).map_err(files)?;
+        daemon.definitions.begin_autostart().map_err(files)?;
         Ok(daemon)
     }
 
@@ -75,11 +78,12 @@ impl Daemon {
     fn over(below: Arc<Mechanisms>, options: &DaemonOptions) -> Self {
         let vms = Arc::new(Vms::new(below.clone(), options));
         let snapshots = Arc::new(Snapshots::new(below.clone(), vms.clone()));
-        let boots = Boots {
+        let boots = Arc::new(Boots {
             below: below.clone(),
             vms: vms.clone(),
             snapshots: snapshots.clone(),
-        };
+        });
+        let definitions = Definitions::new(boots.clone(), options);
         let libvirt = LibvirtDomains {
             registry: below.registry.clone(),
             vms: vms.clone(),
@@ -98,7 +102,8 @@ impl Daemon {
         Self {
             vms,
             snapshots,
-            boots: Arc::new(boots),
+            boots,
+            definitions: Arc::new(definitions),
             libvirt: Arc::new(libvirt),
             pve: Arc::new(pve),
             reports,
@@ -242,6 +247,11 @@ impl Daemon {
     /// Returns the service that runs and reboots VMs, with boot snapshots.
     pub fn boots(&self) -> &Arc<Boots> {
         &self.boots
+    }
+
+    /// Returns the service for definitions of VMs.
+    pub fn definitions(&self) -> &Arc<Definitions> {
+        &self.definitions
     }
 
     /// Returns the service that adopts libvirt's domains.

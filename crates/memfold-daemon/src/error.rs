@@ -21,6 +21,18 @@ pub enum DaemonError {
     /// No VM has this name.
     #[error("no VM named '{0}'; 'memfold vm list' shows all VMs")]
     NoSuchVm(String),
+    /// No VM of this name is defined.
+    #[error("no VM named '{0}' is defined; 'memfold vm list' shows all VMs")]
+    NoSuchDefinition(String),
+    /// The file of a VM's definition, or the directory of these files, cannot be used.
+    #[error("cannot read or write {path}")]
+    Definition {
+        /// Path of the file or directory.
+        path: PathBuf,
+        /// Error that the file system returned.
+        #[source]
+        source: io::Error,
+    },
     /// The HTTP API has no such path.
     #[error("the API has no such path; GET /openapi.json lists all paths")]
     NoSuchPath,
@@ -144,6 +156,10 @@ impl DaemonError {
             }
             Self::Refused { fix, .. } => Some(fix.clone()),
             Self::Lvm(error) => error.fix(),
+            Self::NoSuchDefinition(_) => Some("define the VM: memfold vm define FILE".into()),
+            Self::Definition { .. } => Some(
+                "free space on the file system of that path, and let the daemon write there; 'memfold serve --definitions DIR' chooses another directory".into(),
+            ),
             Self::Transfer(TransferError::Store { .. }) => Some(
                 "the daemon's environment has the address and the credentials, with systemd in /etc/memfold/object-store.env; 'systemctl restart memfold' reads that file".into(),
             ),

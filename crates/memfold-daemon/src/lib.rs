@@ -17,6 +17,7 @@
 //!   Vms              starts a QEMU process, attaches to it, adopts it, stops it: a watch thread for each VM
 //!   Snapshots        saves and restores VMs
 //!   Boots            requests to run or reboot a VM: brake, segments, boot snapshot
+//!   Definitions      definitions of VMs; a thread starts VMs after a boot of the host
 //!   LibvirtDomains   a thread: adopts libvirt's domains, and enables them by their tags
 //!   PveVms           a thread: attaches to VMs of Proxmox VE
 //!   Reports          the ledger, the list of leases, figures for metrics scrapes
@@ -32,6 +33,7 @@ mod boot_snapshot;
 mod boots;
 mod daemon;
 mod debt;
+mod definitions;
 mod error;
 mod events;
 mod figures;
@@ -66,6 +68,7 @@ mod vms;
 pub use boots::Boots;
 pub use daemon::Daemon;
 pub use debt::brake::DebtBrake;
+pub use definitions::Definitions;
 pub use error::DaemonError;
 pub use figures::{Figures, LEAST_AGE, OnShelf};
 pub use folding::Folding;
@@ -82,4 +85,4 @@ pub use snapshots::Snapshots;
 pub use swap_disks::SwapDisks;
 pub use swap_volumes::SwapVolumes;
 pub use views::{EstimateOrder, PlaceOrder, SwapUse, Views};
-pub use vms::Vms;
+pub use vms::{Console, Vms};

@@ -97,6 +97,8 @@ struct Marks {
     /// Whether the swap disk was moved back to the local disk because one of its copies was lost.
     lost_a_copy: AtomicBool,
     boot_snapshot: Mutex<Option<BootSnapshot>>,
+    /// Whether a client is connected to the serial console.
+    console_in_use: AtomicBool,
     /// State of each segment in the guest, by the segment's name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
     agent: Mutex<Option<Arc<AgentLink>>>,
@@ -400,6 +402,15 @@ impl Machine {
 
     pub fn set_boot_snapshot(&self, now: BootSnapshot) {
         *self.marks.boot_snapshot.lock() = Some(now);
+    }
+
+    /// Takes the right to use the serial console. Returns `false` if another client has it.
+    pub fn take_console(&self) -> bool {
+        !self.marks.console_in_use.swap(true, Ordering::AcqRel)
+    }
+
+    pub fn release_console(&self) {
+        self.marks.console_in_use.store(false, Ordering::Release);
     }
 
     pub fn account(&self, stores: &[StoreIdentity]) -> Option<VmAccount> {

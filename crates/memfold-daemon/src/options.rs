@@ -37,6 +37,8 @@ pub struct DaemonOptions {
     pub shelf: PathBuf,
     /// Directory of the segments of this host.
     pub segments: PathBuf,
+    /// Directory of the definitions of VMs.
+    pub definitions: PathBuf,
     /// Name of this host as lender and borrower of memory; `None`: the kernel's host name.
     pub host: Option<String>,
     /// Location of the lease registry; `None`: this daemon serves the registry itself.

@@ -46,7 +46,7 @@ fn explain(state: &str) -> (&'static str, &'static str) {
         "prelaunch" => ("QEMU was started with -S and waits for 'cont'", AGAIN),
         "guest-panicked" => (
             "the guest's kernel has crashed",
-            "read the VM's console log, then end the VM (memfold vm stop {vm}) and start it again",
+            "read 'memfold vm logs {vm}', then end the VM (memfold vm stop {vm}) and start it again",
         ),
         "watchdog" => (
             "the guest's watchdog has expired: the guest hangs",

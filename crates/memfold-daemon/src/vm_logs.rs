@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use memfold_vm::VmDirectory;
+use memfold_vm::{VmDirectory, missing_is_fine};
 use tracing::{info, warn};
 
 use crate::threads;
@@ -77,6 +77,17 @@ fn shorten(log: &Path) -> io::Result<bool> {
     Ok(true)
 }
 
+/// Returns the newest part of a log, at most [`MOST`] bytes; empty if there is no log. Invalid
+/// UTF-8 is replaced.
+pub(crate) fn end_of(log: &Path) -> io::Result<String> {
+    let read = |path: &Path| missing_is_fine(std::fs::read(path));
+    let mut text = read(&log.with_extension("log.1"))?;
+    text.extend(read(log)?);
+    let most = usize::try_from(MOST).unwrap_or(0);
+    let end = &text[text.len().saturating_sub(most)..];
+    Ok(String::from_utf8_lossy(end).into_owned())
+}
+
 /// Warns once when the file system of `state` is nearly full, and reports once when it is no longer
 /// so. Returns whether a warning is in force.
 fn tell_full(state: &Path, is_told: bool) -> bool {
@@ -131,6 +142,9 @@ mod tests {
         let before = std::fs::read(directory.path().join("console.log.1")).unwrap();
         assert_eq!(before.len(), most);
         assert!(before.ends_with(b"the end"));
+        let end = end_of(&log).unwrap();
+        assert!(end.len() == most && end.ends_with("the endgoes on"));
+        assert_eq!(end_of(&directory.path().join("qemu.log")).unwrap(), "");
     }
 
     #[test]

@@ -146,13 +146,18 @@ impl VmRegistry {
         self.arrivals.add(spec, way, |name| self.contains(name))
     }
 
+    /// Returns whether starting VMs is refused, because the daemon ends.
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+
     /// Returns the right to start a VM. KSM steering does not begin as long as the right exists.
     ///
     /// # Errors
     ///
     /// [`DaemonError::Internal`] while the daemon ends.
     pub fn start_right(&self) -> Result<StartRight<'_>, DaemonError> {
-        if self.closed.load(Ordering::SeqCst) {
+        if self.is_closed() {
             return Err(DaemonError::Internal("the daemon is ending"));
         }
         Ok(StartRight::take(|| self.starts.read()))

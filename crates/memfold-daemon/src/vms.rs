@@ -16,8 +16,11 @@ use crate::threads;
 
 mod adoption;
 mod attach;
+mod console;
 mod control;
 mod launch;
+
+pub use console::Console;
 
 /// The service that starts, attaches, adopts and stops VMs.
 #[derive(Debug)]

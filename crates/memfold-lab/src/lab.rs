@@ -121,6 +121,7 @@ impl Lab {
             brake: BrakePolicy::default(),
             shelf: directory.path().join("snapshots"),
             segments: directory.path().join("segments"),
+            definitions: directory.path().join("definitions"),
             host: Some("lab".into()),
             registry,
             borrow: BorrowWhen::Asked,

@@ -103,6 +103,7 @@ impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let status = match &self.0 {
             DaemonError::NoSuchVm(_)
+            | DaemonError::NoSuchDefinition(_)
             | DaemonError::NoSuchPath
             | DaemonError::NoHistory
             | DaemonError::Lvm(LvmError::NoVolume(_))

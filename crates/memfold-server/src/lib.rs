@@ -4,6 +4,7 @@
 
 mod access;
 mod answer;
+mod definitions;
 mod hosts;
 mod lending;
 mod libvirt;

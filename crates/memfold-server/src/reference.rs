@@ -11,7 +11,7 @@ const HEAD: &str = "\
 Made by `memfold generate --api docs/api.md` from what the daemon says of itself at `GET /openapi.json` (OpenAPI 3.1); change the code instead.
 
 The daemon answers on its Unix socket, and over TCP with TLS and a token where that is asked for ([who may ask](operating/access.md)). `GET` is for
-everyone with the role *read*, all else for *operate*. Bodies are JSON in UTF-8, of up to 1 MiB; an unknown field in a request is refused. Sizes
+everyone with the role *read*, except the audit log and VMs' logs; all else is for *operate*. Bodies are JSON in UTF-8, of up to 1 MiB; an unknown field in a request is refused. Sizes
 are bytes, moments are seconds since 1970 unless their name ends otherwise. Answers without content have status 200.
 
 ```sh

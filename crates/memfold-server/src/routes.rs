@@ -18,8 +18,8 @@ use super::answer::{Failure, refusal};
 use super::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use super::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use super::{
-    hosts, lending, libvirt, live, metrics, planning, reports, segments, session, snapshots, vms,
-    web,
+    definitions, hosts, lending, libvirt, live, metrics, planning, reports, segments, session,
+    snapshots, vms, web,
 };
 
 /// Makes the description of the API and its router from a table of the handlers, one a line:
@@ -56,6 +56,14 @@ api! {
     post "/v1/vms/{name}/resume" vms::resume;
     post "/v1/vms/{name}/reboot" vms::reboot;
     post "/v1/vms/{name}/exec" vms::exec;
+    get "/v1/vms/{name}/logs" vms::logs;
+    post "/v1/vms/{name}/console" vms::console;
+    get "/v1/definitions" definitions::definitions;
+    get "/v1/definitions/{name}" definitions::definition;
+    put "/v1/definitions/{name}" definitions::define;
+    delete "/v1/definitions/{name}" definitions::undefine;
+    put "/v1/definitions/{name}/autostart" definitions::autostart;
+    post "/v1/definitions/{name}/start" definitions::start;
     get "/v1/report" reports::report;
     get "/v1/fold" reports::fold;
     put "/v1/fold" reports::set_fold;

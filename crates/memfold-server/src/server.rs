@@ -9,7 +9,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper_util::server::graceful::GracefulShutdown;
 use memfold_daemon::Daemon;
 use memfold_vm::directory::MAX_SOCKET_PATH;
 use tokio::net::UnixListener;
@@ -92,16 +91,16 @@ pub async fn serve(
     let hosts = Hosts::open(doors.records.join("hosts.json")).map_err(ServeError::Tokens)?;
     let access = Access::new(keys, hosts, doors.records.clone(), tcp.as_ref(), ending);
     let router = router(daemon.clone(), access.clone());
-    let graceful = Arc::new(GracefulShutdown::new());
+    let (connections, of_connection) = watch::channel(false);
     let mut accepting = JoinSet::new();
     accepting.spawn(accept_unix(
         listener,
         doors.groups,
         router.clone(),
-        graceful.clone(),
+        of_connection.clone(),
     ));
     if let (Some(listener), Some(door)) = (tcp_listener, tcp) {
-        let serving = accept_tcp(listener, door, access, router, graceful.clone());
+        let serving = accept_tcp(listener, door, access, router, of_connection.clone());
         accepting.spawn(serving);
     }
     let mut served = Ok(());
@@ -118,10 +117,10 @@ pub async fn serve(
     let _ = ended.send(true);
     let views = daemon.clone();
     tokio::task::spawn_blocking(move || views.views().end());
-    if let Some(graceful) = Arc::into_inner(graceful) {
-        // The time limit ends this wait even if a client does not read its response.
-        let _ = tokio::time::timeout(LAST_ANSWERS, graceful.shutdown()).await;
-    }
+    drop(of_connection);
+    let _ = connections.send(true);
+    // The time limit ends this wait even if a client does not read its response.
+    let _ = tokio::time::timeout(LAST_ANSWERS, connections.closed()).await;
     served
 }
 

@@ -1,16 +1,24 @@
 //! API paths for VMs: list, start, attach, stop, resume and reboot VMs, and run commands in guests.
 
+use std::io;
 use std::time::Duration;
 
-use axum::extract::Query;
+use axum::Json;
+use axum::extract::{Query, Request};
+use axum::http::StatusCode;
+use axum::http::header::{CONNECTION, UPGRADE};
+use axum::response::{IntoResponse, Response};
+use hyper::upgrade::OnUpgrade;
+use hyper_util::rt::TokioIo;
 use memfold_api::{
-    AttachRequest, ErrorBody, ExecRequest, ExecResult, RebootRequest, RunOptions, StopReport,
-    StopRequest, VmInfo,
+    AttachRequest, CONSOLE_PROTOCOL, ErrorBody, ExecRequest, ExecResult, RebootRequest, RunOptions,
+    StopReport, StopRequest, VmInfo, VmLogs,
 };
-use memfold_daemon::DaemonError;
+use memfold_daemon::{Console, DaemonError};
 use memfold_vm::VmSpec;
+use tracing::debug;
 
-use super::answer::{Answered, Asked, Named, Served, blocking};
+use super::answer::{Answered, Asked, Named, Served, blocking, refusal};
 
 /// Returns all VMs that the daemon knows.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmInfo>)))]
@@ -108,6 +116,48 @@ pub(super) async fn exec(
         })
     })
     .await
+}
+
+/// Returns the newest parts of the logs of a VM.
+#[utoipa::path(get, path = "/v1/vms/{name}/logs", responses((status = 200, body = VmLogs), (status = 404, body = ErrorBody)))]
+pub(super) async fn logs(daemon: Served, name: Named) -> Answered<VmLogs> {
+    blocking(daemon, move |d| d.vms().logs(&name)).await
+}
+
+/// Connects to the serial console of a VM. The request has the headers `connection: upgrade` and
+/// `upgrade: memfold-console`; after the response with status 101, the connection carries the
+/// console's bytes.
+#[utoipa::path(post, path = "/v1/vms/{name}/console", responses((status = 101), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub(super) async fn console(daemon: Served, name: Named, mut request: Request) -> Response {
+    let asked = request.headers().get(UPGRADE);
+    if asked.is_none_or(|protocol| protocol != CONSOLE_PROTOCOL) {
+        let why = "the console needs the header 'upgrade: memfold-console'";
+        return refusal(StatusCode::UPGRADE_REQUIRED, why);
+    }
+    let console = match blocking(daemon, move |d| d.vms().console(&name)).await {
+        Ok(Json(console)) => console,
+        Err(failure) => return failure.into_response(),
+    };
+    let upgraded = hyper::upgrade::on(&mut request);
+    tokio::spawn(async move {
+        if let Err(error) = pass_bytes(upgraded, console).await {
+            debug!(%error, "connection to a VM's console ended with an error");
+        }
+    });
+    let headers = [(CONNECTION, "upgrade"), (UPGRADE, CONSOLE_PROTOCOL)];
+    (StatusCode::SWITCHING_PROTOCOLS, headers).into_response()
+}
+
+/// Passes bytes between a client and a console, until one of them closes its connection.
+async fn pass_bytes(upgraded: OnUpgrade, console: Console) -> io::Result<()> {
+    let mut client = TokioIo::new(upgraded.await.map_err(io::Error::other)?);
+    let stream = console.stream.try_clone()?;
+    stream.set_nonblocking(true)?;
+    let mut guest = tokio::net::UnixStream::from_std(stream)?;
+    tokio::io::copy_bidirectional(&mut client, &mut guest).await?;
+    // The next client may use the console from here on.
+    drop(console);
+    Ok(())
 }
 
 fn seconds(value: f64) -> Result<Duration, DaemonError> {

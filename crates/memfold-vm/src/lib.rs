@@ -15,6 +15,7 @@ pub mod agent_link;
 pub mod block_device;
 pub mod command_line;
 pub mod conditions;
+mod definition;
 pub mod directory;
 pub mod endpoints;
 pub mod foreign;
@@ -48,6 +49,7 @@ pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
 };
 pub use conditions::{Reason, VmConditions};
+pub use definition::Definition;
 pub use directory::{DEFAULT_STATE, Record, VmDirectory, missing_is_fine};
 pub use forward::Forward;
 pub use launch::{Cancel, Incoming, LaunchError, last_words, log_tail, start, start_unless};

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::foreign::Foreign;
 use super::forward::Forward;
 use super::segment_spec::SegmentSpec;
-use super::spec_error::{SpecError, value};
+use super::spec_error::{SpecError, require};
 
 /// Which accelerator runs the guest's instructions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -384,24 +384,29 @@ impl VmSpec {
             path: path.into(),
             source,
         })?;
-        let mut spec: Self = toml::from_str(&text).map_err(|source| SpecError::Parse {
+        let spec: Self = toml::from_str(&text).map_err(|source| SpecError::Parse {
             path: path.into(),
             source: Box::new(source),
         })?;
-        if spec.foreign.is_some() || !spec.files.is_empty() {
-            let field = if spec.files.is_empty() {
-                "foreign"
-            } else {
-                "files"
-            };
-            let why = "belongs to snapshots only; give your own QEMU arguments as qemu_args";
-            return Err(value(field, why));
-        }
+        spec.of_file(path)
+    }
+
+    /// Makes the relative paths of a description from the file `path` relative to the file's
+    /// directory.
+    pub(super) fn of_file(mut self, path: &Path) -> Result<Self, SpecError> {
+        self.check_fields_of_users()?;
         let base = path.parent().unwrap_or(Path::new(""));
-        for (_, file) in spec.files_mut() {
+        for (_, file) in self.files_mut() {
             *file = base.join(&file);
         }
-        Ok(spec)
+        Ok(self)
+    }
+
+    /// Refuses fields that only snapshots may set.
+    pub(super) fn check_fields_of_users(&self) -> Result<(), SpecError> {
+        let why = "belongs to snapshots only; give your own QEMU arguments as qemu_args";
+        require(self.files.is_empty(), "files", why)?;
+        require(self.foreign.is_none(), "foreign", why)
     }
 
     pub(super) fn files_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {

@@ -117,7 +117,8 @@ impl DebtBrake {
         self.debt()
     }
 
-    fn look_at_debt(self: &Arc<Self>) -> Result<(), DaemonError> {
+    /// Measures the debt, and applies the brake.
+    pub(crate) fn look_at_debt(self: &Arc<Self>) -> Result<(), DaemonError> {
         let pids = |vm: &Arc<Machine>| vm.raw_pid();
         self.debt
             .find_groups(self.registry.machines().iter().map(pids).collect());

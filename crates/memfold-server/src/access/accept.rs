@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;
 use std::net::IpAddr;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -13,12 +14,11 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use memfold_api::Role;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, warn};
 
@@ -53,12 +53,13 @@ const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Largest size of a request's head, and of the read buffer, in bytes.
 const HEAD_BYTES: usize = 32 << 10;
 
-/// Accepts connections on the Unix socket until this future is dropped.
+/// Accepts connections on the Unix socket until this future is dropped. `ending` changes when the
+/// daemon ends; each connection holds a copy until its last response is sent.
 pub(crate) async fn accept_unix(
     listener: UnixListener,
     groups: Groups,
     router: Router,
-    graceful: Arc<GracefulShutdown>,
+    ending: watch::Receiver<bool>,
 ) {
     let [operators, readers, strangers] =
         [OPERATORS, READERS, STRANGERS].map(|most| Arc::new(Semaphore::new(most)));
@@ -76,7 +77,7 @@ pub(crate) async fn accept_unix(
                 let Ok(slot) = slots.clone().try_acquire_owned() else {
                     continue;
                 };
-                let connection = serve(stream, peer, router.clone(), graceful.watcher());
+                let connection = serve(stream, peer, router.clone(), ending.clone());
                 tokio::spawn(async move {
                     connection.await;
                     drop(slot);
@@ -99,7 +100,7 @@ pub(crate) async fn accept_tcp(
     door: TcpDoor,
     access: Arc<Access>,
     router: Router,
-    graceful: Arc<GracefulShutdown>,
+    ending: watch::Receiver<bool>,
 ) {
     let places = Arc::new(Places::default());
     loop {
@@ -116,7 +117,7 @@ pub(crate) async fn accept_tcp(
         if rustix::net::sockopt::set_tcp_user_timeout(&stream, unread).is_err() {
             continue;
         }
-        let (router, watcher) = (router.clone(), graceful.watcher());
+        let (router, ending) = (router.clone(), ending.clone());
         let acceptor = door.tls.as_ref();
         let acceptor = acceptor.map(|tls| TlsAcceptor::from(tls.config()));
         let access = access.clone();
@@ -127,11 +128,11 @@ pub(crate) async fn accept_tcp(
                 tls: acceptor.is_some(),
             };
             match acceptor {
-                None => serve(stream, peer, router, watcher).await,
+                None => serve(stream, peer, router, ending).await,
                 Some(acceptor) => {
                     let hello = tokio::time::timeout(HEAD_TIME, acceptor.accept(stream));
                     let why = match hello.await {
-                        Ok(Ok(stream)) => return serve(stream, peer, router, watcher).await,
+                        Ok(Ok(stream)) => return serve(stream, peer, router, ending).await,
                         Ok(Err(error)) => error.to_string(),
                         Err(_) => "the client sent nothing in time".to_owned(),
                     };
@@ -194,7 +195,7 @@ async fn accepted<T>(result: io::Result<T>) -> Option<T> {
     result.ok()
 }
 
-async fn serve<S>(stream: S, peer: Peer, router: Router, watcher: Watcher)
+async fn serve<S>(stream: S, peer: Peer, router: Router, mut ending: watch::Receiver<bool>)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
@@ -207,8 +208,18 @@ where
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIME)
         .max_buf_size(HEAD_BYTES)
-        .serve_connection(TokioIo::new(Unread::new(stream, UNREAD_TIME)), service);
-    if let Err(error) = watcher.watch(connection).await {
+        .serve_connection(TokioIo::new(Unread::new(stream, UNREAD_TIME)), service)
+        .with_upgrades();
+    let mut connection = pin!(connection);
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        _ = ending.changed() => {
+            // The response in progress, if any, is the last one of this connection.
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
         debug!(%error, "HTTP connection ended with an error");
     }
 }

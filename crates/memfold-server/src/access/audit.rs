@@ -36,9 +36,9 @@ const REFUSALS_A_MINUTE: u32 = 60;
 /// Names of the fields of a request's body and query that are logged if their values are numbers,
 /// truth values or short texts.
 const DETAILS: &str = "\
-    advisor allow_arguments announce bytes cleartext compress content cover_percent cpu_percent despite_brake \
+    advisor allow_arguments announce autostart bytes cleartext compress content cover_percent cpu_percent despite_brake \
     disks domain drop_s durability for_vms force from from_boot_snapshot host keep keep_clock \
-    least_bytes leave_percent listen live max_bytes memory merge name no_lay one_domain \
+    least_bytes leave_percent listen live max_bytes memory merge name no_lay one_domain order \
     pages_per_second parent paused pinned prefetch qmp renew reserve role root seconds segment stream stripes \
     target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm wait whole writer";
 

@@ -198,7 +198,8 @@ fn needed(method: &Method, path: &str) -> Option<Role> {
         if web::is_page(path) {
             return None;
         }
-        let secret = path == AUDIT_PATH;
+        // A guest may print secrets on its console.
+        let secret = path == AUDIT_PATH || path.starts_with("/v1/vms/") && path.ends_with("/logs");
         return Some(if secret { Role::Operate } else { Role::Read });
     }
     // Every role may make a login code, because the handler grants at most the sender's own role.
@@ -451,7 +452,9 @@ mod tests {
             }
             assert_eq!(needed(&Method::GET, path), Some(Role::Read), "{path}");
         }
-        assert_eq!(needed(&Method::GET, "/v1/audit"), Some(Role::Operate));
+        for secret in ["/v1/audit", "/v1/vms/web/logs"] {
+            assert_eq!(needed(&Method::GET, secret), Some(Role::Operate));
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::context::{Context, write_line};
 use super::snapshot::{Clone, renew, start_clones, wait_for_identities};
-use super::vm::segment;
+use super::vm_info::segment;
 
 /// Start VMs that continue a running VM from this instant; the running VM goes on
 #[derive(Args, Debug)]

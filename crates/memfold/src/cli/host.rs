@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 use memfold_api::{HostRequest, HostToken};
 
 use super::context::Context;
-use super::vm::segment as in_path;
+use super::vm_info::segment as in_path;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

@@ -102,7 +102,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             })
         }
         Arguments::Explain { vm } => {
-            let path = format!("/v1/ksm/explain/{}", super::vm::segment(&vm)?);
+            let path = format!("/v1/ksm/explain/{}", super::vm_info::segment(&vm)?);
             let explanation = match context.client()?.get(&path) {
                 Err(ClientError::NoDaemon { .. }) => explain_alone(&vm)?,
                 answer => answer?,

@@ -10,7 +10,7 @@ use memfold_libvirt::{self as libvirt, Change, DomainStatus};
 
 use super::context::Context;
 use super::table::table as format_table;
-use super::vm::describe;
+use super::vm_info::describe;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {

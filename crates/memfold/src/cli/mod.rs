@@ -3,9 +3,11 @@
 
 mod bench;
 mod config;
+mod console;
 mod context;
 mod dashboard;
 mod debt;
+mod definitions;
 mod demo;
 mod doctor;
 mod estimate;
@@ -31,6 +33,7 @@ mod table;
 mod top;
 mod transfer;
 mod vm;
+mod vm_info;
 mod watch;
 
 use std::path::PathBuf;
@@ -72,7 +75,7 @@ enum Command {
     Serve(Box<serve::Arguments>),
     /// Print an address that logs a browser in to the dashboard, once
     Dashboard(dashboard::Arguments),
-    /// Virtual machines: run, list, stop, attach and others
+    /// Virtual machines: run, define, list, stop, attach and others
     #[command(subcommand)]
     Vm(vm::Arguments),
     /// Show the ledger: the use of every byte of RAM, and what was saved

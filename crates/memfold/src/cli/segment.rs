@@ -14,7 +14,7 @@ use memfold_units::ByteSize;
 
 use super::context::Context;
 use super::table::table;
-use super::vm::segment as name_of_vm;
+use super::vm_info::segment as name_of_vm;
 use super::watch::watched;
 
 #[derive(Subcommand, Debug)]

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Args;
-use memfold_api::{DEFAULT_RECORDS, DEFAULT_STATE, LendRequest};
+use memfold_api::{DEFAULT_DEFINITIONS, DEFAULT_RECORDS, DEFAULT_STATE, LendRequest};
 use memfold_daemon::{BorrowWhen, Daemon, DaemonOptions};
 use memfold_fold::EngineSettings;
 use memfold_ledger::{BrakePolicy, Reserve};
@@ -79,6 +79,10 @@ pub(super) struct Arguments {
     /// Directory of segments
     #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = memfold_segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
+    /// Directory of the definitions of VMs (/etc/memfold/vms; with another --state: 'definitions'
+    /// in that directory)
+    #[arg(long, value_name = "DIR")]
+    definitions: Option<PathBuf>,
     /// Directory where libvirt records its QEMU processes, to adopt enabled domains
     /// (/run/libvirt/qemu; with another --state: none)
     #[arg(long, value_name = "DIR")]
@@ -233,6 +237,18 @@ impl Arguments {
         })
     }
 
+    /// Returns the directory of the definitions of VMs. The default applies only to the default
+    /// state directory, because otherwise two daemons would start the same VMs.
+    fn definitions(&self) -> PathBuf {
+        self.definitions.clone().unwrap_or_else(|| {
+            if self.state == Path::new(DEFAULT_STATE) {
+                DEFAULT_DEFINITIONS.into()
+            } else {
+                self.state.join("definitions")
+            }
+        })
+    }
+
     /// Returns a directory of VMs that other programs start, or `None` with another state directory
     /// than the default, because otherwise two daemons would adopt the same VMs.
     fn own(&self, default: &str) -> Option<PathBuf> {
@@ -355,6 +371,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         },
         shelf: arguments.snapshots.clone(),
         segments: arguments.segments.clone(),
+        definitions: arguments.definitions(),
         host: arguments.lending.host.clone(),
         registry: arguments.lending.registry()?,
         borrow: arguments.lending.borrow,

@@ -19,7 +19,7 @@ use serde::Serialize;
 use super::context::{Context, write_line};
 use super::table::table;
 use super::transfer::{self, Pull, Push};
-use super::vm::segment;
+use super::vm_info::segment;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
@@ -243,7 +243,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             if manifest.agent && clock_pending(&info) {
                 wait(&client, vec![&mut info], CLOCK_TIMEOUT, clock_pending)?;
             }
-            context.print(&info, |vm| super::vm::describe("restored", vm))
+            context.print(&info, |vm| super::vm_info::describe("restored", vm))
         }
         Arguments::Push(arguments) => transfer::push(context, &client, arguments),
         Arguments::Pull(arguments) => transfer::pull(context, &client, arguments),
@@ -414,7 +414,7 @@ pub(super) fn start_clones(
         })?;
         let ms = began.elapsed().as_secs_f64() * 1000.0;
         if !context.json {
-            let described = super::vm::describe(done, &vm);
+            let described = super::vm_info::describe(done, &vm);
             write_line(&format!("{ms:.0} ms: {described}"))?;
         }
         clones.push(Clone { ms, vm });

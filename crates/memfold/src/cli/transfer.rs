@@ -12,7 +12,7 @@ use memfold_units::ByteSize;
 
 use super::context::{Context, write_line};
 use super::table::table;
-use super::vm::segment;
+use super::vm_info::segment;
 use super::watch::watched;
 
 #[derive(Args, Debug)]

@@ -1,5 +1,5 @@
-//! `memfold vm`: runs, lists, stops, resumes, reboots and attaches VMs, and runs commands in
-//! guests.
+//! `memfold vm`: runs, defines, lists, stops, resumes, reboots and attaches VMs, and runs commands
+//! in guests.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -11,19 +11,22 @@ use clap::{Args, Subcommand};
 use memfold_api::{
     AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopReport, StopRequest, VmInfo,
 };
-use memfold_snapshot::ClockStep;
-use memfold_snapshot::clock::in_words;
 use memfold_units::ByteSize;
 use memfold_vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
 
+use super::console;
 use super::context::{Context, write_line};
+use super::definitions;
 use super::table::table;
+use super::vm_info::{describe, segment};
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
     /// Start a VM
     Run(Box<RunArguments>),
-    /// List VMs, and why a VM is not folded
+    #[command(flatten)]
+    Defined(definitions::Arguments),
+    /// List VMs, including defined VMs that are off, and why a VM is not folded
     List,
     /// Shut a VM down; switch it off after the timeout (then exit code 4)
     Stop {
@@ -58,6 +61,16 @@ pub(super) enum Arguments {
         /// Seconds within which the agent of a rebooted guest must answer again
         #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         timeout: f64,
+    },
+    /// Connect the terminal to the serial console of a VM; Ctrl-] ends the connection
+    Console {
+        /// Name of the VM
+        name: String,
+    },
+    /// Show the newest output of a VM's QEMU and of its serial console
+    Logs {
+        /// Name of the VM
+        name: String,
     },
     /// Adopt a QEMU that is already running, by its QMP socket
     Attach {
@@ -240,10 +253,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let info: VmInfo = client.post(place, &arguments.spec()?)?;
             context.print(&info, |vm| describe("started", vm))
         }
-        Arguments::List => {
-            let vms: Vec<VmInfo> = client.get("/v1/vms")?;
-            context.print(&vms, |vms| overview(vms))
-        }
+        Arguments::Defined(arguments) => definitions::run(context, &client, arguments),
+        Arguments::List => context.print(&definitions::all(&client)?, |vms| overview(vms)),
         Arguments::Stop {
             names,
             all,
@@ -292,6 +303,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let what = format!("rebooted in {:.2} s:", began.elapsed().as_secs_f64());
             context.print(&info, |vm| describe(&what, vm))
         }
+        Arguments::Console { name } => console::console(&client, &name),
+        Arguments::Logs { name } => console::logs(context, &client, &name),
         Arguments::Attach { qmp, name, domain } => {
             let qmp = std::path::absolute(qmp)?;
             let info: VmInfo = client.post("/v1/attach", &AttachRequest { qmp, name, domain })?;
@@ -396,64 +409,15 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// Returns a VM's name as a segment of an API path. Names contain no character that needs escaping.
-pub(super) fn segment(name: &str) -> anyhow::Result<&str> {
-    memfold_vm::check_name("name", name)?;
-    Ok(name)
-}
-
-pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
-    let mut lines = vec![format!(
-        "{what} {} (pid {}, {} of RAM, QEMU {})",
-        vm.name,
-        vm.pid,
-        ByteSize(vm.ram_bytes),
-        vm.qemu
-    )];
-    lines.extend(vm.clock.as_ref().and_then(clock));
-    let folding = if vm.fold_problems.is_empty() {
-        let at_pauses = "folded pages are folded again only at short pauses";
-        (at_pauses, &vm.refold_problems)
-    } else {
-        ("not folded", &vm.fold_problems)
-    };
-    for (word, facts) in [folding, ("note", &vm.costs), ("forwarded", &vm.forwards)] {
-        lines.extend(facts.iter().map(|fact| format!("{word}: {fact}")));
-    }
-    if !vm.left_out.is_empty() {
-        lines.push(format!(
-            "left out from the saved VM: {}",
-            vm.left_out.join(", ")
-        ));
-    }
-    lines.join("\n")
-}
-
-/// Describes the result of setting the guest's clock after a pause, as text.
-fn clock(step: &ClockStep) -> Option<String> {
-    if step.pending {
-        return Some("guest's clock: will be set as soon as the agent answers".into());
-    }
-    let was = step.behind_ms.map(in_words);
-    match (&step.problem, was) {
-        (Some(problem), Some(was)) => Some(format!(
-            "guest's clock was {was}; not all right now: {problem}"
-        )),
-        (Some(problem), None) => Some(format!("guest's clock unchanged: {problem}")),
-        (None, Some(was)) if step.behind_ms != step.left_ms => {
-            Some(format!("guest's clock was {was}, and was set"))
-        }
-        _ => None,
-    }
-}
-
 fn overview(vms: &[VmInfo]) -> String {
     if vms.is_empty() {
         return "no VMs; start one with 'memfold vm run', or attach one with 'memfold vm attach'"
             .into();
     }
     let rows = vms.iter().map(|vm| {
-        let is_there = !matches!(vm.state.as_str(), "starting" | "taking-over");
+        let is_off = vm.state == "off";
+        let is_there = !is_off && !matches!(vm.state.as_str(), "starting" | "taking-over");
+        let no_agent = if is_off { "-" } else { "not connected" };
         let folding = match (vm.fold_problems.first(), vm.refold_problems.first()) {
             (Some(problem), _) => format!("no: {problem}"),
             (None, Some(_)) => "yes, again only at pauses (direct I/O)".into(),
@@ -464,9 +428,13 @@ fn overview(vms: &[VmInfo]) -> String {
             vm.name.clone(),
             vm.state.clone(),
             vm.domain.clone().unwrap_or_else(|| "-".into()),
-            vm.pid.to_string(),
+            if is_off {
+                "-".into()
+            } else {
+                vm.pid.to_string()
+            },
             ByteSize(vm.ram_bytes).to_string(),
-            vm.agent.clone().unwrap_or_else(|| "not connected".into()),
+            vm.agent.clone().unwrap_or_else(|| no_agent.into()),
             folding,
         ]
     });

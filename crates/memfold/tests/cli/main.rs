@@ -5,6 +5,7 @@ mod access;
 mod bench;
 mod cluster;
 mod debt;
+mod definitions;
 mod estimate;
 mod fake_node;
 mod flood;
@@ -35,7 +36,7 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-const COMMANDS: [(&[&str], &[&str], bool); 60] = [
+const COMMANDS: [(&[&str], &[&str], bool); 68] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -49,6 +50,20 @@ const COMMANDS: [(&[&str], &[&str], bool); 60] = [
         &["Start a VM", "--file", "--domain", "--disk"],
         false,
     ),
+    (
+        &["vm", "define"],
+        &["place of an older one", "autostart", "'order'"],
+        false,
+    ),
+    (&["vm", "show"], &["was not started"], false),
+    (&["vm", "edit"], &["$VISUAL or $EDITOR"], false),
+    (&["vm", "undefine"], &["keeps running"], false),
+    (&["vm", "start"], &["defined VM", "--despite-brake"], false),
+    (
+        &["vm", "autostart"],
+        &["each boot of the host", "--disable"],
+        false,
+    ),
     (&["vm", "list"], &["List VMs"], true),
     (&["vm", "stop"], &["Shut a VM down", "--timeout"], false),
     (&["vm", "pause"], &["memfold vm resume"], false),
@@ -59,6 +74,8 @@ const COMMANDS: [(&[&str], &[&str], bool); 60] = [
         false,
     ),
     (&["vm", "attach"], &["QMP socket", "--domain"], false),
+    (&["vm", "console"], &["serial console", "Ctrl-]"], false),
+    (&["vm", "logs"], &["newest output"], false),
     (
         &["libvirt", "enable"],
         &["start with memfold", "<emulator>", "--domain"],

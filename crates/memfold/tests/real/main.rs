@@ -6,6 +6,7 @@
 //! | [`beside::integrity`] | every byte of files of `/usr`, and of files that are rewritten, truncated and appended to, while memory is short, caches are dropped and the balloon moves |
 //! | [`beside::domains`], [`beside::vm_killed`] | on the same VMs: no physical page crosses trust domains; the death of a VM does not affect the others |
 //! | [`beside::daemon_killed`] | daemons die, VMs keep running, and the next daemon continues folding |
+//! | [`beside::defined`] | VMs with autostart run again after a boot of the host |
 //! | [`beside::attack`] | the API is flooded; guests and folding are not disturbed |
 //! | [`dashboard`] | the dashboard of real VMs in Chromium |
 //! | [`beside::liars`] | agents that report false values in every field |

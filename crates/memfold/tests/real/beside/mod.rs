@@ -10,6 +10,7 @@ mod boot_snapshots;
 mod clocks;
 mod cut_saves;
 mod daemon_killed;
+mod defined;
 mod disks;
 mod domains;
 #[path = "../../cli/fake_node.rs"]

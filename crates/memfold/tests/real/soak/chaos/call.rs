@@ -17,8 +17,10 @@ use super::testbed::{Testbed, lock, threads};
 use crate::served::Random;
 
 /// Commands that are not called, each with the reason.
-const LEFT_OUT: [(&str, &str); 8] = [
+const LEFT_OUT: [(&str, &str); 10] = [
     ("serve", "it is the daemon: disturbances start and end it"),
+    ("vm edit", "it runs an editor; 'vm define' sends the same"),
+    ("vm console", "it ends only when its user or its VM ends it"),
     ("demo", "it has a daemon and VMs of its own, for minutes"),
     (
         "bench",
@@ -47,17 +49,28 @@ const PAUSE: Duration = Duration::from_millis(300);
 /// Most throwaway VMs, snapshots and segments at the same time.
 const MOST: usize = 4;
 
+/// Name of the only VM that is defined. It is a throwaway VM when it runs.
+const DEFINED: &str = "t-defined";
+
 /// A command, the seconds that it may take according to the documents (docs/operating/vm-states.md,
 /// its own timeouts), and a function that returns its arguments.
 type Called = (&'static str, u64, fn(&mut Chooser) -> Vec<String>);
 
-const CALLED: [Called; 52] = [
+const CALLED: [Called; 58] = [
     ("doctor", 60, |c| {
         let place = c.testbed.root.join("doctor").display().to_string();
         words(&["doctor", "--state", &place])
     }),
     ("dashboard", 10, |_| words(&["dashboard", "--role", "read"])),
     ("vm run", 30, |c| c.run_vm()),
+    ("vm define", 30, |c| c.define_vm()),
+    ("vm show", 10, |_| words(&["vm", "show", DEFINED])),
+    ("vm undefine", 30, |_| words(&["vm", "undefine", DEFINED])),
+    ("vm start", 30, |_| words(&["vm", "start", DEFINED])),
+    ("vm autostart", 30, |c| match c.random.below(2) {
+        0 => words(&["vm", "autostart", DEFINED]),
+        _ => words(&["vm", "autostart", DEFINED, "--disable"]),
+    }),
     ("vm list", 10, |_| words(&["vm", "list", "--json"])),
     ("vm stop", 30, |c| {
         let vm = c.throwaway();
@@ -75,6 +88,10 @@ const CALLED: [Called; 52] = [
     ("vm reboot", 90, |c| {
         let vm = c.throwaway_with_guest();
         words(&["vm", "reboot", &vm, "--timeout", "60"])
+    }),
+    ("vm logs", 30, |c| {
+        let vm = c.any_vm();
+        words(&["vm", "logs", &vm])
     }),
     ("vm attach", 30, |c| {
         let qmp = c.testbed.root.join("foreign.sock").display().to_string();
@@ -354,6 +371,13 @@ impl Chooser<'_> {
         words(&[
             "vm", "run", "--name", &name, "--memory", "64M", "--domain", "lab",
         ])
+    }
+
+    fn define_vm(&mut self) -> Vec<String> {
+        let file = self.testbed.root.join("defined.toml");
+        let text = format!("name = '{DEFINED}'\nmemory = '64M'\ndomain = 'lab'\n");
+        std::fs::write(&file, text).unwrap();
+        words(&["vm", "define", &file.display().to_string()])
     }
 
     fn snapshots(&self) -> Vec<String> {

@@ -1,0 +1,191 @@
+//! The files of VMs' definitions: `NAME.toml` in one directory. Each file is replaced atomically,
+//! and is on the disk before a request is answered, so that the definition survives a power
+//! failure.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+use memfold_vm::{Definition, LaunchError, SpecError, check_name, missing_is_fine};
+
+use crate::error::DaemonError;
+
+/// The directory with the files of all definitions.
+#[derive(Debug)]
+pub(super) struct DefinitionFiles(PathBuf);
+
+impl DefinitionFiles {
+    pub const fn new(directory: PathBuf) -> Self {
+        Self(directory)
+    }
+
+    fn path(&self, name: &str) -> Result<PathBuf, DaemonError> {
+        check_name("name", name).map_err(LaunchError::from)?;
+        Ok(self.0.join(format!("{name}.toml")))
+    }
+
+    /// Returns the names of all files without `.toml`, sorted. A file that a user has put there may
+    /// have a name that no VM can have.
+    pub fn names(&self) -> Result<Vec<String>, DaemonError> {
+        let failed = failed(&self.0);
+        let entries = missing_is_fine(fs::read_dir(&self.0).map(Some)).map_err(failed)?;
+        let mut names = Vec::new();
+        for entry in entries.into_iter().flatten() {
+            let path = PathBuf::from(entry.map_err(failed)?.file_name());
+            if path.extension() == Some(OsStr::new("toml")) {
+                let name = path.file_stem().unwrap_or_default();
+                names.push(name.to_string_lossy().into_owned());
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Reads a definition. The result is not validated yet.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::NoSuchDefinition`] if there is no file, [`DaemonError::Launch`] if the file is
+    /// no definition, [`DaemonError::BadRequest`] if the file defines a VM of another name.
+    pub fn read(&self, name: &str) -> Result<Definition, DaemonError> {
+        let path = self.path(name)?;
+        let definition = Definition::from_toml_file(&path).map_err(|error| match error {
+            SpecError::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                DaemonError::NoSuchDefinition(name.to_owned())
+            }
+            error => LaunchError::from(error).into(),
+        })?;
+        if definition.vm.name != name {
+            return Err(DaemonError::BadRequest(format!(
+                "{} defines VM '{}'; rename the file, or change its field 'name'",
+                path.display(),
+                definition.vm.name
+            )));
+        }
+        Ok(definition)
+    }
+
+    /// Writes a definition, and replaces an older one of this VM.
+    pub fn write(&self, definition: &Definition) -> Result<(), DaemonError> {
+        let name = &definition.vm.name;
+        let path = self.path(name)?;
+        let text = definition
+            .to_toml()
+            .map_err(|error| DaemonError::BadRequest(error.to_string()))?;
+        let temporary = self.0.join(format!(".{name}.new"));
+        let written = fs::create_dir_all(&self.0)
+            .and_then(|()| write_private(&temporary, &text))
+            .and_then(|()| fs::rename(&temporary, &path))
+            .and_then(|()| self.sync());
+        written.map_err(|error| {
+            // The file exists only if the error came before it was renamed.
+            let _ = fs::remove_file(&temporary);
+            failed(&path)(error)
+        })
+    }
+
+    /// Removes a definition.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::NoSuchDefinition`] if there is no file.
+    pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
+        let path = self.path(name)?;
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(DaemonError::NoSuchDefinition(name.to_owned()))
+            }
+            removed => removed.and_then(|()| self.sync()).map_err(failed(&path)),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.0)?.sync_all()
+    }
+}
+
+fn failed(path: &Path) -> impl Fn(io::Error) -> DaemonError + Copy + '_ {
+    |source| DaemonError::Definition {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// Writes a file to the disk. Only root can read the file, because QEMU's arguments may contain
+/// secrets.
+fn write_private(path: &Path, text: &str) -> io::Result<()> {
+    let mut options = File::options();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    let mut file = options.open(path)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use memfold_units::ByteSize;
+    use memfold_vm::VmSpec;
+
+    use super::*;
+
+    fn definition(name: &str, order: u32) -> Definition {
+        Definition {
+            autostart: false,
+            order,
+            vm: VmSpec::new(name, ByteSize::mib(64)),
+        }
+    }
+
+    #[test]
+    fn a_definition_is_written_replaced_and_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = DefinitionFiles::new(directory.path().join("vms"));
+        assert_eq!(files.names().unwrap(), [""; 0]);
+        for order in [1, 2] {
+            let written = definition("web", order);
+            files.write(&written).unwrap();
+            assert_eq!(files.read("web").unwrap(), written);
+        }
+        files.write(&definition("db", 0)).unwrap();
+        assert_eq!(files.names().unwrap(), ["db", "web"]);
+        let mode = fs::metadata(files.0.join("web.toml"))
+            .unwrap()
+            .permissions();
+        assert_eq!(mode.mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(&files.0).unwrap().count(), 2);
+        files.remove("web").unwrap();
+        for gone in [files.remove("web"), files.read("web").map(drop)] {
+            assert!(matches!(gone, Err(DaemonError::NoSuchDefinition(_))));
+        }
+    }
+
+    #[test]
+    fn names_that_leave_the_directory_are_refused_and_files_with_wrong_names_are_reported() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = DefinitionFiles::new(directory.path().join("vms"));
+        files.write(&definition("web", 1)).unwrap();
+        for name in ["../web", "/etc/passwd", "", ".web", "Web"] {
+            for result in [
+                files.read(name).map(drop),
+                files.remove(name),
+                files.write(&definition(name, 1)),
+            ] {
+                let error = memfold_host::chain(&result.unwrap_err());
+                assert!(error.contains("1 to 64 characters"), "{name}: {error}");
+            }
+        }
+        fs::rename(files.0.join("web.toml"), files.0.join("db.toml")).unwrap();
+        let error = files.read("db").unwrap_err().to_string();
+        assert!(error.contains("defines VM 'web'"), "{error}");
+        fs::write(files.0.join("bad.toml"), "name = 'bad'\nmemory = \n").unwrap();
+        let error = memfold_host::chain(&files.read("bad").unwrap_err());
+        assert!(
+            error.contains("bad.toml") && error.contains("line 2"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,155 @@
+//! The definition of a VM: its description, and whether and when the daemon starts the VM after a
+//! boot of the host.
+//!
+//! In a TOML file, all fields are in one table, so that a file for `vm run --file` is also a
+//! definition:
+//!
+//! ```toml
+//! autostart = true
+//! order = 10
+//! name = "web1"
+//! memory = "2G"
+//! ```
+
+use std::path::Path;
+
+use serde::de::{DeserializeOwned, IntoDeserializer};
+use serde::{Deserialize, Serialize};
+use toml::de::{DeTable, Deserializer, Error};
+use utoipa::ToSchema;
+
+use super::spec::VmSpec;
+use super::spec_error::SpecError;
+
+/// Definition of a VM: its description, and whether the daemon starts the VM after a boot of the
+/// host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Definition {
+    /// Whether the daemon starts the VM after each boot of the host.
+    #[serde(default)]
+    pub autostart: bool,
+    /// Place of the VM among the VMs that are started after a boot: a VM with a smaller number
+    /// starts earlier. VMs with the same number start in the order of their names.
+    #[serde(default)]
+    pub order: u32,
+    /// Description of the VM, as for `POST /v1/vms`.
+    #[schema(value_type = Object)]
+    pub vm: VmSpec,
+}
+
+impl Definition {
+    /// Reads a definition from a TOML file. Relative paths of disks and boot files are relative to
+    /// the file's directory. The result is not validated yet.
+    pub fn from_toml_file(path: &Path) -> Result<Self, SpecError> {
+        let text = std::fs::read_to_string(path).map_err(|source| SpecError::Read {
+            path: path.into(),
+            source,
+        })?;
+        let parsed = Self::parse(&text).map_err(|mut source| {
+            // With the text, the message shows the line.
+            source.set_input(Some(&text));
+            SpecError::Parse {
+                path: path.into(),
+                source: Box::new(source),
+            }
+        })?;
+        Ok(Self {
+            vm: parsed.vm.of_file(path)?,
+            ..parsed
+        })
+    }
+
+    fn parse(text: &str) -> Result<Self, Error> {
+        let mut table = DeTable::parse(text)?;
+        Ok(Self {
+            autostart: take(table.get_mut(), "autostart")?,
+            order: take(table.get_mut(), "order")?,
+            vm: VmSpec::deserialize(Deserializer::from(table))?,
+        })
+    }
+
+    /// Returns the definition as the text of a TOML file, which
+    /// [`from_toml_file`](Self::from_toml_file) reads.
+    pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
+        let vm = toml::to_string(&self.vm)?;
+        let (autostart, order) = (self.autostart, self.order);
+        Ok(format!("autostart = {autostart}\norder = {order}\n{vm}"))
+    }
+
+    /// Checks the VM's description as [`VmSpec::validate`] does, and refuses fields that only
+    /// snapshots may set.
+    pub fn validate(&mut self) -> Result<(), SpecError> {
+        self.vm.check_fields_of_users()?;
+        self.vm.validate()
+    }
+}
+
+/// Removes a field from a table. Returns the default value if the table does not have the field.
+fn take<T: DeserializeOwned + Default>(
+    table: &mut DeTable<'_>,
+    field: &'static str,
+) -> Result<T, Error> {
+    let value = table.remove(field);
+    value.map_or_else(
+        || Ok(T::default()),
+        |value| T::deserialize(value.into_deserializer()),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_units::ByteSize;
+
+    fn read(text: &str) -> Result<Definition, SpecError> {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("web.toml");
+        std::fs::write(&file, text).unwrap();
+        Definition::from_toml_file(&file)
+    }
+
+    #[test]
+    fn a_definition_round_trips_through_its_toml_file() {
+        let mut vm = VmSpec::new("web", ByteSize::mib(512));
+        vm.disks = vec![crate::DiskSpec::new("/d.qcow2")];
+        vm.qemu_args = vec!["-device".into(), "virtio-rng-pci".into()];
+        vm.boot.kernel = Some("/k".into());
+        for (autostart, order) in [(true, 7), (false, 0)] {
+            let vm = vm.clone();
+            let definition = Definition {
+                autostart,
+                order,
+                vm,
+            };
+            assert_eq!(read(&definition.to_toml().unwrap()).unwrap(), definition);
+        }
+        let plain = read("name = 'web'\nmemory = '512M'\n").unwrap();
+        assert_eq!((plain.autostart, plain.order), (false, 0));
+    }
+
+    #[test]
+    fn a_wrong_field_of_a_definition_is_refused_with_its_line() {
+        for (text, line, word) in [
+            (
+                "autostart = true\nname = 'a'\nmemory = '1G'\nautostrat = 1\n",
+                4,
+                "autostrat",
+            ),
+            (
+                "name = 'a'\nmemory = '1G'\nautostart = 'yes'\n",
+                3,
+                "boolean",
+            ),
+            ("order = -1\nname = 'a'\nmemory = '1G'\n", 1, "-1"),
+            ("name = 'a'\nmemory = = '1G'\n", 2, ""),
+            ("name = 'a'\norder = 1\nmemory = 'lots'\n", 3, "lots"),
+        ] {
+            let error = memfold_host::chain(&read(text).unwrap_err());
+            let line = format!("line {line},");
+            assert!(error.contains(&line) && error.contains(word), "{error}");
+        }
+        let error = read("name = 'a'\nmemory = '1G'\nfiles = ['/x']\n").unwrap_err();
+        assert!(error.to_string().starts_with("files: "), "{error}");
+    }
+}
