@@ -18,7 +18,7 @@ const PAGES: u64 = 2 * CHUNK_PAGES;
 /// A snapshot directory with snapshot `p`, layer `l` on it, and the base image of their disk.
 ///
 /// ```text
-///   page    0 1 2      3      4 5 ...  20 to 23     30 to 33         512 513     all other pages are zeroes
+///   page    0 1 2      3      4 5 ...  20 to 23     30 to 33         512 513     other pages: zeroes
 ///   p       own pages  ......................................        own page
 ///   l       of p       own             base image   disk of p        of p, own
 /// ```
@@ -382,7 +382,7 @@ fn after_a_crash_around_the_exchange_the_layer_is_whole_and_the_other_directory_
     copy(&layer, &aside("old"));
     place.compact().unwrap();
     copy(&layer, &aside("new"));
-    // The first half of a draft, a whole one, and one after the exchange, which holds the old files.
+    // A part of a draft, a whole one, and one after the exchange, which holds the old files.
     for (now, other, is_half) in [
         ("old", "new", true),
         ("old", "new", false),

@@ -51,8 +51,8 @@ impl Snapshots {
     /// # Errors
     ///
     /// Errors for a parent that the user named. One that was not named is left out if it cannot be
-    /// used, but not because it is locked: a removal of the snapshot from which a VM runs is refused
-    /// soon.
+    /// used, but not because it is locked: a removal of the snapshot from which a VM runs is
+    /// refused soon.
     pub(super) fn base(
         &self,
         machine: &Machine,
@@ -129,8 +129,8 @@ impl Snapshots {
     }
 }
 
-/// Returns why a VM must not refer to a snapshot of the VM `of`; `None` if it may. Each VM has a name
-/// and perhaps a trust domain. `is_origin`: whether the VM runs from the snapshot.
+/// Returns why a VM must not refer to a snapshot of the VM `of`; `None` if it may. Each VM has a
+/// name and perhaps a trust domain. `is_origin`: whether the VM runs from the snapshot.
 fn strange(of: (&str, Option<&str>), vm: (&str, Option<&str>), is_origin: bool) -> Option<String> {
     let domain =
         |name: Option<&str>| name.map_or_else(|| "none".into(), |name| format!("'{name}'"));
