@@ -150,7 +150,10 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 
 fn measure_case(case: Case) -> anyhow::Result<Measured> {
     let measured = measure(case).with_context(|| {
-        format!("cannot measure a VM of {} with {} MiB used", case.memory, case.used_mib)
+        format!(
+            "cannot measure a VM of {} with {} MiB used",
+            case.memory, case.used_mib
+        )
     })?;
     eprintln!("{}", in_short(&measured));
     Ok(measured)

@@ -233,7 +233,10 @@ impl Lab {
             eprintln!("{failed}it boots once more");
             Qmp::connect(&vm.qmp(), Duration::from_secs(60))?.execute("system_reset", json!({}))?;
             wait().with_context(|| {
-                format!("{failed}the second boot failed, too; output: {}", last_words(&vm))
+                format!(
+                    "{failed}the second boot failed, too; output: {}",
+                    last_words(&vm)
+                )
             })?;
         }
         let what = format!("the agent in '{name}' reported no inventory of its page cache");
@@ -296,7 +299,9 @@ impl Lab {
     pub fn pid(&self, name: &str) -> anyhow::Result<i32> {
         let vms = self.daemon.vms().list();
         let vm = vms.iter().find(|vm| vm.name == name);
-        Ok(vm.with_context(|| format!("the lab has no VM '{name}'"))?.pid)
+        Ok(vm
+            .with_context(|| format!("the lab has no VM '{name}'"))?
+            .pid)
     }
 
     /// Ends a VM of the lab.

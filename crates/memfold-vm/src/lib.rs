@@ -63,8 +63,8 @@ pub use ram::RamError;
 pub use segment_spec::SegmentSpec;
 pub use shared_qmp::{QmpGuard, SharedQmp};
 pub use spec::{
-    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, Network, StreamedDisk,
-    VmSpec,
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, Network,
+    StreamedDisk, VmSpec,
 };
 pub use spec_error::SpecError;
 pub use stop::{Ask, StopKind, Stopped};

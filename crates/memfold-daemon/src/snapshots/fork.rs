@@ -130,7 +130,9 @@ impl Snapshots {
                 Err(DaemonError::Snapshot(
                     SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
                 )) => {}
-                Err(error) => debug!(snapshot = name, %error, "cannot remove an unused layer that forks started from"),
+                Err(error) => {
+                    debug!(snapshot = name, %error, "cannot remove an unused layer that forks started from")
+                }
             }
         }
     }

@@ -149,7 +149,11 @@ impl Vms {
         );
         let why = chain(&error);
         if is_gone {
-            info!(vm = request.name, error = why, "VM not attached again after the daemon's start; see 'error'");
+            info!(
+                vm = request.name,
+                error = why,
+                "VM not attached again after the daemon's start; see 'error'"
+            );
         } else if entry.arrival.set_problem(&why) {
             warn!(
                 vm = request.name,
