@@ -4,6 +4,7 @@
 //! To find new QEMUs and changed tags, the daemon only reads two directories. It asks libvirt once
 //! about each new QEMU that memfold's wrapper script started.
 
+mod attempts;
 mod tags;
 
 use std::collections::BTreeMap;
@@ -19,20 +20,17 @@ use memfold_libvirt::{
     virsh, vm_name, xml,
 };
 use memfold_vm::{Identity, Qmp, Vm};
-use tags::Tags;
 use tracing::{debug, info, warn};
 
+use self::attempts::{Attempts, LOOK_INTERVAL};
+use self::tags::Tags;
 use crate::error::{self, DaemonError, state_error};
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 use crate::vms::Vms;
 
-/// Time between two searches for new libvirt domains.
-const LOOK_INTERVAL: Duration = Duration::from_secs(2);
 /// Time within which a process that libvirt has just started must become QEMU.
 const BEGINNING: Duration = Duration::from_secs(60);
-/// Longest time between two attempts to adopt, enable or disable a domain.
-const LONGEST_PAUSE: Duration = Duration::from_secs(120);
 /// Time limit for an answer of QEMU's monitor.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -45,36 +43,6 @@ enum Refusal {
     Incoming,
     /// An operation failed.
     Failed(DaemonError),
-}
-
-/// Attempts at one task: time of the next (if any), and the pause after it.
-#[derive(Debug)]
-struct Attempts {
-    next: Option<Instant>,
-    pause: Duration,
-}
-
-impl Attempts {
-    /// Begins with an attempt at `first`; `None`: without one.
-    const fn new(first: Option<Instant>) -> Self {
-        Self {
-            next: first,
-            pause: LOOK_INTERVAL,
-        }
-    }
-
-    fn is_due(&self, now: Instant) -> bool {
-        self.next.is_some_and(|next| next <= now)
-    }
-
-    /// Sets the time of the attempt after one that failed at `now`. Returns whether the failure is
-    /// to be logged: this is the third in a row.
-    fn failed(&mut self, now: Instant) -> bool {
-        let is_third = self.pause == LOOK_INTERVAL * 4;
-        self.next = Some(now + self.pause);
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-        is_third
-    }
 }
 
 /// Attempts to adopt one QEMU, and the time of the first one.

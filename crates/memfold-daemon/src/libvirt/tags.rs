@@ -16,7 +16,7 @@ use std::time::Instant;
 use memfold_libvirt::{Change, Due, LibvirtError, Stored, Tag, Version};
 use tracing::{debug, info, warn};
 
-use super::Attempts;
+use super::attempts::Attempts;
 
 /// What is known about the tags of all persistent libvirt domains, by the domain's name.
 #[derive(Debug, Default)]
@@ -108,18 +108,22 @@ impl KnownXml {
         let is_third = self.attempts.failed(now);
         match result {
             Ok(None) => debug!(libvirt, "the libvirt domain follows its tag already"),
-            Ok(Some(change)) => match change.trust_domain {
-                Some(trust_domain) => info!(
-                    libvirt,
-                    trust_domain,
-                    not_folded = change.not_folded.join("; "),
-                    "libvirt domain enabled by its tag, from its next start"
-                ),
-                None => info!(
-                    libvirt,
-                    "libvirt domain disabled, from its next start: it has no valid tag any more"
-                ),
-            },
+            Ok(Some(change)) => {
+                if let Some(trust_domain) = change.trust_domain {
+                    let not_folded = change.not_folded.join("; ");
+                    info!(
+                        libvirt,
+                        trust_domain,
+                        not_folded,
+                        "libvirt domain enabled by its tag, from its next start"
+                    );
+                } else {
+                    info!(
+                        libvirt,
+                        "libvirt domain disabled, from its next start: it has no valid tag any more"
+                    );
+                }
+            }
             Err(error) if is_third => warn!(
                 libvirt,
                 error = &error as &dyn std::error::Error,

@@ -15,7 +15,7 @@ use memfold_api::{
 };
 use memfold_fold::{EngineStats, VmStats};
 use memfold_lab::{DiskMode, Lab};
-use memfold_libvirt::{Change, DomainStatus};
+use memfold_libvirt::{Change, DomainStatus, tag};
 use memfold_snapshot::{Manifest, Renew};
 use serde_json::Value;
 
@@ -237,6 +237,83 @@ fn saved_by_memfold(host: &Host, client: &Client, sum: &str, held: &str) {
     for name in ["still", "live"] {
         let _: Value = client.delete(&format!("/v1/snapshots/{name}")).unwrap();
     }
+}
+
+/// Waits until the daemon has changed the XML of a domain so that `done`.
+#[track_caller]
+fn wait_xml(host: &Host, what: &str, done: impl Fn(&str) -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    loop {
+        let xml = host.xml(DOMAIN);
+        if done(&xml) {
+            return;
+        }
+        assert!(Instant::now() < end, "not {what}: {xml}");
+        std::thread::sleep(Duration::from_millis(300));
+    }
+}
+
+/// The domain's owner writes a tag into its XML. The daemon enables the domain without a command,
+/// follows changes of the tag, and restores the XML when the tag is removed.
+fn enabled_by_tag(cli: &Cli, client: &Client, before: &str) {
+    let host = cli.host;
+    let define = |xml: &str| {
+        let file = cli.place.join("tagged.xml");
+        std::fs::write(&file, xml).unwrap();
+        host.ask(&["define", file.to_str().unwrap()]);
+    };
+    let tag = |domain: &str| {
+        let uri = tag::NAMESPACE;
+        format!("<memfold:vm xmlns:memfold=\"{uri}\" domain=\"{domain}\"/>")
+    };
+    let tagged = |domain: &str| {
+        let end = format!("\n    {}\n  </metadata>", tag(domain));
+        before.replace("\n  </metadata>", &end)
+    };
+    let mark = |domain: &str| format!("domain=\"{domain}\" by=\"tag\"");
+
+    let set = "metadata --config --key memfold --set";
+    let mut set: Vec<&str> = set.split(' ').collect();
+    set.extend([r#"<vm domain="No Good"/>"#, DOMAIN, tag::NAMESPACE]);
+    host.ask(&set);
+    let row = cli.status(DOMAIN);
+    let problem = row["tag_problem"].as_str().unwrap();
+    assert!(problem.contains("No Good"), "{row}");
+    assert!(cli.said(&["libvirt", "status"]).contains("no: wrong tag"));
+    define(&tagged("other"));
+    wait_xml(host, "enabled", |xml| xml.contains(&mark("other")));
+    // As 'virsh edit' and virt-manager do: memfold's changes stay in the XML.
+    define(&host.xml(DOMAIN).replace(&tag("other"), &tag("lab")));
+    wait_xml(host, "in the other domain", |xml| {
+        xml.contains(&mark("lab"))
+    });
+    let row = cli.status(DOMAIN);
+    assert_eq!(
+        (&row["tag"], &row["mark"]["by_tag"]),
+        (&"lab".into(), &true.into())
+    );
+    assert!(cli.said(&["libvirt", "status"]).contains("by tag"));
+    cli.refused(
+        &["libvirt", "disable", DOMAIN],
+        &["tag for trust domain 'lab'"],
+    );
+    let enable = ["libvirt", "enable", DOMAIN, "--domain"];
+    cli.refused(&[&enable[..], &["shop"]].concat(), &["virsh metadata"]);
+    assert!(
+        cli.said(&[&enable[..], &["lab"]].concat())
+            .contains("already")
+    );
+
+    host.ask(&["start", DOMAIN]);
+    let info = wait_agent(client, VM);
+    assert_eq!(info.domain.as_deref(), Some("lab"));
+    exec(client, VM, SUM);
+    wait_folded(client, VM);
+    // The running domain is folded until it ends.
+    host.ask(&["metadata", DOMAIN, tag::NAMESPACE, "--config", "--remove"]);
+    wait_xml(host, "as before", |xml| xml == before);
+    assert_eq!(vm(client, VM).unwrap().domain.as_deref(), Some("lab"));
+    host.ask(&["destroy", DOMAIN]);
 }
 
 #[test]
@@ -551,4 +628,5 @@ fn a_libvirt_domain_is_folded_with_a_vm_of_memfold_and_libvirt_can_still_manage_
     host.ask(&["start", DOMAIN]);
     cli.refused(&["libvirt", "attach", DOMAIN], &["without memfold"]);
     host.ask(&["destroy", DOMAIN]);
+    enabled_by_tag(&cli, &client, &before);
 }
