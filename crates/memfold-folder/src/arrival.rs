@@ -14,9 +14,11 @@
 //! next daemon, which brings a new socket.
 
 use std::collections::BTreeSet;
+use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use memfold_sys::descriptor;
 use memfold_sys::region::Area;
@@ -45,6 +47,18 @@ struct Shared {
     state: Arc<Mutex<State>>,
     link: Mutex<Link>,
 }
+
+/// Why pages were not mapped.
+#[derive(Debug)]
+enum Failed {
+    /// The next attempt may succeed.
+    ForNow(String),
+    /// The daemon has sent something wrong.
+    ForGood(String),
+}
+
+/// Pause between two attempts to map pages.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// The daemon's socket, and the pages for which threads wait.
 #[derive(Debug, Default)]
@@ -160,61 +174,103 @@ impl Shared {
     }
 
     /// Maps what the daemon brings until it closes the socket or breaks the protocol.
-    fn receive(&self, socket: &UnixStream) {
+    fn receive(&self, socket: &Arc<UnixStream>) {
+        if let Err(why) = self.bring(socket) {
+            // The pages stay awaited, so nobody sees wrong bytes.
+            crate::say!("memfold: cannot map memory that has arrived: {why}");
+        }
+        // The daemon sees that nobody listens any more.
+        let _ = socket.shutdown(Shutdown::Both);
+    }
+
+    fn bring(&self, socket: &Arc<UnixStream>) -> Result<(), String> {
         let mut decoder = Decoder::new();
         let mut buffer = vec![0; 64 << 10];
         let mut file: Option<OwnedFd> = None;
         loop {
             match descriptor::receive(socket, &mut buffer) {
-                Ok((0, _)) => return,
+                Ok((0, _)) => return Ok(()),
                 Ok((n, came)) => {
                     decoder.push(&buffer[..n]);
                     file = came.or(file);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-                Err(_) => return,
+                // The daemon has ended; the next one connects again.
+                Err(_) => return Ok(()),
             }
             loop {
                 match decoder.next::<Arrived>() {
                     Ok(Some(arrived)) => {
-                        let Some(file) = file.take() else { return };
-                        if let Err(why) = self.map(&arrived.runs, &file) {
-                            // The pages stay awaited, so nobody sees wrong bytes.
-                            crate::say!("memfold: cannot map memory that has arrived: {why}");
-                        }
+                        let file = file.take().ok_or("no file came with the message")?;
+                        self.map_until_done(socket, &arrived.runs, &file)?;
                         if self.state().ram.awaited_pages() == 0 {
                             send(socket, Awaited::Complete);
                         }
                     }
                     Ok(None) => break,
-                    Err(_) => return,
+                    Err(error) => return Err(error.to_string()),
                 }
             }
         }
     }
 
+    /// Maps the pages of `runs`, and tries again if the kernel refuses, for example because the
+    /// process has too many mappings: VMs may wait for these pages. Ends if the next daemon has
+    /// connected, which brings them again.
+    fn map_until_done(
+        &self,
+        socket: &Arc<UnixStream>,
+        runs: &[MapRun],
+        file: &OwnedFd,
+    ) -> Result<(), String> {
+        let mut is_told = false;
+        loop {
+            let why = match self.map(runs, file) {
+                Ok(()) => return Ok(()),
+                Err(Failed::ForGood(why)) => return Err(why),
+                Err(Failed::ForNow(why)) => why,
+            };
+            if !is_told {
+                crate::say!("memfold: cannot map memory that has arrived; retrying: {why}");
+                is_told = true;
+            }
+            std::thread::sleep(PAUSE);
+            let is_current = |now: &Arc<UnixStream>| Arc::ptr_eq(now, socket);
+            if !self.link().socket.as_ref().is_some_and(is_current) {
+                return Ok(());
+            }
+        }
+    }
+
     /// Maps the pages of `runs` that are awaited.
-    fn map(&self, runs: &[MapRun], file: &OwnedFd) -> Result<(), String> {
-        let file = Mapped::open(file)?;
+    fn map(&self, runs: &[MapRun], file: &OwnedFd) -> Result<(), Failed> {
+        let file = Mapped::open(file).map_err(Failed::ForGood)?;
         for run in runs {
-            file.check(run)?;
+            file.check(run).map_err(Failed::ForGood)?;
             let mut mapped = Vec::new();
+            let mut result = Ok(());
             {
                 let mut state = self.state();
                 let found = state.ram.find(run.hva, run.pages);
-                let (block, all) = found.ok_or("the pages are not inside one RAM block")?;
+                let outside = || Failed::ForGood("the pages are not inside one RAM block".into());
+                let (block, all) = found.ok_or_else(outside)?;
                 let mut rest = all;
                 while !rest.is_empty() {
                     let (kind, part) = block.first_kind(rest);
                     if kind == Kind::Awaited {
                         let skipped = part.start().pages_since(all.start());
-                        file.map(block, part, run.file_page + skipped)?;
+                        let from = run.file_page + skipped;
+                        if let Err(why) = file.map(block, part, from) {
+                            result = Err(Failed::ForNow(why));
+                            break;
+                        }
                         mapped.push(part);
                     }
                     rest = rest.after(part.pages());
                 }
             }
             self.wake(&mapped);
+            result?;
         }
         Ok(())
     }

@@ -90,7 +90,7 @@ impl State {
             match kind {
                 Kind::Anonymous => stats.folded_pages += step.folded,
                 Kind::Folded | Kind::Template | Kind::Awaited => {
-                    stats.refolded_pages += step.folded
+                    stats.refolded_pages += step.folded;
                 }
             }
             match step.stop {

@@ -80,11 +80,10 @@ impl Draft {
     /// Begins or continues a snapshot that comes from elsewhere. Its directory stays when the value
     /// is dropped, so that what has arrived need not be fetched again.
     pub(super) fn resume(root: &Path, place: PathBuf, name: &str) -> Result<Self, SnapshotError> {
-        hide(&place).map_err(failed(&place))?;
-        if place.exists() {
+        let path = Self::of_pull(root, name);
+        if is_taken(&place, &path) {
             return Err(SnapshotError::Taken(name.into()));
         }
-        let path = Self::of_pull(root, name);
         let failed = failed(path.as_path());
         let mut builder = DirBuilder::new();
         builder.mode(0o700).recursive(true);
@@ -106,8 +105,17 @@ impl Draft {
         let is_same = lock.metadata().is_ok_and(|held| {
             fs::metadata(&path).is_ok_and(|now| (now.dev(), now.ino()) == (held.dev(), held.ino()))
         });
-        if place.exists() || !is_same {
+        if is_taken(&place, &path) || !is_same {
             return Err(SnapshotError::Taken(name.into()));
+        }
+        hide(&place, &path).map_err(failed)?;
+        // A pull that was interrupted at its very end has left a manifest: the draft must not look
+        // complete while its files are written.
+        for part in [MANIFEST, MANIFEST_SUM] {
+            match fs::remove_file(path.join(part)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+                _ => {}
+            }
         }
         Ok(Self {
             path,
@@ -192,7 +200,7 @@ impl Draft {
     /// Turns the draft into a snapshot.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         self.write(manifest)?;
-        hide(&self.place).map_err(failed(&self.place))?;
+        hide(&self.place, &self.path).map_err(failed(&self.place))?;
         if self.place.exists() {
             // A pull and a save of one name have run side by side.
             return Err(SnapshotError::Taken(manifest.name.clone()));
@@ -218,10 +226,19 @@ impl Draft {
     }
 }
 
+/// Returns whether `place` is the link to the draft at `path` that [`Draft::show`] has made.
+fn is_shown(place: &Path, path: &Path) -> bool {
+    fs::read_link(place).is_ok_and(|target| Some(target.as_os_str()) == path.file_name())
+}
+
+/// Returns whether there is a snapshot at `place`, or anything else but the link to the draft.
+fn is_taken(place: &Path, path: &Path) -> bool {
+    !is_shown(place, path) && fs::symlink_metadata(place).is_ok()
+}
+
 /// Removes the link that [`Draft::show`] has made.
-fn hide(place: &Path) -> io::Result<()> {
-    let is_link = fs::symlink_metadata(place).is_ok_and(|facts| facts.is_symlink());
-    if is_link {
+fn hide(place: &Path, path: &Path) -> io::Result<()> {
+    if is_shown(place, path) {
         fs::remove_file(place)?;
     }
     Ok(())
@@ -312,6 +329,30 @@ mod tests {
         fill(&draft, &[RAM, "ram.sums", "devices"]);
         draft.replace(&manifest).unwrap();
         assert_ne!(inode(&place), before);
+    }
+
+    #[test]
+    fn a_pull_leaves_alone_what_another_pull_shows_and_begins_without_an_old_manifest() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let place = root.join("a");
+        let draft = Draft::resume(root, place.clone(), "a").unwrap();
+        draft.show().unwrap();
+        fs::write(draft.path().join(MANIFEST), "old").unwrap();
+        // The draft is locked: a second pull does not touch the link.
+        let why = Draft::resume(root, place.clone(), "a").unwrap_err();
+        assert!(why.to_string().contains("being pulled already"), "{why}");
+        assert!(place.join(MANIFEST).exists());
+        drop(draft);
+        let draft = Draft::resume(root, place.clone(), "a").unwrap();
+        assert!(fs::symlink_metadata(&place).is_err());
+        assert!(!draft.path().join(MANIFEST).exists());
+        drop(draft);
+        // A link to somewhere else is not the pull's.
+        std::os::unix::fs::symlink(root.join("elsewhere"), &place).unwrap();
+        let why = Draft::resume(root, place.clone(), "a").unwrap_err();
+        assert!(matches!(why, SnapshotError::Taken(_)), "{why}");
+        assert!(fs::symlink_metadata(&place).is_ok());
     }
 
     #[test]

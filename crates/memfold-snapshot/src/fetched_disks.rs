@@ -8,6 +8,8 @@
 //!                         file0-here (file)   file0-1-here       after: each format's node gets another file below
 //! ```
 
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 use memfold_vm::command_line::layer_nodes;
@@ -15,7 +17,7 @@ use memfold_vm::{Qmp, VmSpec};
 use serde_json::{Value, json};
 
 use super::disk_chain::{delete_node, nodes};
-use super::error::SnapshotError;
+use super::error::{SnapshotError, failed};
 use super::manifest::Manifest;
 use super::shelf::Shelf;
 
@@ -51,10 +53,17 @@ pub fn use_files(
             let here = format!("{remote}-here");
             // An earlier daemon may have added it.
             if find(&here).is_none() {
+                // A QEMU that runs as another user cannot open files in the snapshot's directory.
+                let filename = if spec.user.is_some() {
+                    let opened = File::open(file).map_err(failed(file))?;
+                    qmp.lend(opened.as_fd())?.path()
+                } else {
+                    file.display().to_string()
+                };
                 qmp.execute_on_disks(
                     "blockdev-add",
                     json!({
-                        "driver": "file", "node-name": here, "filename": file, "read-only": true,
+                        "driver": "file", "node-name": here, "filename": filename, "read-only": true,
                         "discard": "unmap", "cache": cache, "aio": disk.aio.name(),
                     }),
                 )?;

@@ -230,6 +230,9 @@ pub fn adapt_arriving(
     {
         arrival.disk(saved, disk)?;
         let chain = (!saved.read_only).then(|| arrival.chain(was));
+        if saved.read_only && saved.format == "qcow2" {
+            arrival.check_alone(was)?;
+        }
         chains.push(chain.transpose()?);
     }
     Ok(chains)
@@ -280,6 +283,23 @@ impl Arrival<'_> {
             return Err(self.broken("its VM has other disks than were saved".into()));
         }
         Ok(())
+    }
+
+    /// Refuses a qcow2 image with a backing file, which QEMU would open itself: the image's header
+    /// could name any file of this host.
+    fn check_alone(&self, was: &SavedDisk) -> Result<(), SnapshotError> {
+        let name = match self.bases.get(&was.file.path) {
+            Some(name) => Path::new(name),
+            None => was.file.path.as_path(),
+        };
+        match qcow2::backing(&self.draft.join(name)) {
+            Some(NamedBacking::None) if was.backing.is_empty() => Ok(()),
+            _ => Err(SnapshotError::Impossible(format!(
+                "snapshot '{}' cannot be used while it is being fetched, because its read-only disk {} has a backing file or a header that only qemu-img can read; pull it without --stream",
+                self.name,
+                name.display()
+            ))),
+        }
     }
 
     /// Returns the chain of a disk. The headers of its files tell their formats. What they name is

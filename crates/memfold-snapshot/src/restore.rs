@@ -449,7 +449,8 @@ fn load(qmp: &mut Qmp, devices: &File, limit: Duration) -> Result<(), SnapshotEr
     let loaded = begun.map_err(SnapshotError::from).and_then(|_| {
         let end = Instant::now() + limit;
         loop {
-            let status = qmp.query("query-status")?;
+            // While QEMU's main loop waits for memory that is being fetched, it answers nothing.
+            let status = qmp.execute_within(limit, "query-status", serde_json::Value::Null)?;
             match status["status"].as_str() {
                 Some("inmigrate") if Instant::now() < end => {
                     std::thread::sleep(Duration::from_millis(1));

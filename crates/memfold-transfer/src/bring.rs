@@ -118,20 +118,20 @@ impl StreamedSnapshot {
         let here = self.here(left.keys().copied());
         for file in here.chunk_by(|a, b| a.0 == b.0) {
             let runs = file.iter().filter_map(|place| left.remove(place));
-            self.send(socket, file[0].0, joined(runs.flatten().collect()))?;
+            self.send(socket, file[0].0, &joined(runs.flatten().collect()))?;
         }
         while !left.is_empty() {
             let Ok(place) = arrivals.recv() else {
                 return Ok(());
             };
             if let Some(runs) = left.remove(&place) {
-                self.send(socket, place.0, runs)?;
+                self.send(socket, place.0, &runs)?;
             }
         }
         Ok(())
     }
 
-    fn send(&self, socket: &UnixStream, file: usize, runs: Vec<MapRun>) -> io::Result<()> {
+    fn send(&self, socket: &UnixStream, file: usize, runs: &[MapRun]) -> io::Result<()> {
         let file = self.file(file).as_fd();
         for runs in runs.chunks(MAX_RUNS) {
             let frame = encode(&Arrived {

@@ -75,7 +75,15 @@ pub fn serve(
         if !wait_readable(listener, LOOK)? {
             continue;
         }
-        let (stream, _) = listener.accept()?;
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // For example, too many files are open: that passes, and the VM needs its disks.
+                tracing::warn!(%error, "cannot accept a connection for a disk that is being fetched; retrying");
+                std::thread::sleep(LOOK);
+                continue;
+            }
+        };
         let exports = Arc::clone(exports);
         let work = move || {
             // A client that breaks the protocol loses only its connection.
@@ -83,7 +91,10 @@ pub fn serve(
                 tracing::debug!(%error, "connection to a disk that is being fetched ended");
             }
         };
-        std::thread::Builder::new().name("nbd".into()).spawn(work)?;
+        if let Err(error) = std::thread::Builder::new().name("nbd".into()).spawn(work) {
+            // The client loses its connection.
+            tracing::warn!(%error, "cannot start a thread for a disk that is being fetched");
+        }
     }
     Ok(())
 }

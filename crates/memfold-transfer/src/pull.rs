@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
-use memfold_snapshot::{Draft, Manifest, Shelf, portable};
+use memfold_snapshot::{Draft, Manifest, Shelf, SnapshotError, portable};
 use memfold_units::ByteSize;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
@@ -97,7 +97,7 @@ pub fn pull(
     progress: &Progress,
 ) -> Result<PullReport, TransferError> {
     let began = Instant::now();
-    let begun = begin(shelf, remote, request)?;
+    let begun = begin(shelf, remote, request, None)?;
     let bytes = |file: &Arriving| file.entry.bytes;
     progress.begin("pulled", begun.arriving.iter().map(bytes).sum());
     let fetched = remote.wait(fetch(remote, &begun.arriving, progress))?;
@@ -105,11 +105,13 @@ pub fn pull(
     Ok(description.report(remote, request, &fetched, began))
 }
 
-/// Reads what a snapshot in an object store consists of, and prepares its files on this host.
+/// Reads what a snapshot in an object store consists of, and prepares its files on this host. If
+/// `expected` names an index, a snapshot with another one is refused before any file is touched.
 pub(crate) fn begin(
     shelf: &Shelf,
     remote: &Remote,
     request: &PullRequest,
+    expected: Option<&str>,
 ) -> Result<Begun, TransferError> {
     let (description, index) = remote.wait(async {
         let (description, bytes) = remote.describe(&request.from).await?;
@@ -118,6 +120,13 @@ pub(crate) fn begin(
         let index = remote.read_index(&description).await?;
         Ok::<_, TransferError>((description, index))
     })?;
+    if expected.is_some_and(|expected| expected != description.index) {
+        return Err(SnapshotError::Impossible(format!(
+            "the object store has another snapshot under the name '{}' now, and VMs run from the one before; put that one back, or stop these VMs and remove snapshot '{}'",
+            request.from, request.name
+        ))
+        .into());
+    }
     check_arguments(&description, request)?;
     let draft = shelf.pull_draft(&request.name)?;
     let domain = request.domain.as_deref();

@@ -12,12 +12,12 @@
 //! missing; fetching goes on when the store is right again.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use memfold_host::progress::Progress;
 use memfold_snapshot::image::ImageBlock;
-use memfold_snapshot::manifest::RAM;
+use memfold_snapshot::manifest::{RAM, SavedDisk};
 use memfold_snapshot::portable::{self, Layer};
 use memfold_snapshot::restore::{self, Piece};
 use memfold_snapshot::shelf::CheckedImage;
@@ -75,6 +75,7 @@ struct Shared {
     /// `None` for a snapshot that is complete already.
     remote: Option<Remote>,
     request: PullRequest,
+    index: String,
     files: Vec<Arriving>,
     begun: Mutex<Option<Begun>>,
     manifest: Manifest,
@@ -121,13 +122,16 @@ pub struct StreamStatus {
 
 impl StreamedSnapshot {
     /// Begins to fetch a snapshot, and returns when a VM can be started from it. Then
-    /// [`Self::run`] has to be called, on another thread.
+    /// [`Self::run`] has to be called, on another thread. `expected`: the [`Self::index`] of the
+    /// snapshot that an earlier daemon began to fetch.
     pub fn begin(
         shelf: &Shelf,
         remote: Remote,
         request: &PullRequest,
+        expected: Option<&str>,
     ) -> Result<Self, TransferError> {
-        let mut begun = pull::begin(shelf, &remote, request)?;
+        let mut begun = pull::begin(shelf, &remote, request, expected)?;
+        let index = begun.description.index.clone();
         let mut manifest = begun.description.manifest_for(request);
         if let Some(why) = obstacle(&manifest) {
             return Err(SnapshotError::Impossible(format!(
@@ -178,6 +182,7 @@ impl StreamedSnapshot {
             of_pieces: of_pieces(&manifest, &files),
             remote: Some(remote),
             request: request.clone(),
+            index,
             begun: Mutex::new(Some(begun)),
             state: Mutex::default(),
             arrived: Condvar::new(),
@@ -195,11 +200,15 @@ impl StreamedSnapshot {
     /// Returns a complete snapshot in the same form, for VMs that began to run from it while it was
     /// being fetched.
     pub fn complete(shelf: &Shelf, name: &str) -> Result<Self, SnapshotError> {
-        let manifest = shelf.manifest(name)?;
         let place = shelf.path(name)?;
+        // The files of a draft are visible through a link.
+        if !fs::symlink_metadata(&place).is_ok_and(|facts| facts.is_dir()) {
+            return Err(SnapshotError::Unknown(name.to_owned()));
+        }
+        let manifest = shelf.manifest(name)?;
         let image = shelf.arriving_image(&place, &manifest)?;
         let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
-        let disks = manifest.disks.iter().flat_map(|disk| disk.files());
+        let disks = manifest.disks.iter().flat_map(SavedDisk::files);
         let paths = sources.chain(disks.map(|file| &file.path));
         let names = std::iter::once(RAM.to_owned()).chain(paths.filter_map(|path| file_name(path)));
         let mut files: Vec<Arriving> = Vec::new();
@@ -235,6 +244,7 @@ impl StreamedSnapshot {
                 name: name.to_owned(),
                 ..PullRequest::default()
             },
+            index: String::new(),
             begun: Mutex::default(),
             state: Mutex::default(),
             arrived: Condvar::new(),
@@ -268,6 +278,13 @@ impl StreamedSnapshot {
     #[must_use]
     pub fn url(&self) -> &str {
         self.0.remote.as_ref().map_or("", Remote::url)
+    }
+
+    /// Returns the name of the snapshot's list of chunks, by which a repeated fetch recognizes the
+    /// snapshot; an empty text for a complete snapshot.
+    #[must_use]
+    pub fn index(&self) -> &str {
+        &self.0.index
     }
 
     /// Returns, for each disk, how a VM reads it over the NBD server at `socket`; `None` for disks
@@ -348,8 +365,15 @@ impl StreamedSnapshot {
         remote.wait(join_all(
             (0..AT_ONCE).map(|_| shared.fetch(remote, progress)),
         ));
-        if shared.state.lock().is_stopped {
-            return Ok(false);
+        {
+            let mut state = shared.state.lock();
+            if state.is_stopped {
+                // Nothing arrives any more, and the next pull of this name locks the draft.
+                state.listeners.clear();
+                drop(state);
+                shared.begun.lock().take();
+                return Ok(false);
+            }
         }
         let Some(mut begun) = shared.begun.lock().take() else {
             return Ok(true);
@@ -357,6 +381,12 @@ impl StreamedSnapshot {
         begun.arriving = shared.files.iter().map(Arriving::again).collect();
         pull::complete(shelf, begun, &shared.request)?;
         Ok(true)
+    }
+
+    /// Returns whether [`Self::stop`] was called.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.0.state.lock().is_stopped
     }
 
     /// Ends [`Self::run`]. What has arrived stays for the next pull of this name.
@@ -377,17 +407,25 @@ fn obstacle(manifest: &Manifest) -> Option<&'static str> {
 }
 
 /// Returns the numbers of the files that are fetched while VMs run: memory, and disks that VMs
-/// write to.
+/// write to. A file that QEMU opens itself is fetched before.
 fn lazy_files(manifest: &Manifest, begun: &Begun) -> Vec<usize> {
     let bases = begun.description.bases();
     let disks = manifest.disks.iter().filter(|disk| !disk.read_only);
-    let files = disks.flat_map(|disk| disk.files());
-    let names = files.filter_map(|file| match bases.get(&file.path) {
+    let files = disks.flat_map(SavedDisk::files);
+    let name_of = |path: &PathBuf| match bases.get(path) {
         Some(name) => Some(name.clone()),
-        None => file_name(&file.path),
-    });
+        None => file_name(path),
+    };
+    let names = files.filter_map(|file| name_of(&file.path));
+    let spec = &manifest.spec;
+    let boot = [&spec.boot.kernel, &spec.boot.initrd, &spec.boot.firmware];
+    let of_boot = boot.into_iter().flatten().chain(&spec.files);
+    let read_only = manifest.disks.iter().filter(|disk| disk.read_only);
+    let read_only = read_only.flat_map(SavedDisk::files).map(|file| &file.path);
+    let opened: Vec<String> = of_boot.chain(read_only).filter_map(&name_of).collect();
     let mut names: Vec<String> = names.collect();
     names.push(RAM.to_owned());
+    names.retain(|name| !opened.contains(name));
     let files = begun.arriving.iter().enumerate();
     let is_lazy = |file: &Arriving| names.contains(&file.entry.name);
     files

@@ -251,7 +251,8 @@ impl Qmp {
         self.execute_within(timeout, command, arguments)
     }
 
-    fn execute_within(
+    /// Executes a QMP command like [`execute`](Self::execute), with another timeout.
+    pub fn execute_within(
         &mut self,
         timeout: Duration,
         command: &str,

@@ -131,7 +131,7 @@ impl Snapshots {
                     SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
                 )) => {}
                 Err(error) => {
-                    debug!(snapshot = name, %error, "cannot remove an unused layer that forks started from")
+                    debug!(snapshot = name, %error, "cannot remove an unused layer that forks started from");
                 }
             }
         }

@@ -12,7 +12,7 @@ use memfold_snapshot::working_set::{self, WorkingSet};
 use memfold_snapshot::{Manifest, SnapshotError, restore};
 use memfold_transfer::StreamedSnapshot;
 use memfold_units::PAGE_SIZE;
-use memfold_vm::{Incoming, LaunchError, Qmp, VmSpec};
+use memfold_vm::{Incoming, LaunchError, Qmp, Vm, VmSpec};
 use rustix::process::Pid;
 use tracing::{debug, info};
 
@@ -22,7 +22,7 @@ use crate::locks::TwinRight;
 use crate::machine::Machine;
 use crate::segments::in_guest::recall_segments;
 use crate::snapshots::Snapshots;
-use crate::snapshots::streaming::NewVm;
+use crate::snapshots::streaming::{DiskServer, NewVm};
 use crate::threads;
 
 /// Longest wait for another restore of a guest that cannot renew its identity.
@@ -59,13 +59,12 @@ impl Snapshots {
         // save.
         let progress = self.below.snapshot_locks.begin(snapshot)?;
         let stream = self.streamed(snapshot);
-        let (manifest, mut spec) = match &stream {
-            Some(stream) => self.spec_of_stream(stream, request)?,
-            None => {
-                let manifest = self.below.snapshots.manifest(snapshot)?;
-                let spec = restore::spec(&self.below.snapshots, &manifest, &request.vm)?;
-                (manifest, spec)
-            }
+        let (manifest, mut spec) = if let Some(stream) = &stream {
+            self.spec_of_stream(stream, request)?
+        } else {
+            let manifest = self.below.snapshots.manifest(snapshot)?;
+            let spec = restore::spec(&self.below.snapshots, &manifest, &request.vm)?;
+            (manifest, spec)
         };
         // The name is checked before the disks are copied, which takes long.
         memfold_vm::check_name("name", &request.vm).map_err(LaunchError::from)?;
@@ -114,23 +113,12 @@ impl Snapshots {
             let vm = memfold_vm::start_unless(cancel, state, spec, Some(&incoming))?;
             self.vms.share_kernel(&vm);
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
-            let fill = |mut qmp: Qmp| match (&stream, server) {
-                (Some(stream), Some(server)) => {
-                    let layout = vm.layout(&mut qmp)?;
-                    let source = NewVm {
-                        stream,
-                        is_mapped: Arc::default(),
-                    };
-                    let image = (&image, Some(&source as &dyn PageSource));
-                    let devices = stream.devices().map_err(not_read)?;
-                    restore::fill(&vm, &mut qmp, &manifest, &devices, image)?;
-                    let noted = self.note_streaming(&vm, &layout, stream, server, source.is_mapped);
-                    noted.map_err(not_noted)
+            let fill = |mut qmp: Qmp| {
+                if let (Some(stream), Some(server)) = (&stream, server) {
+                    return self.fill_from_stream(&vm, &mut qmp, &manifest, (stream, server));
                 }
-                _ => {
-                    let devices = self.below.snapshots.file(snapshot, DEVICES)?;
-                    restore::fill(&vm, &mut qmp, &manifest, &devices, (&image, None))
-                }
+                let devices = self.below.snapshots.file(snapshot, DEVICES)?;
+                restore::fill(&vm, &mut qmp, &manifest, &devices, (&image, None))
             };
             let filled = noted
                 .map_err(|error| no_plan(&error))
@@ -166,8 +154,32 @@ impl Snapshots {
         };
         boot_snapshot::find(&self.below.snapshots, &machine);
         recall_segments(&machine);
-        self.mind_working_set(machine.clone(), manifest, request.prefetch);
+        // Reading the working set ahead would make pages urgent that the guest does not wait for.
+        if stream.is_none() {
+            self.mind_working_set(machine.clone(), manifest, request.prefetch);
+        }
         Ok(machine.info())
+    }
+
+    /// Fills a VM that was just started from a snapshot which is being fetched, and notes that the
+    /// rest is brought to it.
+    fn fill_from_stream(
+        &self,
+        vm: &Vm,
+        qmp: &mut Qmp,
+        manifest: &Manifest,
+        (stream, server): (&StreamedSnapshot, DiskServer),
+    ) -> Result<(), SnapshotError> {
+        let layout = vm.layout(qmp)?;
+        let source = NewVm {
+            stream,
+            is_mapped: Arc::default(),
+        };
+        let image = (stream.image(), Some(&source as &dyn PageSource));
+        let devices = stream.devices().map_err(not_read)?;
+        restore::fill(vm, qmp, manifest, &devices, image)?;
+        let noted = self.note_streaming(vm, &layout, stream, server, source.is_mapped);
+        noted.map_err(|error| not_noted(&error))
     }
 
     /// Returns the manifest of a snapshot that is being fetched, and the description of a VM that
@@ -265,7 +277,7 @@ fn not_read(source: std::io::Error) -> SnapshotError {
     SnapshotError::Files { path, source }
 }
 
-fn not_noted(error: std::io::Error) -> SnapshotError {
+fn not_noted(error: &std::io::Error) -> SnapshotError {
     SnapshotError::Impossible(format!(
         "cannot note in the VM's directory that its snapshot is being fetched: {error}"
     ))

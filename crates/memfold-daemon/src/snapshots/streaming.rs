@@ -10,6 +10,7 @@
 //! before QEMU's monitor is asked, because QEMU's main loop may be what waits.
 
 use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::fs;
 use std::io;
 use std::ops::Range;
@@ -53,6 +54,8 @@ const PAUSE: Duration = Duration::from_secs(5);
 pub(super) struct Streams {
     snapshots: Mutex<BTreeMap<String, StreamedSnapshot>>,
     vms: Mutex<BTreeMap<String, StreamingVm>>,
+    /// VMs that are being started, and their snapshots. Locked before the others.
+    starting: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
 /// A VM whose memory or disks may still be missing.
@@ -64,6 +67,8 @@ struct StreamingVm {
     is_mapped: Arc<AtomicBool>,
     /// Whether the VM needs no NBD server any more.
     is_over: Arc<AtomicBool>,
+    /// Whether the log tells why the VM cannot be made an ordinary one.
+    is_told: bool,
 }
 
 /// What the next daemon has to know of such a VM: `arriving.json` in the VM's directory.
@@ -93,6 +98,8 @@ impl Note {
 struct SavedRequest {
     url: String,
     request: PullRequest,
+    /// The list of chunks of the snapshot that was begun: the next daemon fetches no other.
+    index: String,
 }
 
 /// A VM that is being started, as the source of its pages.
@@ -113,15 +120,18 @@ impl PageSource for NewVm<'_> {
     }
 }
 
-/// The NBD server of a VM that is being started.
+/// The NBD server of a VM that is being started. As long as this value exists, the snapshot's
+/// fetching cannot be ended.
 pub(super) struct DiskServer {
     is_over: Arc<AtomicBool>,
     is_kept: bool,
+    vm: String,
+    starting: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
 impl DiskServer {
     /// Keeps the server running until the VM needs it no more.
-    fn keep(mut self) -> Arc<AtomicBool> {
+    fn keep(&mut self) -> Arc<AtomicBool> {
         self.is_kept = true;
         Arc::clone(&self.is_over)
     }
@@ -129,6 +139,7 @@ impl DiskServer {
 
 impl Drop for DiskServer {
     fn drop(&mut self) {
+        self.starting.lock().remove(&self.vm);
         if !self.is_kept {
             self.is_over.store(true, Ordering::Relaxed);
         }
@@ -145,16 +156,19 @@ impl Snapshots {
     ) -> Result<PullReport, DaemonError> {
         let began = Instant::now();
         if self.streamed(name).is_none() {
+            let path = self.saved_request(name)?;
+            self.refuse_if_interrupted(name)?;
             let remote = Remote::open(&body.url)?;
             let request = request(name, body);
-            let saved = SavedRequest {
-                url: remote.url().to_owned(),
-                request,
-            };
-            let path = self.saved_request(name)?;
+            let url = remote.url().to_owned();
             let stream = {
                 let _used = self.below.snapshot_locks.begin(name)?;
-                StreamedSnapshot::begin(&self.below.snapshots, remote, &saved.request)?
+                StreamedSnapshot::begin(&self.below.snapshots, remote, &request, None)?
+            };
+            let saved = SavedRequest {
+                url,
+                request,
+                index: stream.index().to_owned(),
             };
             write_json(&path, &saved).map_err(|source| SnapshotError::Files { path, source })?;
             self.begin_fetching(name, &stream)?;
@@ -210,6 +224,17 @@ impl Snapshots {
         Ok(self.below.snapshots.root().join(format!(".{name}.stream")))
     }
 
+    /// Refuses another pull of a snapshot that an earlier daemon was fetching while VMs ran from it.
+    pub(super) fn refuse_if_interrupted(&self, name: &str) -> Result<(), SnapshotError> {
+        if !self.saved_request(name)?.exists() {
+            return Ok(());
+        }
+        Err(SnapshotError::Impossible(format!(
+            "snapshot '{name}' is being fetched already, and the daemon tries again every {} s; to fetch another one, remove '{name}' first",
+            PAUSE.as_secs()
+        )))
+    }
+
     /// Begins to fetch what is missing of a snapshot on a thread.
     fn begin_fetching(
         self: &Arc<Self>,
@@ -257,8 +282,11 @@ impl Snapshots {
     ///
     /// [`SnapshotError::Impossible`] if a VM needs what is missing.
     pub(super) fn stop_stream(&self, name: &str) -> Result<(), DaemonError> {
+        let starting = self.streams.starting.lock();
         let vms = self.streams.vms.lock();
-        let users = vms.iter().filter(|(_, vm)| vm.note.snapshot == name);
+        let running = vms.iter().map(|(vm, of)| (vm, &of.note.snapshot));
+        let users = running.chain(&*starting);
+        let users = users.filter(|(_, snapshot)| *snapshot == name);
         let users: Vec<&str> = users.map(|(vm, _)| vm.as_str()).collect();
         if !users.is_empty() {
             return Err(SnapshotError::Impossible(format!(
@@ -274,6 +302,7 @@ impl Snapshots {
             return Ok(());
         };
         stream.stop();
+        drop(starting);
         let is_over = || self.streamed(name).is_none();
         if threads::wait_until(Duration::from_secs(30), Duration::from_millis(20), is_over) {
             return Ok(());
@@ -291,19 +320,29 @@ impl Snapshots {
         stream: &StreamedSnapshot,
         spec: &mut VmSpec,
     ) -> Result<DiskServer, DaemonError> {
+        let server = DiskServer {
+            is_over: Arc::default(),
+            is_kept: false,
+            vm: spec.name.clone(),
+            starting: Arc::clone(&self.streams.starting),
+        };
+        let snapshot = stream.manifest().name.clone();
+        {
+            let mut starting = self.streams.starting.lock();
+            if stream.is_stopped() {
+                return Err(unknown(&snapshot));
+            }
+            starting.insert(spec.name.clone(), snapshot);
+        }
         let path = disk_socket(self.below.registry.state(), &spec.name);
         for (disk, streamed) in spec.disks.iter_mut().zip(stream.disks(&path)) {
             disk.streamed = streamed;
         }
         let listener = listen(&path, spec);
         let listener = listener.map_err(|source| SnapshotError::Files { path, source })?;
-        let is_over = Arc::<AtomicBool>::default();
-        serve(listener, stream, &is_over)
+        serve(listener, stream, &server.is_over)
             .map_err(|_| DaemonError::Internal("no thread to serve disks"))?;
-        Ok(DiskServer {
-            is_over,
-            is_kept: false,
-        })
+        Ok(server)
     }
 
     /// Notes a VM that was just started from a stream, so that the next daemon brings it what is
@@ -313,7 +352,7 @@ impl Snapshots {
         vm: &Vm,
         layout: &RamLayout,
         stream: &StreamedSnapshot,
-        server: DiskServer,
+        mut server: DiskServer,
         is_mapped: Arc<AtomicBool>,
     ) -> io::Result<()> {
         let blocks = layout.blocks.iter();
@@ -331,9 +370,17 @@ impl Snapshots {
             unused: None,
             is_mapped,
             is_over: server.keep(),
+            is_told: false,
         };
-        let mut vms = self.streams.vms.lock();
-        vms.insert(vm.name().to_owned(), streaming);
+        let earlier = self
+            .streams
+            .vms
+            .lock()
+            .insert(vm.name().to_owned(), streaming);
+        // A VM of this name that has just ended.
+        if let Some(earlier) = earlier {
+            earlier.is_over.store(true, Ordering::Relaxed);
+        }
         Ok(())
     }
 
@@ -393,7 +440,10 @@ impl Snapshots {
                 let Ok(path) = this.saved_request(&name) else {
                     return;
                 };
-                if this.below.snapshots.manifest(&name).is_ok() {
+                // The files of a draft are visible through a link.
+                let place = this.below.snapshots.root().join(&name);
+                let is_whole = fs::symlink_metadata(place).is_ok_and(|facts| facts.is_dir());
+                if is_whole && this.below.snapshots.manifest(&name).is_ok() {
                     // The earlier daemon ended right after the snapshot was complete.
                     let _ = fs::remove_file(&path);
                 }
@@ -402,7 +452,8 @@ impl Snapshots {
                     return;
                 }
                 let begun = Remote::open(&saved.url).and_then(|remote| {
-                    StreamedSnapshot::begin(&this.below.snapshots, remote, &saved.request)
+                    let expected = Some(saved.index.as_str());
+                    StreamedSnapshot::begin(&this.below.snapshots, remote, &saved.request, expected)
                 });
                 match begun.map_err(DaemonError::from) {
                     Ok(stream) => {
@@ -447,8 +498,8 @@ impl Snapshots {
             let Some(vm) = vms.get_mut(name) else {
                 return Ok(());
             };
-            let is_gone = Vm::open(&VmDirectory::of(state, name)).is_err();
-            if is_gone {
+            let opened = Vm::open(&VmDirectory::of(state, name));
+            if matches!(opened, Err(MachineError::NotFound { .. })) {
                 vm.is_over.store(true, Ordering::Relaxed);
                 vms.remove(name);
                 let _ = fs::remove_file(disk_socket(state, name));
@@ -498,7 +549,20 @@ impl Snapshots {
         if stream.is_some() || !is_mapped {
             return Ok(());
         }
-        self.settle(&machine, &snapshot)?;
+        if let Err(error) = self.settle(&machine, &snapshot) {
+            let mut vms = self.streams.vms.lock();
+            let vm = vms.get_mut(name).filter(|vm| !vm.is_told);
+            if let Some(vm) = vm {
+                vm.is_told = true;
+                warn!(
+                    vm = name,
+                    snapshot,
+                    error = chain(&error),
+                    "cannot switch the VM's disks to the snapshot's files, so this daemon goes on serving them; retrying"
+                );
+            }
+            return Err(error);
+        }
         if let Some(vm) = self.streams.vms.lock().remove(name) {
             vm.is_over.store(true, Ordering::Relaxed);
         }
@@ -537,10 +601,10 @@ fn describe(stream: &StreamedSnapshot) -> String {
         ByteSize(total_bytes)
     );
     if let Some(waits) = waits.filter(|waits| *waits >= LOOK) {
-        words += &format!(", a VM waits since {} s", waits.as_secs());
+        let _ = write!(words, ", a VM waits since {} s", waits.as_secs());
     }
     if let Some(trouble) = trouble {
-        words += &format!("; {trouble}; retrying");
+        let _ = write!(words, "; {trouble}; retrying");
     }
     words
 }
@@ -626,5 +690,6 @@ fn connect(state: &Path, directory: &VmDirectory, note: Note) -> Result<Streamin
         unused: Some((socket, listener)),
         is_mapped: Arc::default(),
         is_over: Arc::default(),
+        is_told: false,
     })
 }

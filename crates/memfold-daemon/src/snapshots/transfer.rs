@@ -37,6 +37,7 @@ impl Snapshots {
             check_domain(&body)?;
             return self.stream(name, body);
         }
+        self.refuse_if_interrupted(name)?;
         let progress = self.below.snapshot_locks.begin(name)?;
         check_domain(&body)?;
         let remote = Remote::open(&body.url)?;

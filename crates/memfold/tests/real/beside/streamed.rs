@@ -110,6 +110,8 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
     second.kill();
     second.start();
     let client = second.answers();
+    let refused = memfold::<PullReport>(&there, &["snapshot", "pull", "warm", &url]).unwrap_err();
+    assert!(refused.contains("being fetched already"), "{refused}");
     std::thread::sleep(Duration::from_secs(2));
     store.set(StoreMode::Right);
     for vm in CLONES {

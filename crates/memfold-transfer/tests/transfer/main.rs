@@ -3,197 +3,20 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use memfold_host::progress::Progress;
-use memfold_snapshot::{Manifest, Shelf};
+use memfold_snapshot::Shelf;
 use memfold_testkit::S3Server;
-use memfold_transfer::{
-    PullReport, PullRequest, PushReport, PushRequest, Remote, TransferError, pull, push, remove,
-};
+use memfold_transfer::{PullRequest, PushRequest, Remote, TransferError, push, remove};
 use serde_json::{Value, json};
 
-const MIB: u64 = 1 << 20;
+mod hosts;
+mod streams;
 
-/// Two hosts and an object store between them.
-struct Hosts {
-    directory: tempfile::TempDir,
-    /// Port of an S3 server; `None`: the store is a directory.
-    s3: Option<u16>,
-    here: Shelf,
-    there: Shelf,
-}
-
-impl Hosts {
-    fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let shelf = |name: &str| Shelf::open(&directory.path().join(name));
-        let (here, there) = (shelf("here"), shelf("there"));
-        fs::create_dir(directory.path().join("store")).unwrap();
-        Self {
-            directory,
-            s3: None,
-            here,
-            there,
-        }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
-    }
-
-    fn remote(&self) -> Remote {
-        let Some(port) = self.s3 else {
-            return Remote::open(&format!("file://{}", self.path("store").display())).unwrap();
-        };
-        let endpoint = format!("http://127.0.0.1:{port}");
-        let settings = [
-            ("aws_access_key_id", "S3RVER"),
-            ("aws_secret_access_key", "S3RVER"),
-            ("aws_endpoint", &endpoint),
-            ("aws_allow_http", "true"),
-        ];
-        let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned()));
-        Remote::open_with("s3://memfold/fleet", settings.into_iter()).unwrap()
-    }
-
-    /// Saves a snapshot of a VM whose disk is an overlay over `base.img`. `seed` decides about the
-    /// bytes of its memory.
-    fn save(&self, name: &str, seed: u64, change: impl Fn(&mut Value)) -> Manifest {
-        let base = self.path("base.img");
-        if !base.exists() {
-            let file = File::create(&base).unwrap();
-            file.write_all_at(&random(99, 3 * MIB), MIB).unwrap();
-            file.set_len(8 * MIB).unwrap();
-        }
-        let draft = self.here.draft(name).unwrap();
-        let ram = draft.file("ram").unwrap();
-        ram.set_len(64 * MIB).unwrap();
-        ram.write_all_at(&random(seed, 2 * MIB), 5 * MIB + 4096)
-            .unwrap();
-        ram.write_all_at(&random(1, 2 * MIB), 40 * MIB).unwrap();
-        let part = |part: &str, bytes: &[u8]| {
-            draft.file(part).unwrap().write_all_at(bytes, 0).unwrap();
-            json!({ "bytes": bytes.len(), "xxh3_128": sum(bytes) })
-        };
-        let (sums, devices) = (part("ram.sums", &[1; 512]), part("devices", b"devices"));
-        let disk = draft.path().join("disk0.qcow2");
-        overlay(&disk, &base, "raw");
-        let facts = |path: &Path| {
-            let facts = fs::metadata(path).unwrap();
-            let modified = facts.mtime() * 1_000_000_000 + facts.mtime_nsec();
-            json!({ "path": path, "bytes": facts.len(), "modified_ns": modified })
-        };
-        let mut saved = facts(&disk);
-        saved["path"] = "disk0.qcow2".into();
-        saved["format"] = "qcow2".into();
-        saved["read_only"] = false.into();
-        saved["xxh3_128"] = sum(&fs::read(&disk).unwrap()).into();
-        saved["backing"] = json!([facts(&base)]);
-        let mut manifest = json!({
-            "format": 1, "name": name, "domain": "shop", "vm": "web1", "created_s": 7,
-            "memfold": "0.1.0", "keep": "none", "qemu": [10, 0, 2], "machine": "pc-q35-10.0,hpet=off",
-            "accel": "tcg", "blocks": [],
-            "counts": { "pages": 0, "saved_pages": 0, "zero_pages": 0 },
-            "ram_bytes": 64 * MIB, "sums": sums, "devices": devices, "disks": [saved],
-            "pause_ms": 1.0, "save_ms": 2.0,
-            "spec": { "name": "web1", "memory": "64MiB",
-                      "disks": [{ "path": base, "format": "raw", "snapshot": true }] },
-        });
-        change(&mut manifest);
-        let manifest: Manifest = serde_json::from_value(manifest).unwrap();
-        draft.commit(&manifest).unwrap();
-        self.here.manifest(name).unwrap()
-    }
-
-    fn push(&self, name: &str) -> PushReport {
-        let request = PushRequest {
-            name: name.into(),
-            to: name.into(),
-            key: None,
-        };
-        push(&self.here, &self.remote(), &request, &Progress::default()).unwrap()
-    }
-
-    fn pull(&self, name: &str) -> Result<PullReport, TransferError> {
-        self.pull_as(&PullRequest {
-            from: name.into(),
-            name: name.into(),
-            domain: Some("bank".into()),
-            ..PullRequest::default()
-        })
-    }
-
-    fn pull_as(&self, request: &PullRequest) -> Result<PullReport, TransferError> {
-        pull(&self.there, &self.remote(), request, &Progress::default())
-    }
-
-    /// Returns the files of the store under a directory.
-    fn objects(&self, under: &str) -> Vec<PathBuf> {
-        let mut found = Vec::new();
-        let mut open = vec![self.path("store").join(under)];
-        while let Some(place) = open.pop() {
-            for entry in fs::read_dir(place).into_iter().flatten().flatten() {
-                if entry.path().is_dir() {
-                    open.push(entry.path());
-                } else {
-                    found.push(entry.path());
-                }
-            }
-        }
-        found.sort();
-        found
-    }
-
-    fn pulled(&self) -> Vec<String> {
-        self.there.names().unwrap()
-    }
-}
-
-fn sum(bytes: &[u8]) -> String {
-    format!("{:032x}", xxhash_rust::xxh3::xxh3_128(bytes))
-}
-
-fn random(seed: u64, bytes: u64) -> Vec<u8> {
-    let mut state = seed;
-    let next = |_| {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        (state >> 56) as u8
-    };
-    (0..bytes).map(next).collect()
-}
-
-fn qemu_img(arguments: &[&std::ffi::OsStr]) -> String {
-    let output = Command::new("qemu-img").args(arguments).output().unwrap();
-    let words = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{words}");
-    String::from_utf8(output.stdout).unwrap()
-}
-
-fn overlay(path: &Path, backing: &Path, format: &str) {
-    let words = ["create", "-q", "-u", "-f", "qcow2", "-F", format, "-b"].map(std::ffi::OsStr::new);
-    let (backing, path) = (backing.as_os_str(), path.as_os_str());
-    qemu_img(&[&words[..], &[backing, path, "8M".as_ref()]].concat());
-    qemu_io(path, "write -P 0x5a 64k 64k");
-}
-
-/// Writes to or reads from an overlay alone: without its backing file.
-fn qemu_io(path: &std::ffi::OsStr, command: &str) {
-    let output = Command::new("qemu-io")
-        .args(["-f", "qcow2", "-c", command])
-        .arg(path)
-        .output()
-        .unwrap();
-    let words = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success() && !words.contains("failed"),
-        "{words}"
-    );
-}
+use hosts::{Hosts, MIB, overlay, qemu_img, qemu_io, random, sum};
 
 #[test]
 fn a_snapshot_pulled_from_an_object_store_has_the_same_bytes_and_base_disks_of_its_own() {

@@ -1,0 +1,136 @@
+//! Tests of snapshots that are fetched while VMs run from them, without VMs.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+use memfold_host::progress::Progress;
+use memfold_testkit::wait_until;
+use memfold_transfer::{PullRequest, PushRequest, StreamedSnapshot, TransferError, push, remove};
+use serde_json::json;
+
+use super::hosts::{Hosts, MIB, overlay, random};
+
+fn request(name: &str) -> PullRequest {
+    PullRequest {
+        from: name.into(),
+        name: name.into(),
+        domain: Some("bank".into()),
+        ..PullRequest::default()
+    }
+}
+
+fn begin(hosts: &Hosts, expected: Option<&str>) -> Result<StreamedSnapshot, TransferError> {
+    StreamedSnapshot::begin(&hosts.there, hosts.remote(), &request("warm"), expected)
+}
+
+#[test]
+fn a_fetch_that_was_stopped_goes_on_later_and_ends_with_a_whole_snapshot() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let stream = begin(&hosts, None).unwrap();
+    let index = stream.index().to_owned();
+    let before = stream.status();
+    assert!(before.here_bytes < before.total_bytes, "{before:?}");
+    assert!(hosts.pulled().is_empty());
+    let place = hosts.there.path("warm").unwrap();
+    assert!(place.join("ram").exists(), "VMs open files at this path");
+    // The draft is locked, and its files are visible but not a snapshot.
+    let told = hosts.pull("warm").unwrap_err().to_string();
+    assert!(told.contains("being pulled already"), "{told}");
+    assert!(StreamedSnapshot::complete(&hosts.there, "warm").is_err());
+    stream.stop();
+    let is_complete = stream.run(&hosts.there, &Progress::default()).unwrap();
+    assert!(!is_complete && stream.wait(0, 0..64 * MIB).is_err());
+    // The stopped stream is still held by somebody.
+    let next = begin(&hosts, Some(&index)).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| assert!(next.run(&hosts.there, &Progress::default()).unwrap()));
+        next.wait(0, 5 * MIB..8 * MIB).unwrap();
+        let mut page = vec![0; 4096];
+        let ram = &next.image().ram;
+        ram.read_exact_at(&mut page, 5 * MIB + 4096).unwrap();
+        assert!(page == random(2, 4096));
+    });
+    wait_until("the snapshot is whole", Duration::from_secs(10), || {
+        hosts.pulled() == ["warm"]
+    });
+    assert!(fs::symlink_metadata(&place).unwrap().is_dir());
+    let there = fs::read(place.join("ram")).unwrap();
+    let here = fs::read(hosts.here.path("warm").unwrap().join("ram")).unwrap();
+    assert!(there == here);
+    assert!(StreamedSnapshot::complete(&hosts.there, "warm").is_ok());
+}
+
+#[test]
+fn a_fetch_does_not_go_on_with_another_snapshot_of_the_same_name() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let stream = begin(&hosts, None).unwrap();
+    let index = stream.index().to_owned();
+    drop(stream);
+    remove(&hosts.remote(), "warm").unwrap();
+    hosts.save("other", 7, |_| {});
+    let other = PushRequest {
+        name: "other".into(),
+        to: "warm".into(),
+        key: None,
+    };
+    push(&hosts.here, &hosts.remote(), &other, &Progress::default()).unwrap();
+    let place = hosts.there.path("warm").unwrap();
+    let bytes = || fs::read(place.join("disk0.qcow2")).unwrap();
+    let before = bytes();
+    let told = begin(&hosts, Some(&index)).unwrap_err().to_string();
+    assert!(told.contains("has another snapshot"), "{told}");
+    assert!(bytes() == before);
+}
+
+#[test]
+fn a_read_only_disk_is_fetched_whole_before_vms_run_and_must_not_name_another_file() {
+    let hosts = Hosts::new();
+    let secret = hosts.path("secret");
+    fs::write(&secret, random(5, MIB)).unwrap();
+    let medium = hosts.path("medium.qcow2");
+    let save = |name: &str| {
+        let facts = super::hosts::facts(&medium);
+        hosts.save(name, 2, |manifest| {
+            let mut disk = facts.clone();
+            disk["format"] = "qcow2".into();
+            disk["read_only"] = true.into();
+            manifest["disks"].as_array_mut().unwrap().push(disk);
+            let of_spec = json!({ "path": medium, "format": "qcow2", "read_only": true });
+            let disks = manifest["spec"]["disks"].as_array_mut().unwrap();
+            disks.push(of_spec);
+        });
+        let to_warm = PushRequest {
+            name: name.into(),
+            to: "warm".into(),
+            key: None,
+        };
+        push(&hosts.here, &hosts.remote(), &to_warm, &Progress::default()).unwrap();
+    };
+    overlay(&medium, &secret, "raw");
+    save("evil");
+    let told = begin(&hosts, None).unwrap_err().to_string();
+    assert!(told.contains("read-only disk"), "{told}");
+    assert!(!hosts.there.path("warm").unwrap().exists());
+    remove(&hosts.remote(), "warm").unwrap();
+    fs::remove_dir_all(hosts.path("there/.warm.pull")).unwrap();
+    super::qemu_img(&[
+        "create".as_ref(),
+        "-q".as_ref(),
+        "-f".as_ref(),
+        "qcow2".as_ref(),
+        medium.as_os_str(),
+        "8M".as_ref(),
+    ]);
+    super::qemu_io(medium.as_os_str(), "write -P 0x77 0 6M");
+    save("good");
+    let stream = begin(&hosts, None).unwrap();
+    let place = hosts.there.path("warm").unwrap();
+    let name = stream.manifest().disks[1].file.path.file_name().unwrap();
+    assert!(fs::read(place.join(name)).unwrap() == fs::read(&medium).unwrap());
+    assert!(stream.disks(&place).get(1).unwrap().is_none());
+}
