@@ -185,8 +185,9 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
     })
 }
 
-/// Returns the bytes of a VM's RAM that are private to its process: pages of mapped images and disks
-/// that the VM has changed, and memory mapped between them in place of pages that the guest freed.
+/// Returns the bytes of a VM's RAM that are private to its process: pages of mapped images and
+/// disks that the VM has changed, and memory mapped between them in place of pages that the guest
+/// freed.
 fn changed_bytes(pid: i32) -> anyhow::Result<u64> {
     let mappings = ranges::parse(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?);
     // QEMU surrounds each RAM block with a page that cannot be accessed.

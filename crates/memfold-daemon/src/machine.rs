@@ -102,7 +102,8 @@ struct Marks {
     /// State of each segment in the guest, by the segment's name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
     agent: Mutex<Option<Arc<AgentLink>>>,
-    /// How far the fetching of the snapshot is from which the VM runs; `None` if nothing is missing.
+    /// How far the fetching of the snapshot is from which the VM runs; `None` if nothing is
+    /// missing.
     arriving: Mutex<Option<String>>,
 }
 

@@ -27,11 +27,12 @@ mod parent;
 mod restore_vm;
 mod save_vm;
 mod streaming;
+mod streams;
 mod transfer;
 mod verify;
 
 pub(crate) use self::save_vm::SaveKind;
-use self::streaming::Streams;
+use self::streams::Streams;
 pub(crate) use self::verify::clear_trials;
 
 /// Service that saves, restores, lists and removes the snapshots of this host.

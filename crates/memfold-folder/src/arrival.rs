@@ -10,8 +10,8 @@
 //!                      v
 //!   thread "arrive"  maps the pages privately, and wakes whoever waits for them
 //! ```
-//! A page is mapped once, before anybody could write to it. If the daemon dies, threads wait for the
-//! next daemon, which brings a new socket.
+//! A page is mapped once, before anybody could write to it. If the daemon dies, threads wait for
+//! the next daemon, which brings a new socket.
 
 use std::collections::BTreeSet;
 use std::net::Shutdown;

@@ -1,5 +1,5 @@
-//! An HTTP server that serves an object store in a directory over a link of a given speed, and can be
-//! told to lie or to go away.
+//! An HTTP server that serves an object store in a directory over a link of a given speed, and can
+//! be told to lie or to go away.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};

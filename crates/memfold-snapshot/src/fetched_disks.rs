@@ -21,8 +21,8 @@ use super::error::{SnapshotError, failed};
 use super::manifest::Manifest;
 use super::shelf::Shelf;
 
-/// Makes QEMU read the disks of a VM, which was started from a snapshot while that was being fetched,
-/// from the snapshot's files. Disks that it reads from files already are left alone.
+/// Makes QEMU read the disks of a VM, which was started from a snapshot while that was being
+/// fetched, from the snapshot's files. Disks that it reads from files already are left alone.
 pub fn use_files(
     qmp: &mut Qmp,
     spec: &VmSpec,

@@ -353,8 +353,8 @@ impl Shelf {
         Ok(bytes)
     }
 
-    /// Opens the RAM image of a snapshot that is still being fetched into `draft`, without verifying
-    /// the image. Its table of references has arrived.
+    /// Opens the RAM image of a snapshot that is still being fetched into `draft`, without
+    /// verifying the image. Its table of references has arrived.
     pub fn arriving_image(
         &self,
         draft: &Path,

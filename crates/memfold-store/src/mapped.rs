@@ -1,5 +1,5 @@
-//! Finds the processes that map a page store or have a file open, and where they map it, in `/proc`.
-//! A restarted daemon recognizes folded pages in this way.
+//! Finds the processes that map a page store or have a file open, and where they map it, in
+//! `/proc`. A restarted daemon recognizes folded pages in this way.
 
 use std::fs::{DirEntry, File};
 use std::io;

@@ -1,5 +1,5 @@
-//! Brings VMs the pages of a snapshot that is being fetched: reads from the library in QEMU for which
-//! pages the VM waits, and announces pages when their chunks are here.
+//! Brings VMs the pages of a snapshot that is being fetched: reads from the library in QEMU for
+//! which pages the VM waits, and announces pages when their chunks are here.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -257,7 +257,8 @@ impl StreamedSnapshot {
         Ok(Self(Arc::new(shared)))
     }
 
-    /// Returns the manifest, with the paths that the snapshot's files will have when it is complete.
+    /// Returns the manifest, with the paths that the snapshot's files will have when it is
+    /// complete.
     #[must_use]
     pub fn manifest(&self) -> &Manifest {
         &self.0.manifest

@@ -238,8 +238,8 @@ pub enum Order {
     /// while its snapshot is being fetched. A connected Unix stream socket comes with the order. On
     /// it the library sends [`Awaited`], and the daemon sends [`Arrived`]. Until all pages have
     /// arrived, the library refuses all orders that change mappings. Ranges are allowed only before
-    /// the VM runs. Without ranges, the socket takes the place of that of an earlier daemon, and the
-    /// library repeats what it wants.
+    /// the VM runs. Without ranges, the socket takes the place of that of an earlier daemon, and
+    /// the library repeats what it wants.
     Await {
         /// Ranges of which no page is in memory, at most [`MAX_RUNS`].
         ranges: Vec<Range>,

@@ -47,8 +47,8 @@ impl DefinitionFiles {
     ///
     /// # Errors
     ///
-    /// [`DaemonError::NoSuchDefinition`] if there is no file, [`DaemonError::Launch`] if the file is
-    /// no definition, [`DaemonError::BadRequest`] if the file defines a VM of another name.
+    /// [`DaemonError::NoSuchDefinition`] if there is no file, [`DaemonError::Launch`] if the file
+    /// is no definition, [`DaemonError::BadRequest`] if the file defines a VM of another name.
     pub fn read(&self, name: &str) -> Result<Definition, DaemonError> {
         let path = self.path(name)?;
         let definition = Definition::from_toml_file(&path).map_err(|error| match error {

@@ -22,7 +22,7 @@ use crate::locks::TwinRight;
 use crate::machine::Machine;
 use crate::segments::in_guest::recall_segments;
 use crate::snapshots::Snapshots;
-use crate::snapshots::streaming::{DiskServer, NewVm};
+use crate::snapshots::streams::{DiskServer, NewVm};
 use crate::threads;
 
 /// Longest wait for another restore of a guest that cannot renew its identity.

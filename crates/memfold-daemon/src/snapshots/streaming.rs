@@ -9,38 +9,31 @@
 //! If the daemon ends, VMs that need what is missing wait for the next daemon. It connects to them
 //! before QEMU's monitor is asked, because QEMU's main loop may be what waits.
 
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::fs;
 use std::io;
-use std::ops::Range;
-use std::os::fd::AsFd;
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use memfold_api::PullBody;
 use memfold_host::chain;
-use memfold_snapshot::restore::{PageSource, Piece};
+use memfold_snapshot::restore::PageSource;
 use memfold_snapshot::{SnapshotError, SnapshotInfo, fetched_disks, restore};
-use memfold_transfer::nbd::{self, Exports};
 use memfold_transfer::{PullReport, PullRequest, Remote, StreamStatus, StreamedSnapshot};
 use memfold_units::ByteSize;
-use memfold_vm::{
-    LibraryError, MachineError, RamBlock, RamLayout, Vm, VmDirectory, VmSpec, overlay,
-};
-use memfold_wire::library::Order;
-use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
+use memfold_vm::{MachineError, RamLayout, Vm, VmDirectory, VmSpec};
 use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
 use crate::json_file::write_json;
 use crate::machine::Machine;
 use crate::snapshots::Snapshots;
+use crate::snapshots::streams::{
+    ConnectError, DiskServer, NewVm, Note, SavedRequest, StreamingVm, connect, disk_socket, listen,
+    serve,
+};
 use crate::threads;
 
 /// How often VMs and fetches are looked after.
@@ -48,103 +41,6 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// Pause before a snapshot that an earlier daemon was fetching is tried again.
 const PAUSE: Duration = Duration::from_secs(5);
-
-/// Snapshots that are being fetched while VMs run from them, and these VMs.
-#[derive(Debug, Default)]
-pub(super) struct Streams {
-    snapshots: Mutex<BTreeMap<String, StreamedSnapshot>>,
-    vms: Mutex<BTreeMap<String, StreamingVm>>,
-    /// VMs that are being started, and their snapshots. Locked before the others.
-    starting: Arc<Mutex<BTreeMap<String, String>>>,
-}
-
-/// A VM whose memory or disks may still be missing.
-#[derive(Debug)]
-struct StreamingVm {
-    note: Note,
-    /// The connection to the library in QEMU, until a stream uses it.
-    unused: Option<(UnixStream, UnixListener)>,
-    is_mapped: Arc<AtomicBool>,
-    /// Whether the VM needs no NBD server any more.
-    is_over: Arc<AtomicBool>,
-    /// Whether the log tells why the VM cannot be made an ordinary one.
-    is_told: bool,
-}
-
-/// What the next daemon has to know of such a VM: `arriving.json` in the VM's directory.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct Note {
-    snapshot: String,
-    /// RAM blocks whose pages arrive: name, host virtual address in QEMU, number of pages.
-    blocks: Vec<(String, u64, u64)>,
-}
-
-impl Note {
-    fn layout(&self) -> RamLayout {
-        let blocks = self.blocks.iter().map(|(name, hva, pages)| RamBlock {
-            name: name.clone(),
-            hva: memfold_units::Hva(*hva),
-            pages: *pages,
-        });
-        RamLayout {
-            blocks: blocks.collect(),
-            ..RamLayout::default()
-        }
-    }
-}
-
-/// The request that is repeated by the next daemon: `SHELF/.NAME.stream`.
-#[derive(Serialize, Deserialize)]
-struct SavedRequest {
-    url: String,
-    request: PullRequest,
-    /// The list of chunks of the snapshot that was begun: the next daemon fetches no other.
-    index: String,
-}
-
-/// A VM that is being started, as the source of its pages.
-pub(super) struct NewVm<'a> {
-    pub stream: &'a StreamedSnapshot,
-    pub is_mapped: Arc<AtomicBool>,
-}
-
-impl PageSource for NewVm<'_> {
-    fn wait(&self, file: usize, bytes: Range<u64>) -> io::Result<()> {
-        self.stream.wait(file, bytes)
-    }
-
-    fn begin(&self, pieces: Vec<Piece>, socket: UnixStream) -> io::Result<()> {
-        let is_mapped = Arc::clone(&self.is_mapped);
-        let complete = move || is_mapped.store(true, Ordering::Relaxed);
-        self.stream.bring(pieces, socket, complete)
-    }
-}
-
-/// The NBD server of a VM that is being started. As long as this value exists, the snapshot's
-/// fetching cannot be ended.
-pub(super) struct DiskServer {
-    is_over: Arc<AtomicBool>,
-    is_kept: bool,
-    vm: String,
-    starting: Arc<Mutex<BTreeMap<String, String>>>,
-}
-
-impl DiskServer {
-    /// Keeps the server running until the VM needs it no more.
-    fn keep(&mut self) -> Arc<AtomicBool> {
-        self.is_kept = true;
-        Arc::clone(&self.is_over)
-    }
-}
-
-impl Drop for DiskServer {
-    fn drop(&mut self) {
-        self.starting.lock().remove(&self.vm);
-        if !self.is_kept {
-            self.is_over.store(true, Ordering::Relaxed);
-        }
-    }
-}
 
 impl Snapshots {
     /// Begins to fetch a snapshot, and returns when VMs can be started from it. The rest is fetched
@@ -224,7 +120,8 @@ impl Snapshots {
         Ok(self.below.snapshots.root().join(format!(".{name}.stream")))
     }
 
-    /// Refuses another pull of a snapshot that an earlier daemon was fetching while VMs ran from it.
+    /// Refuses another pull of a snapshot that an earlier daemon was fetching while VMs ran from
+    /// it.
     pub(super) fn refuse_if_interrupted(&self, name: &str) -> Result<(), SnapshotError> {
         if !self.saved_request(name)?.exists() {
             return Ok(());
@@ -622,74 +519,4 @@ pub(super) fn request(name: &str, body: PullBody) -> PullRequest {
         trust: body.trust,
         allow_arguments: body.allow_arguments,
     }
-}
-
-/// Returns the path of the NBD server's socket for a VM's disks. It is outside the VM's directory,
-/// which QEMU's start makes.
-fn disk_socket(state: &Path, vm: &str) -> PathBuf {
-    state.join("arriving").join(format!("{vm}.sock"))
-}
-
-/// Listens at `path` for the QEMU of a VM.
-fn listen(path: &Path, spec: &VmSpec) -> io::Result<UnixListener> {
-    if let Some(place) = path.parent() {
-        fs::create_dir_all(place)?;
-        // A QEMU that runs as a user has to reach its own socket.
-        fs::set_permissions(place, fs::Permissions::from_mode(0o711))?;
-    }
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    let listener = UnixListener::bind(path)?;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-    overlay::give(path, spec)?;
-    Ok(listener)
-}
-
-/// Serves the files of a snapshot by NBD on a thread, until `is_over` is true.
-fn serve(
-    listener: UnixListener,
-    stream: &StreamedSnapshot,
-    is_over: &Arc<AtomicBool>,
-) -> io::Result<()> {
-    let exports: Arc<dyn Exports> = Arc::new(stream.clone());
-    let is_over = Arc::clone(is_over);
-    threads::begin("disks", move || {
-        let served = nbd::serve(&listener, &exports, || !is_over.load(Ordering::Relaxed));
-        if let Err(error) = served {
-            warn!(%error, "cannot serve disks that are being fetched; restart the daemon");
-        }
-    })
-}
-
-/// Why a VM that runs from a stream cannot be connected to.
-#[derive(Debug, thiserror::Error)]
-enum ConnectError {
-    #[error("cannot open the VM")]
-    Vm(#[from] MachineError),
-    #[error("QEMU runs without memfold's library")]
-    NoLibrary,
-    #[error(transparent)]
-    Library(#[from] LibraryError),
-    #[error("cannot make a socket")]
-    Socket(#[from] io::Error),
-}
-
-/// Gives the library in a VM's QEMU a new socket, and listens for its disks.
-fn connect(state: &Path, directory: &VmDirectory, note: Note) -> Result<StreamingVm, ConnectError> {
-    let vm = Vm::open(directory)?;
-    let spec = vm.spec().ok_or(ConnectError::NoLibrary)?;
-    let listener = listen(&disk_socket(state, &directory.name()), spec)?;
-    let mut link = vm.library_link().ok_or(ConnectError::NoLibrary)??;
-    let (socket, of_library) = UnixStream::pair()?;
-    let order = Order::Await { ranges: Vec::new() };
-    link.order(&order, Some(of_library.as_fd()))?;
-    Ok(StreamingVm {
-        note,
-        unused: Some((socket, listener)),
-        is_mapped: Arc::default(),
-        is_over: Arc::default(),
-        is_told: false,
-    })
 }

@@ -1,5 +1,5 @@
-//! Tests of a VM's console and of its logs. What a guest writes to its console, which QEMU keeps in a
-//! log file, does not fill the daemon's state directory.
+//! Tests of a VM's console and of its logs. What a guest writes to its console, which QEMU keeps in
+//! a log file, does not fill the daemon's state directory.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
