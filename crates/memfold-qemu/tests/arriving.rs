@@ -203,13 +203,16 @@ fn pages_that_are_mapped_or_outside_ram_cannot_be_awaited() {
         let reply = bench.folder.execute(&order, Some(theirs.into()));
         assert!(matches!(reply, Reply::Error { .. }), "{reply:?}");
     }
-    // A file that is too short brings nothing.
+    // A file that is too short brings nothing, and ends the connection.
     daemon.image.set_len(PAGE_SIZE).unwrap();
     daemon.bring(&bench, 1, 1);
+    let image = daemon.image.try_clone().unwrap();
+    assert_eq!(daemon.socket.read(&mut [0; 64]).unwrap(), 0);
     let reader = read(&bench, 1);
     std::thread::sleep(MOMENT);
     assert!(!reader.is_finished());
-    daemon.image.set_len(PAGES * PAGE_SIZE).unwrap();
+    image.set_len(PAGES * PAGE_SIZE).unwrap();
+    let mut daemon = Daemon::connect(&bench, image, Vec::new());
     daemon.bring(&bench, 1, 1);
     assert_eq!(reader.join().unwrap(), [0; PAGE]);
     daemon.bring_whole(&bench);
