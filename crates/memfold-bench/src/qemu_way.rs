@@ -183,6 +183,7 @@ pub fn restore(
         qemu: like.qemu,
         machine: like.machine.clone(),
         accel: like.accel.clone(),
+        arriving: false,
     };
     let never = memfold_vm::Cancel::default();
     let start = |state: &Path, spec| memfold_vm::start_unless(&never, state, spec, Some(&incoming));

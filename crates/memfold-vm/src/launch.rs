@@ -163,6 +163,9 @@ pub struct Incoming {
     pub machine: String,
     /// Accelerator of the saved VM: `kvm` or `tcg`.
     pub accel: String,
+    /// Whether the saved VM's files are still being fetched from another host. Then links in their
+    /// paths are kept: what the links lead to is moved when all have arrived.
+    pub arriving: bool,
 }
 
 /// Starts a VM like [`start`], but ends QEMU and fails if `cancel` is set during the start. With
@@ -173,7 +176,11 @@ pub fn start_unless(
     mut spec: VmSpec,
     incoming: Option<&Incoming>,
 ) -> Result<Vm, LaunchError> {
+    let given = spec.clone();
     spec.validate()?;
+    if incoming.is_some_and(|saved| saved.arriving) {
+        spec.keep_paths(given);
+    }
     let qemu = QemuFacts::probe()?;
     if !qemu.is_supported() {
         return Err(LaunchError::TooOld {

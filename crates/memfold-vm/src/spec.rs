@@ -409,6 +409,13 @@ impl VmSpec {
         require(self.foreign.is_none(), "foreign", why)
     }
 
+    /// Sets the paths of the VM's files to those of another description of the same VM.
+    pub(super) fn keep_paths(&mut self, mut of: Self) {
+        for ((_, path), (_, given)) in self.files_mut().zip(of.files_mut()) {
+            path.clone_from(given);
+        }
+    }
+
     pub(super) fn files_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {
         let boot = &mut self.boot;
         let boot = [

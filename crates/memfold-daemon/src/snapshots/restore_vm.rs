@@ -108,6 +108,7 @@ impl Snapshots {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
+            arriving: stream.is_some(),
         };
         let launched = self.vms.launch(spec, |state, spec, cancel| {
             let vm = memfold_vm::start_unless(cancel, state, spec, Some(&incoming))?;

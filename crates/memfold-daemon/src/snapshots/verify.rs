@@ -91,6 +91,7 @@ impl Snapshots {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
+            arriving: false,
         };
         let (never, state) = (Cancel::default(), place(self.below.registry.state()));
         let vm = memfold_vm::start_unless(&never, &state, spec, Some(&incoming))?;
