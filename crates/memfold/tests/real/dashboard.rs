@@ -40,13 +40,14 @@ const BORROWER: &str = "borrower";
 pub const KIND: &str = "lab";
 /// Name of a VM that is started on a page.
 const MADE: &str = "made";
-/// Name of a clone of a snapshot that is saved on a page. The next constant: name of a VM restored
-/// from it.
+/// Names of a clone of a snapshot that is saved on a page, of a fork of this clone, and of a VM
+/// restored from the snapshot.
 const CLONE: &str = "second-1";
+const FORK: &str = "second-1-fork-1";
 const BACK: &str = "back";
 /// Shell command that prints the boot id, which is different after each boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
-const ALL: [&str; 7] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE, BACK];
+const ALL: [&str; 8] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE, FORK, BACK];
 /// Number of logins, of which the quickest counts.
 const LOGINS: usize = 5;
 
@@ -423,7 +424,7 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     assert_eq!(parent("layer"), Value::Null);
     walk.on();
     walk.step("removed");
-    assert!(!runs(CLONE) && !runs(BACK));
+    assert!(!runs(CLONE) && !runs(FORK) && !runs(BACK));
     assert_eq!(users(), None);
     assert_eq!(parent("merged"), Value::Null);
     let boot = || exec(client, NAMES[0], BOOT_ID).stdout;
