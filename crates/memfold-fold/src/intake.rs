@@ -1,7 +1,7 @@
-//! Handles the messages of memfold's agents in guests: records in the fold engine's tables which
-//! guest page caches which page of a file. All messages are untrusted. Messages about pages outside
-//! RAM or about unknown files are counted and ignored, and the size of the VM's RAM limits every
-//! table.
+//! Handles the messages of memfold's agents in guests: records in the fold engine's tables in which
+//! page of guest RAM each page of a file is cached. All messages are untrusted. Messages about
+//! pages outside RAM or about unknown files are counted and ignored, and the size of the VM's RAM
+//! limits every table.
 
 use std::time::{Duration, Instant};
 

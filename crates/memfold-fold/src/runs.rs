@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_of_several_files_are_grouped_if_adjacent_in_memory_and_in_the_page_store() {
+    fn runs_adjacent_in_memory_and_in_the_page_store_form_one_group_even_if_their_files_differ() {
         let next = Run {
             index: 20,
             store_page: 110,

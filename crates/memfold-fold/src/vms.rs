@@ -255,7 +255,7 @@ impl Engine {
         match vm.guest.order(order, None) {
             Ok(Reply::Error { reason }) => debug!(
                 vm = vm.stats.name,
-                reason, "memfold's library in QEMU did not undo an earlier order (it has none)"
+                reason, "memfold's library in QEMU had nothing to undo"
             ),
             Ok(_) => {}
             Err(error) => {

@@ -95,7 +95,7 @@ pub struct Source {
     pub pages: u64,
 }
 
-/// Numbers of the pages of a VM's RAM, by how the RAM image holds them.
+/// How many pages of a VM's RAM the RAM image holds in which way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageCounts {
     /// Number of pages in all RAM blocks of the image.

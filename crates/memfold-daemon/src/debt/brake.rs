@@ -224,9 +224,13 @@ impl DebtBrake {
         };
         let what = format!("{before} -> {level}: {}{follows}", report.why);
         if level == Level::Ok {
-            info!("memory that guests can claim by writing to shared pages (debt): {what}");
+            info!(
+                "change of the memory that guests can claim by writing to shared pages (debt): {what}"
+            );
         } else {
-            warn!("memory that guests can claim by writing to shared pages (debt): {what}");
+            warn!(
+                "change of the memory that guests can claim by writing to shared pages (debt): {what}"
+            );
         }
         state.note(&report, what);
         let report = state.report(memory);
@@ -297,7 +301,9 @@ impl DebtBrake {
                 (i128::from(after.available) - i128::from(memory.available)) / (1 << 20),
                 now.elapsed().as_secs_f64(),
             );
-            warn!("memory that guests can claim by writing to shared pages (debt): {what}");
+            warn!(
+                "change of the memory that guests can claim by writing to shared pages (debt): {what}"
+            );
             let mut state = self.debt.lock();
             state.asked.retain(|_, at| at.elapsed() < ASK_AGAIN);
             let report = state.report(after);

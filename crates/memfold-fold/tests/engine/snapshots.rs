@@ -92,7 +92,7 @@ fn pages_of_a_clone_mapped_from_a_disk_count_as_shared_and_are_not_folded_back()
 }
 
 #[test]
-fn a_constantly_writing_guest_loses_no_write_during_fold_back() {
+fn a_guest_that_writes_all_the_time_loses_no_write_while_pages_are_shared_with_its_image_again() {
     let (domain, image) = (domain("writing"), image(22));
     let mut ram = Ram::of_image(&image);
     let engine = Running::start_with(&often());
