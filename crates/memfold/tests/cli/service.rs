@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use super::COMMANDS;
+use super::commands::COMMANDS;
 use super::support::{Daemon, code, err, out, program, refused, run, wait};
 
 fn unit(name: &str) -> PathBuf {
