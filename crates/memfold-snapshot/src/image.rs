@@ -95,7 +95,7 @@ pub struct Source {
     pub pages: u64,
 }
 
-/// How many pages of a VM's RAM the RAM image holds in which way.
+/// How many pages of a VM's RAM an image has, stores, and leaves out as zero or free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageCounts {
     /// Number of pages in all RAM blocks of the image.

@@ -178,6 +178,15 @@ fn memory() -> (Mapping, Source) {
     (memory, source)
 }
 
+/// Returns the memory of a VM, each page of which has content of its own.
+fn full_memory() -> (Mapping, Source) {
+    let (ram, source) = memory();
+    for page in 0..PAGES {
+        ram.area().part(page, 1).write(&content(page, 0));
+    }
+    (ram, source)
+}
+
 #[test]
 fn each_of_ten_incremental_saves_stores_only_changed_pages_and_shows_all_memory() {
     for is_copied in [false, true] {
@@ -218,10 +227,7 @@ fn each_of_ten_incremental_saves_stores_only_changed_pages_and_shows_all_memory(
 
 #[test]
 fn an_incremental_save_refers_to_equal_pages_of_the_last_save_even_if_the_vm_maps_none() {
-    let (ram, source) = memory();
-    for page in 0..PAGES {
-        ram.area().part(page, 1).write(&content(page, 0));
-    }
+    let (ram, source) = full_memory();
     let parent = Image::save(&source, None, false);
     for page in [0, 7, 8, 700] {
         ram.area().part(page, 1).write(&content(page, 1));
@@ -233,10 +239,7 @@ fn an_incremental_save_refers_to_equal_pages_of_the_last_save_even_if_the_vm_map
 
 #[test]
 fn if_an_earlier_save_is_damaged_the_checksums_of_a_save_built_on_it_fail() {
-    let (ram, source) = memory();
-    for page in 0..PAGES {
-        ram.area().part(page, 1).write(&content(page, 0));
-    }
+    let (ram, source) = full_memory();
     let parent = Image::save(&source, None, false);
     parent.map(&ram);
     ram.area().part(3, 1).write(&content(3, 1));
@@ -367,10 +370,7 @@ fn changed_pages_of_a_layer_that_are_in_swap_are_saved() {
         Ok(swap) => swap,
         Err(why) => memfold_testkit::skip!("no swap: {why}"),
     };
-    let (ram, source) = memory();
-    for page in 0..PAGES {
-        ram.area().part(page, 1).write(&content(page, 0));
-    }
+    let (ram, source) = full_memory();
     let parent = Image::save(&source, None, false);
     parent.map(&ram);
     for page in (100..400).chain([700]) {
@@ -422,10 +422,7 @@ fn ksm_figure(name: &str) -> u64 {
 
 #[test]
 fn pages_of_a_layer_that_ksm_merged_or_replaced_by_the_zero_page_are_saved() {
-    let (ram, source) = memory();
-    for page in 0..PAGES {
-        ram.area().part(page, 1).write(&content(page, 0));
-    }
+    let (ram, source) = full_memory();
     let parent = Image::save(&source, None, false);
     parent.map(&ram);
     for page in 100..150 {
@@ -451,10 +448,7 @@ fn pages_of_a_layer_that_ksm_merged_or_replaced_by_the_zero_page_are_saved() {
 
 #[test]
 fn an_incremental_save_reads_pages_that_map_the_last_save_at_another_offset() {
-    let (ram, source) = memory();
-    for page in 0..PAGES {
-        ram.area().part(page, 1).write(&content(page, 0));
-    }
+    let (ram, source) = full_memory();
     let parent = Image::save(&source, None, false);
     parent.map(&ram);
     let moved = ram.area().part(100, 10);
