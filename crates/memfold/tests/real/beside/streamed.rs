@@ -65,6 +65,13 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
     drop(first);
     std::fs::remove_dir_all(here.join("snapshots")).unwrap();
 
+    // A QEMU with a user cannot open the snapshot's files itself when they have arrived.
+    let path = objects.join("snapshots/warm.json");
+    let text = std::fs::read(&path).unwrap();
+    let mut description: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    description["manifest"]["spec"]["user"] = "nobody".into();
+    std::fs::write(&path, serde_json::to_vec(&description).unwrap()).unwrap();
+
     let store = HttpStore::start(&objects, BYTES_PER_S, Duration::from_millis(1)).unwrap();
     let url = store.url();
     second.start();
@@ -139,6 +146,8 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
             .unwrap();
         let drivers = nodes.as_array().unwrap().iter().map(|node| &node["drv"]);
         assert!(!drivers.clone().any(|driver| driver == "nbd"), "{nodes}");
+        let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid)).unwrap();
+        assert!(!status.contains("\nUid:\t0\t"), "{status}");
         let script = "echo 3 > /proc/sys/vm/drop_caches; find /usr/lib -type f -name '*.so*' | head -n 100 | xargs cat | sha256sum";
         exec(&client, &vm.name, script);
         let said = exec(&client, &vm.name, CHECK_DISKS).stdout;
