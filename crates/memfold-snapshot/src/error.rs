@@ -38,9 +38,7 @@ pub enum SnapshotError {
     Library(String),
     #[error("files of snapshot '{name}' are in use by {users}; stop {users} first")]
     InUse { name: String, users: String },
-    #[error(
-        "{others} are built on the memory or disks of snapshot '{name}'; remove {others} first"
-    )]
+    #[error("memory or disks of snapshot '{name}' are needed by {others}; remove {others} first")]
     BuiltOn { name: String, others: String },
     #[error(
         "VM '{other}' already runs from snapshot '{name}' or from an ancestor of that snapshot. The guest has neither a driver for VM generation IDs nor memfold's agent, so both VMs would generate the same random numbers and keys. Pass --force to start the new VM anyway"
