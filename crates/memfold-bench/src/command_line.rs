@@ -19,8 +19,8 @@ use crate::images::{self, NoImages};
 use crate::output::Output;
 use crate::study::{Options, Study};
 use crate::{
-    clones, demo, desktops, figure, fold, fork, generate, hints, ksm, record, remote, segments,
-    selftest, snapshots,
+    clones, demo, desktops, figure, fold, fork, generate, hints, ksm, record, remote, scale,
+    segments, selftest, snapshots,
 };
 
 /// Exit code of a program that this host cannot run.
@@ -82,6 +82,8 @@ enum Name {
     /// A VM that swaps to this host's disk and to RAM of another host: throughput, loss of a
     /// lender, a real sort
     Remote,
+    /// Memory and time of the fold engine for up to 1,000 VMs, by their number
+    Scale,
 }
 
 #[derive(Args, Debug)]
@@ -114,6 +116,7 @@ impl Name {
             Self::Ksm => study(ksm::run, ksm::figures, false),
             Self::Desktops => study(desktops::run, desktops::figures, true),
             Self::Remote => study(remote::run, remote::figures, true),
+            Self::Scale => study(scale::run, |_| Vec::new(), false),
         }
     }
 }

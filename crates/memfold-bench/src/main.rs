@@ -21,6 +21,7 @@ mod qemu_way;
 mod random;
 mod record;
 mod remote;
+mod scale;
 mod segments;
 mod selftest;
 mod snapshots;

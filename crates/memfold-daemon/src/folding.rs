@@ -8,7 +8,7 @@ use std::sync::mpsc::{RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
 use memfold_api::FoldRequest;
-use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Owed, VmStats};
+use memfold_fold::{CachedPages, Command, Engine, EngineSettings, EngineStats, Owed, VmStats};
 use parking_lot::Mutex;
 
 use crate::error::{DaemonError, check};
@@ -82,6 +82,13 @@ impl Folding {
     /// these are the last known figures.
     pub fn stats(&self) -> Result<EngineStats, DaemonError> {
         Ok(self.look()?.0)
+    }
+
+    /// Returns the pages of files that a guest caches, as its agent reported them; `None` if the
+    /// engine does not know the VM.
+    pub fn cached_pages(&self, vm: &str) -> Result<Option<CachedPages>, DaemonError> {
+        let id = self.registry.machine(vm)?.id();
+        self.ask(|answer| Command::CachedPages(id, answer))
     }
 
     /// Returns the figures of folding, and the debt at the same time (`None` while the engine waits
