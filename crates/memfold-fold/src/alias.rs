@@ -65,7 +65,8 @@ fn sample(
         for b in &other.members {
             let vm_b = vms.get(&b.vm)?;
             let pieces = vm_a.table.pieces(a.file);
-            for piece in pieces.filter(|&p| vm_b.table.has_piece(b.file, p)) {
+            let of_b = vm_b.table.pieces(b.file);
+            for &piece in pieces.iter().filter(|p| of_b.binary_search(p).is_ok()) {
                 for page in piece * PIECE..(piece + 1) * PIECE {
                     let Some((at_a, at_b)) =
                         usable(vm_a, a.file, page).zip(usable(vm_b, b.file, page))

@@ -7,7 +7,7 @@ use memfold_units::Hva;
 use memfold_wire::agent::FileNumber;
 
 use super::numbering::{Index, Numbering};
-use super::sparse::{PIECE_ENTRIES, Sparse};
+use super::packed::{Bytes, Table, Value, write_difference};
 
 /// Page of a file that a guest page caches, as an entry of a VM's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,6 +16,27 @@ pub(super) struct Cached {
     /// no file.
     pub file: u32,
     pub page: u32,
+}
+
+impl Value for Cached {
+    fn after(self, pages: u32) -> Option<Self> {
+        let page = self.page.checked_add(pages)?;
+        Some(Self { page, ..self })
+    }
+
+    fn write(self, expected: Self, bytes: &mut Vec<u8>) {
+        write_difference(self.file, expected.file, bytes);
+        // Most files are read from their beginning.
+        let is_same = self.file == expected.file;
+        write_difference(self.page, if is_same { expected.page } else { 0 }, bytes);
+    }
+
+    fn read(expected: Self, bytes: &mut Bytes<'_>) -> Self {
+        let file = bytes.difference(expected.file);
+        let is_same = file == expected.file;
+        let page = bytes.difference(if is_same { expected.page } else { 0 });
+        Self { file, page }
+    }
 }
 
 /// Run of pages that are consecutive in QEMU's memory and in the file that they cache.
@@ -36,57 +57,44 @@ pub struct PageRun {
 #[derive(Clone, Debug)]
 pub struct CachedPages {
     pub(super) numbering: Arc<Numbering>,
-    pub(super) cached: Sparse<Cached>,
+    pub(super) cached: Table<Cached>,
 }
 
 impl CachedPages {
     /// Returns all runs of cached pages, in the order of guest page frames. Each cached page is in
     /// exactly one run.
     pub fn runs(&self) -> impl Iterator<Item = PageRun> + '_ {
-        let mut next = 0;
+        let mut parts = self.parts().peekable();
         std::iter::from_fn(move || {
-            let run = self.run_from(next)?;
-            next = run.0 + run.1.pages;
-            Some(run.1)
+            let (at, mut run) = parts.next()?;
+            let follows = |run: &PageRun, next: &(Index, PageRun)| {
+                self.numbering.adjacent(at + run.pages - 1, next.0)
+                    && next.1.file == run.file
+                    && run.page.checked_add(run.pages) == Some(next.1.page)
+            };
+            while let Some((_, next)) = parts.next_if(|next| follows(&run, next)) {
+                run.pages += next.pages;
+            }
+            Some(run)
         })
     }
 
-    /// Returns the first run that begins at page `at` or later, and the index of the run's first
-    /// page.
-    fn run_from(&self, mut at: Index) -> Option<(Index, PageRun)> {
-        let pages = self.numbering.pages();
-        let (file, page) = loop {
-            if at >= pages {
-                return None;
-            }
-            if self.cached.is_empty_at(at) {
-                at = (at / PIECE_ENTRIES + 1).saturating_mul(PIECE_ENTRIES);
-                continue;
-            }
-            let Cached { file, page } = self.cached.get(at);
-            if let Some(file) = file.checked_sub(1) {
-                break (file, page);
-            }
-            at += 1;
-        };
-        let mut run = PageRun {
-            hva: self.numbering.hva(at)?,
-            pages: 1,
-            file,
-            page,
-        };
-        loop {
-            let (last, next) = (at + run.pages - 1, at + run.pages);
-            let follows = next < pages
-                && self.numbering.adjacent(last, next)
-                && page.checked_add(run.pages).is_some_and(|page| {
-                    let file = file + 1;
-                    self.cached.get(next) == Cached { file, page }
-                });
-            if !follows {
-                return Some((at, run));
-            }
-            run.pages += 1;
-        }
+    /// Returns runs that are not necessarily as long as possible, and the index of each run's first
+    /// page. No run reaches beyond a memory slot.
+    fn parts(&self) -> impl Iterator<Item = (Index, PageRun)> + '_ {
+        self.cached.runs().flat_map(move |run| {
+            let mut at = run.at;
+            std::iter::from_fn(move || {
+                let end = self.numbering.slot_end(at)?.min(run.at + run.pages);
+                let done = at - run.at;
+                let part = PageRun {
+                    hva: self.numbering.hva(at)?,
+                    pages: end.checked_sub(at).filter(|pages| *pages > 0)?,
+                    file: run.value.file - 1,
+                    page: run.value.page + done,
+                };
+                Some((std::mem::replace(&mut at, end), part))
+            })
+        })
     }
 }

@@ -93,10 +93,8 @@ impl Engine {
                 continue;
             };
             let mut cached: HashMap<FileNumber, u64> = HashMap::new();
-            for at in 0..vm.table.pages() {
-                if let Some((file, _)) = vm.table.cached(at) {
-                    *cached.entry(file).or_default() += 1;
-                }
+            for (_, pages, file, _) in vm.table.cached_runs() {
+                *cached.entry(file).or_default() += u64::from(pages);
             }
             for (file, cached_pages) in cached {
                 let content = domain.contents.of(Member { vm: id, file });

@@ -28,6 +28,7 @@
 
 mod alias;
 mod batch;
+mod bits;
 mod budget;
 mod cached_pages;
 mod candidates;
@@ -47,14 +48,15 @@ mod image;
 mod intake;
 mod numbering;
 mod outcome;
+mod packed;
 mod pause;
+mod places;
 mod qemu_guest;
 mod reclaim;
 mod report;
 mod reuse;
 mod runs;
 mod settings;
-mod sparse;
 mod state;
 mod stats;
 mod task;

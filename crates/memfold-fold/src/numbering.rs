@@ -50,6 +50,13 @@ impl Numbering {
         Some(first.add_pages(u64::from(at - self.starts[slot])))
     }
 
+    /// Returns the number after the last page of the memory slot that contains page number `at`;
+    /// `None` for a number outside RAM.
+    pub fn slot_end(&self, at: Index) -> Option<Index> {
+        let slot = self.starts.partition_point(|&s| s <= at);
+        self.starts.get(slot).copied()
+    }
+
     /// Returns whether page `next` directly follows page `at`, both in guest memory and in QEMU's
     /// memory.
     pub fn adjacent(&self, at: Index, next: Index) -> bool {

@@ -192,7 +192,7 @@ impl Engine {
         file.equal = 0;
         file.differing = 0;
         if domain.contents.try_variant(member) {
-            for piece in vm.table.pieces(run.file).collect::<Vec<_>>() {
+            for piece in vm.table.pieces(run.file) {
                 let first = piece * PIECE;
                 vm.table.set_dirty(run.file, first..first + PIECE, false);
             }

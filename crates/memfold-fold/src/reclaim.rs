@@ -241,10 +241,9 @@ impl VmState {
 fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64> {
     let mut needed: HashMap<u32, u64> = HashMap::new();
     for vm in vms {
-        for at in 0..vm.table.pages() {
-            if let Some(mapped) = vm.table.mapped(at).filter(|m| m.shared) {
-                *needed.entry(mapped.store_page / PIECE).or_default() |=
-                    1 << (mapped.store_page % PIECE);
+        for (at, stored) in (0..).zip(vm.table.all_mapped()) {
+            if let Some(page) = stored.checked_sub(1).filter(|_| vm.table.is_shared(at)) {
+                *needed.entry(page / PIECE).or_default() |= 1 << (page % PIECE);
             }
         }
     }
@@ -319,8 +318,11 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
     vm.stats.template_shared_pages = vm.table.count_shared_views(&own);
     let more = vm.table.set_foldable(&foldable);
     let (mut mapped_pages, mut copied) = (0, 0);
-    for at in 0..pages {
-        let before = vm.table.mapped(at);
+    for (at, stored) in (0..pages).zip(vm.table.all_mapped()) {
+        let before = stored.checked_sub(1).map(|store_page| Mapped {
+            store_page,
+            shared: vm.table.is_shared(at),
+        });
         let store_page = if full {
             truth[at as usize].checked_sub(1)
         } else {

@@ -6,6 +6,7 @@ use super::content::Member;
 use super::guest::VmId;
 use super::state::{Engine, VmState};
 use super::stats::{DomainStats, EngineStats, VmStats};
+use super::vm_table::PIECE;
 
 impl Engine {
     /// Returns the present statistics of folding. Callers call [`Engine::sync_all`] before.
@@ -50,29 +51,43 @@ impl Engine {
             hints_dropped: vm.stack.dropped(),
             ..vm.stats.clone()
         };
-        for at in 0..vm.table.pages() {
-            let Some((file, page)) = vm.table.cached(at) else {
-                continue;
-            };
-            let before = at.checked_sub(1).and_then(|before| vm.table.cached(before));
-            stats.cached_runs += u64::from(before != page.checked_sub(1).map(|page| (file, page)));
+        let mapped = vm.table.all_mapped();
+        let mut end = None;
+        for (at, pages, file, page) in vm.table.cached_runs() {
+            stats.cached_runs += u64::from(end != Some((at, file, page)));
+            end = Some((at + pages, file, page.wrapping_add(pages)));
             let member = Member { vm: id, file };
             let content = domain.contents.of(member);
             let Some(content) = content.and_then(|c| domain.contents.get(c)) else {
                 continue;
             };
-            let stored = content.store_page(page);
-            let caches = |m: &Member| {
-                let other = self.vms.get(&m.vm);
-                other.is_some_and(|other| other.table.place(m.file, page).is_some())
-            };
-            let elsewhere = || content.members.iter().any(|m| *m != member && caches(m));
-            if stored.is_some() || elsewhere() {
-                stats.matched_pages += 1;
-                let mapped = vm.table.mapped(at);
-                let folded = mapped.is_some_and(|m| m.shared && Some(m.store_page) == stored)
-                    || vm.table.is_template(at);
-                stats.matched_folded_pages += u64::from(folded);
+            let last = page + (pages - 1);
+            for piece in page / PIECE..=last / PIECE {
+                let first = page.max(piece * PIECE);
+                let in_piece = last.min(piece * PIECE + (PIECE - 1)) - first + 1;
+                let stored = content.store_pages(piece);
+                let here = stored[(first % PIECE) as usize..]
+                    .iter()
+                    .zip(at + (first - page)..);
+                let is_stored =
+                    |bits: u64, (stored, bit): (&u32, u32)| bits | u64::from(*stored != 0) << bit;
+                let wanted = (u64::MAX >> (PIECE - in_piece)) << (first % PIECE);
+                let mut matched = stored.iter().zip(0..).fold(0, is_stored) & wanted;
+                for other in content.members.iter().filter(|other| **other != member) {
+                    if matched == wanted {
+                        break;
+                    }
+                    if let Some(vm) = self.vms.get(&other.vm) {
+                        matched |= vm.table.cached_in_piece(other.file, piece) & wanted;
+                    }
+                }
+                stats.matched_pages += u64::from(matched.count_ones());
+                for (step, (&stored, at)) in here.take(in_piece as usize).enumerate() {
+                    let is_matched = matched >> (first % PIECE) >> step & 1 == 1;
+                    let maps = stored != 0 && mapped[at as usize] == stored;
+                    let folded = maps && vm.table.is_shared(at) || vm.table.is_template(at);
+                    stats.matched_folded_pages += u64::from(is_matched && folded);
+                }
             }
         }
         Some(stats)

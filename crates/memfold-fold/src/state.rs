@@ -103,7 +103,7 @@ impl VmState {
     /// Puts every cached page of a file on the stack of hints, as if the agent had hinted it at
     /// time `at`.
     pub fn offer_file(&mut self, file: FileNumber, at: Instant) {
-        for piece in self.table.pieces(file).collect::<Vec<_>>() {
+        for piece in self.table.pieces(file) {
             self.stack.push(Hint::of_piece(file, piece, at));
         }
     }

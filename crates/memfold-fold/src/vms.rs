@@ -344,8 +344,9 @@ impl VmState {
     /// Decrements the reference counts of the store pages that the VM maps, before the VM's table
     /// is dropped.
     fn drop_references(&self, domain: &mut Domain) {
-        for mapped in (0..self.table.pages()).filter_map(|at| self.table.mapped(at)) {
-            domain.contents.count_reference(mapped.store_page, false);
+        let mapped = self.table.all_mapped().into_iter();
+        for store_page in mapped.filter_map(|stored| stored.checked_sub(1)) {
+            domain.contents.count_reference(store_page, false);
         }
     }
 
