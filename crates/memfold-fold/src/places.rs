@@ -97,6 +97,28 @@ impl Places {
         any.then_some(places)
     }
 
+    /// Returns all pieces of 64 pages that have cached pages: file, number of the piece, and the
+    /// guest pages (each plus one) that cache its pages; ascending by file and piece.
+    pub fn all(&self) -> impl Iterator<Item = (FileNumber, u32, Piece)> + '_ {
+        const PARTS: usize = (PACKED_PAGES / PIECE) as usize;
+        self.pieces.keys().flat_map(move |&(file, packed)| {
+            let mut parts = [[0; PIECE as usize]; PARTS];
+            let places = parts.as_flattened_mut();
+            for run in self.runs((file, packed)) {
+                let of_run = places[run.at as usize..].iter_mut().zip(run.value..);
+                of_run
+                    .take(run.pages as usize)
+                    .for_each(|(to, place)| *to = place);
+            }
+            let first = packed * (PACKED_PAGES / PIECE);
+            let numbered = (first..).zip(parts);
+            let is_cached = |(_, part): &(u32, Piece)| part.iter().any(|place| *place != 0);
+            numbered
+                .filter(is_cached)
+                .map(move |(piece, part)| (file, piece, part))
+        })
+    }
+
     /// Returns the numbers of the pieces (64 pages each) in a range of pages of `file` that have
     /// cached pages, in ascending order.
     pub fn pieces(&self, file: FileNumber, pages: Range<u32>) -> Vec<u32> {
@@ -179,6 +201,10 @@ mod tests {
                     pieces.push(page / PIECE);
                 }
                 let piece = places.piece(file, page / PIECE);
+                let listed = places
+                    .all()
+                    .find(|(f, n, _)| (*f, *n) == (file, page / PIECE));
+                assert_eq!(listed.map(|(_, _, piece)| piece), piece);
                 let place = piece.map_or(0, |piece| piece[(page % PIECE) as usize]);
                 assert_eq!(place.checked_sub(1), expected);
             }
@@ -189,8 +215,9 @@ mod tests {
         }
         assert!(places.len() <= 9);
         let keys: Vec<_> = model.keys().copied().collect();
-        keys.into_iter()
-            .for_each(|(file, page)| drop(places.set(file, page, None)));
+        for (file, page) in keys {
+            assert!(places.set(file, page, None).is_some());
+        }
         assert_eq!(places.len(), 0);
     }
 }

@@ -6,7 +6,6 @@ use super::content::Member;
 use super::guest::VmId;
 use super::state::{Engine, VmState};
 use super::stats::{DomainStats, EngineStats, VmStats};
-use super::vm_table::PIECE;
 
 impl Engine {
     /// Returns the present statistics of folding. Callers call [`Engine::sync_all`] before.
@@ -51,43 +50,38 @@ impl Engine {
             hints_dropped: vm.stack.dropped(),
             ..vm.stats.clone()
         };
-        let mapped = vm.table.all_mapped();
         let mut end = None;
         for (at, pages, file, page) in vm.table.cached_runs() {
             stats.cached_runs += u64::from(end != Some((at, file, page)));
             end = Some((at + pages, file, page.wrapping_add(pages)));
+        }
+        let mapped = vm.table.all_mapped();
+        for (file, piece, places) in vm.table.all_pieces() {
             let member = Member { vm: id, file };
             let content = domain.contents.of(member);
             let Some(content) = content.and_then(|c| domain.contents.get(c)) else {
                 continue;
             };
-            let last = page + (pages - 1);
-            for piece in page / PIECE..=last / PIECE {
-                let first = page.max(piece * PIECE);
-                let in_piece = last.min(piece * PIECE + (PIECE - 1)) - first + 1;
-                let stored = content.store_pages(piece);
-                let here = stored[(first % PIECE) as usize..]
-                    .iter()
-                    .zip(at + (first - page)..);
-                let is_stored =
-                    |bits: u64, (stored, bit): (&u32, u32)| bits | u64::from(*stored != 0) << bit;
-                let wanted = (u64::MAX >> (PIECE - in_piece)) << (first % PIECE);
-                let mut matched = stored.iter().zip(0..).fold(0, is_stored) & wanted;
-                for other in content.members.iter().filter(|other| **other != member) {
-                    if matched == wanted {
-                        break;
-                    }
-                    if let Some(vm) = self.vms.get(&other.vm) {
-                        matched |= vm.table.cached_in_piece(other.file, piece) & wanted;
-                    }
+            let stored = content.store_pages(piece);
+            let is_set =
+                |bits: u64, (entry, bit): (&u32, u32)| bits | u64::from(*entry != 0) << bit;
+            let cached = places.iter().zip(0..).fold(0, is_set);
+            let mut matched = stored.iter().zip(0..).fold(0, is_set) & cached;
+            for other in content.members.iter().filter(|other| **other != member) {
+                if matched == cached {
+                    break;
                 }
-                stats.matched_pages += u64::from(matched.count_ones());
-                for (step, (&stored, at)) in here.take(in_piece as usize).enumerate() {
-                    let is_matched = matched >> (first % PIECE) >> step & 1 == 1;
-                    let maps = stored != 0 && mapped[at as usize] == stored;
-                    let folded = maps && vm.table.is_shared(at) || vm.table.is_template(at);
-                    stats.matched_folded_pages += u64::from(is_matched && folded);
+                if let Some(vm) = self.vms.get(&other.vm) {
+                    matched |= vm.table.cached_in_piece(other.file, piece) & cached;
                 }
+            }
+            stats.matched_pages += u64::from(matched.count_ones());
+            let of_piece = places.iter().zip(&stored).enumerate();
+            for (_, (place, &stored)) in of_piece.filter(|(page, _)| matched >> page & 1 == 1) {
+                let at = place - 1;
+                let maps = stored != 0 && mapped[at as usize] == stored;
+                let folded = maps && vm.table.is_shared(at) || vm.table.is_template(at);
+                stats.matched_folded_pages += u64::from(folded);
             }
         }
         Some(stats)

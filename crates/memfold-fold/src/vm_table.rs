@@ -216,6 +216,12 @@ impl VmTable {
         })
     }
 
+    /// Returns all pieces of 64 pages of files that have cached pages: file, number of the piece,
+    /// and the guest pages (each plus one) that cache its pages; ascending by file and piece.
+    pub fn all_pieces(&self) -> impl Iterator<Item = (FileNumber, u32, Piece)> + '_ {
+        self.places.all()
+    }
+
     /// Returns the numbers of the pieces (64 pages each) of `file` that have cached pages, in
     /// ascending order.
     #[must_use]
