@@ -12,16 +12,17 @@
 //! | `table_bytes_per_page` | memory that the engine computes for its tables, for each cached page |
 //! | `process_bytes_per_page` | growth of this process's memory (`VmRSS`), for each cached page |
 //! | `hint_ns_per_page` | CPU time of the engine's thread for taking the hints, for each page |
-//! | `stats_ms` | time until the engine answers the question for all figures |
+//! | `stats_cpu_ms` | CPU time of the engine's thread for all figures of `memfold report` |
 //!
-//! `exponent_*`: slope of the logarithm of a figure's total over the logarithm of the number of
-//! VMs. 1 means that the cost of a VM does not depend on the number of VMs.
+//! `exponents`: slope of the logarithm of a total over the logarithm of the number of VMs, between
+//! the first and the last number of VMs. 1 means that the cost of a VM does not depend on how many
+//! VMs there are.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Guest, GuestError, Refold, VmId};
@@ -33,13 +34,14 @@ use memfold_wire::library::{Advice, Order, Reply};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
+use crate::figure::number;
 use crate::study::Options;
 
 /// RAM and image of the guest that is recorded.
 const MEMORY: ByteSize = ByteSize::mib(1024);
 const IMAGE: &str = "trixie-a";
 
-/// Page cache of each VM of the study.
+/// Files that each VM of the study caches.
 const CACHED: ByteSize = ByteSize::mib(1024);
 
 /// Numbers of VMs; a quick study has the first three.
@@ -55,12 +57,63 @@ const READ: Duration = Duration::from_secs(300);
 /// Address at which the RAM of all VMs of the study seems to be. Nothing is mapped there.
 const RAM: Hva = Hva(0x6000_0000_0000);
 
-/// What one guest caches: runs of file pages by page of RAM, and the sizes of the files in pages.
+/// What one guest caches: runs of file pages by page of RAM, and the length of each file in pages.
 struct Recorded {
     runs: Vec<HintRun>,
-    pages: u64,
     files: BTreeMap<u32, u32>,
+    pages: u64,
+}
+
+/// What each VM of the study caches: the recorded files, again and again under other names, until
+/// they have [`CACHED`] bytes.
+struct Cache {
+    hints: Vec<HintRun>,
+    files: Vec<FileFacts>,
+    pages: u64,
     ram_pages: u64,
+}
+
+impl Cache {
+    fn new(recorded: &Recorded) -> anyhow::Result<Self> {
+        ensure!(recorded.pages > 0, "the guest caches no file");
+        let wanted = CACHED.0 / PAGE_SIZE;
+        let mut cache = Self {
+            hints: Vec::new(),
+            files: Vec::new(),
+            pages: 0,
+            ram_pages: 0,
+        };
+        // The agent numbers its files from 0.
+        let numbers = recorded.files.keys().last().map_or(0, |last| last + 1);
+        for copy in 0.. {
+            if cache.pages >= wanted {
+                break;
+            }
+            let mut used = BTreeSet::new();
+            for run in &recorded.runs {
+                let left = u32::try_from(wanted - cache.pages).unwrap_or(u32::MAX);
+                let pages = run.pages.min(left);
+                if pages == 0 {
+                    break;
+                }
+                used.insert(run.file);
+                cache.pages += u64::from(pages);
+                cache.hints.push(HintRun {
+                    file: copy * numbers + run.file,
+                    page: run.page,
+                    pfn: cache.ram_pages + run.pfn,
+                    pages,
+                });
+            }
+            cache.files.extend(used.into_iter().map(|file| FileFacts {
+                file: copy * numbers + file,
+                path: format!("/usr/lib/copy-{copy}/some/directory/file-{file}").into(),
+                size_bytes: u64::from(recorded.files[&file]) * PAGE_SIZE,
+            }));
+            cache.ram_pages += MEMORY.0 / PAGE_SIZE;
+        }
+        Ok(cache)
+    }
 }
 
 /// Boots a guest that reads its files, and records what it caches.
@@ -86,12 +139,7 @@ fn record() -> anyhow::Result<Recorded> {
             pages: run.pages,
         });
     }
-    Ok(Recorded {
-        runs,
-        pages,
-        files,
-        ram_pages: MEMORY.0 / PAGE_SIZE,
-    })
+    Ok(Recorded { runs, files, pages })
 }
 
 /// A VM that executes no order.
@@ -143,9 +191,8 @@ impl Running {
         Ok(answered.recv().context("the engine has ended")?.0)
     }
 
-    /// Adds a VM that caches the recorded files `copies` times.
-    fn add(&self, id: VmId, recorded: &Recorded, copies: u32) -> anyhow::Result<()> {
-        let pages = recorded.ram_pages * u64::from(copies);
+    fn add(&self, id: VmId, cache: &Cache) -> anyhow::Result<()> {
+        let pages = cache.ram_pages;
         let block = RamBlock {
             name: "ram0".into(),
             hva: RAM,
@@ -172,32 +219,17 @@ impl Running {
         self.tell(Command::AgentSession(id))?;
         let say = |message| self.tell(Command::Agent(id, message));
         say(FromAgent::InventoryBegin)?;
-        // The agent numbers its files from 0; each copy of the recorded files has other numbers.
-        let per_copy = recorded.files.keys().last().map_or(0, |last| last + 1);
-        for copy in 0..copies {
-            let files: Vec<FileFacts> = recorded
-                .files
-                .iter()
-                .map(|(file, pages)| FileFacts {
-                    file: copy * per_copy + file,
-                    path: format!("/usr/lib/copy-{copy}/some/directory/file-{file}").into(),
-                    size_bytes: u64::from(*pages) * PAGE_SIZE,
-                })
-                .collect();
-            for part in files.chunks(FILES) {
-                say(FromAgent::Files(part.to_vec()))?;
-            }
-            let shift = u64::from(copy) * recorded.ram_pages;
-            let of_copy = |run: &HintRun| HintRun {
-                file: copy * per_copy + run.file,
-                pfn: shift + run.pfn,
-                ..run.clone()
-            };
-            for part in recorded.runs.chunks(HINTS) {
-                say(FromAgent::Hints(part.iter().map(of_copy).collect()))?;
-            }
+        for part in cache.files.chunks(FILES) {
+            say(FromAgent::Files(part.to_vec()))?;
         }
-        say(FromAgent::InventoryEnd { files: 0, pages: 0 })
+        for part in cache.hints.chunks(HINTS) {
+            say(FromAgent::Hints(part.to_vec()))?;
+        }
+        let number = |length: usize| u64::try_from(length).unwrap_or(u64::MAX);
+        say(FromAgent::InventoryEnd {
+            files: number(cache.files.len()),
+            pages: cache.pages,
+        })
     }
 }
 
@@ -220,29 +252,25 @@ fn own_memory() -> anyhow::Result<u64> {
 }
 
 /// Measures the engine with this number of VMs.
-fn measure(vms: u32, recorded: &Recorded, copies: u32) -> anyhow::Result<Value> {
+fn measure(vms: u32, cache: &Cache) -> anyhow::Result<Value> {
     let engine = Running::start();
     engine.tell(Command::SetPaused(true))?;
     let before = own_memory()?;
     let began_cpu = engine.stats()?.engine_cpu_s;
     for id in 1..=vms {
-        engine.add(id, recorded, copies)?;
+        engine.add(id, cache)?;
     }
-    let began = Instant::now();
+    // The answer waits until all hints are taken.
     let stats = engine.stats()?;
-    let stats_ms = began.elapsed().as_secs_f64() * 1e3;
     let grown = own_memory()?.saturating_sub(before);
     let pages: u64 = stats.vms.iter().map(|vm| vm.cached_pages).sum();
-    let wanted = recorded.pages * u64::from(copies) * u64::from(vms);
+    let wanted = cache.pages * u64::from(vms);
     ensure!(
         pages == wanted,
         "the engine's tables have {pages} cached pages instead of {wanted}"
     );
-    // The first answer also waits until all hints are taken; the second one does not.
-    let began = Instant::now();
-    engine.stats()?;
-    let again_ms = began.elapsed().as_secs_f64() * 1e3;
     let hints_s = stats.engine_cpu_s - began_cpu;
+    let stats_s = engine.stats()?.report_cpu_s - stats.report_cpu_s;
     Ok(json!({
         "vms": vms,
         "cached_pages": pages,
@@ -250,26 +278,25 @@ fn measure(vms: u32, recorded: &Recorded, copies: u32) -> anyhow::Result<Value> 
         "process_bytes_per_page": grown as f64 / pages as f64,
         "process_mib": grown >> 20,
         "hint_ns_per_page": hints_s * 1e9 / pages as f64,
-        "first_stats_ms": stats_ms,
-        "stats_ms": again_ms,
+        "stats_cpu_ms": stats_s * 1e3,
     }))
 }
 
 /// Runs the study `scale`. Returns its JSON record.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
     let recorded = record()?;
-    let cached = CACHED.0 / PAGE_SIZE;
-    let copies = u32::try_from(cached.div_ceil(recorded.pages.max(1)))?;
+    let cache = Cache::new(&recorded)?;
     let run_pages = recorded.pages as f64 / recorded.runs.len().max(1) as f64;
     eprintln!(
-        "recorded: {} pages of {} files in {} runs ({run_pages:.1} pages each), repeated {copies} times for each VM",
+        "recorded: {} pages of {} files in {} runs ({run_pages:.1} pages each); each VM caches {} pages",
         recorded.pages,
         recorded.files.len(),
-        recorded.runs.len()
+        recorded.runs.len(),
+        cache.pages
     );
     let mut samples = Vec::new();
     for vms in options.pick(&VMS[..3], &VMS[..]) {
-        let sample = measure(*vms, &recorded, copies)?;
+        let sample = measure(*vms, &cache)?;
         eprintln!("{sample}");
         samples.push(sample);
     }
@@ -277,16 +304,52 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         "recorded_pages": recorded.pages,
         "recorded_files": recorded.files.len(),
         "recorded_runs": recorded.runs.len(),
-        "pages_per_vm": recorded.pages * u64::from(copies),
+        "pages_per_vm": cache.pages,
+        "files_per_vm": cache.files.len(),
     });
-    for key in [
-        "table_bytes_per_page",
-        "process_bytes_per_page",
-        "hint_ns_per_page",
-        "stats_ms",
+    let (Some(first), Some(last)) = (samples.first(), samples.last()) else {
+        return Ok(json!({ "results": results }));
+    };
+    // Whether the figure is one of a page; the others are of all VMs.
+    for (key, is_of_page) in [
+        ("table_bytes_per_page", true),
+        ("process_bytes_per_page", true),
+        ("hint_ns_per_page", true),
+        ("stats_cpu_ms", false),
     ] {
-        let last = samples.last().map(|sample| sample[key].clone());
-        results[key] = last.unwrap_or_default();
+        let total = |sample: &Value| {
+            let pages = number(&sample["cached_pages"]);
+            number(&sample[key]) * if is_of_page { pages } else { 1.0 }
+        };
+        let vms = number(&last["vms"]) / number(&first["vms"]);
+        results[key] = last[key].clone();
+        results["exponents"][key] = json!((total(last) / total(first)).log(vms));
     }
     Ok(json!({ "results": results, "samples": samples }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_vm_of_the_scale_study_caches_the_same_number_of_pages_of_the_recorded_files() {
+        let run = |file, page, pfn, pages| HintRun {
+            file,
+            page,
+            pfn,
+            pages,
+        };
+        let pages = u32::try_from(CACHED.0 / PAGE_SIZE / 5).unwrap();
+        let recorded = Recorded {
+            runs: vec![run(0, 0, 0, pages), run(7, 3, u64::from(pages), pages)],
+            files: BTreeMap::from([(0, pages), (7, pages + 3)]),
+            pages: u64::from(2 * pages),
+        };
+        let cache = Cache::new(&recorded).unwrap();
+        assert_eq!((cache.pages, cache.files.len()), (CACHED.0 / PAGE_SIZE, 6));
+        let found = measure(2, &cache).unwrap();
+        assert_eq!(found["cached_pages"], 2 * cache.pages);
+        assert!(number(&found["table_bytes_per_page"]) < 1.0, "{found}");
+    }
 }
