@@ -61,7 +61,7 @@ impl Engine {
                     continue;
                 };
                 self.last_turn = id;
-                if vm.files.get(&hint.file).is_some_and(|f| f.is_skipped(now)) {
+                if vm.is_skipped(hint.file, now) {
                     continue;
                 }
                 // Pages that were refused before they had been read from disk are tried again.
@@ -143,11 +143,7 @@ impl Engine {
             let Some(vm) = foldable(&mut self.vms, member.vm) else {
                 continue;
             };
-            if vm
-                .files
-                .get(&member.file)
-                .is_some_and(|f| f.is_skipped(now))
-            {
+            if vm.is_skipped(member.file, now) {
                 continue;
             }
             let Some(mut pages) = vm.table.usable(member.file, piece, range) else {

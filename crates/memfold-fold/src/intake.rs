@@ -50,6 +50,7 @@ impl Engine {
         vm.stack.clear();
         vm.wait_for_pause.clear();
         vm.files.clear();
+        vm.skips.clear();
         vm.path_bytes = 0;
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
             domain.contents.leave_all(id);
@@ -132,6 +133,7 @@ fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFa
     let candidates = domain.contents.join(member, &file.path, file.size_bytes);
     if domain.contents.of(member) != before {
         vm.files.insert(file.file, FileState::default());
+        vm.skips.remove(&file.file);
         // These pages were reported before the file had a path.
         vm.offer_file(file.file, Instant::now());
     }

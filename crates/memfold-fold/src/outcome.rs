@@ -11,7 +11,7 @@ use super::content::Member;
 use super::guest::VmId;
 use super::hint_stack::Hint;
 use super::runs::{Group, Run, length};
-use super::state::{Engine, with_domain};
+use super::state::{Engine, Skip, with_domain};
 use super::vm_table::{Mapped, PIECE};
 
 /// Number of differing pages of a file after which the engine judges whether to skip the file.
@@ -138,9 +138,9 @@ impl Engine {
             let mut alias = false;
             if let Some(file) = vm.files.get_mut(&run.file) {
                 file.equal = file.equal.saturating_add(done);
-                file.given_up = 0;
                 alias = file.alias;
             }
+            vm.skips.remove(&run.file);
             let stats = &mut self.stats;
             *(if alias {
                 &mut stats.case_different_path_same_content
@@ -198,11 +198,15 @@ impl Engine {
             }
             vm.offer_file(run.file, Instant::now());
         } else {
+            let times = vm.skips.get(&run.file).map_or(0, |skip| skip.times);
             let pause = GIVE_UP
-                .saturating_mul(1 << file.given_up.min(7))
+                .saturating_mul(1 << times.min(7))
                 .min(Duration::from_secs(3600));
-            file.given_up += 1;
-            file.skip_until = Some(Instant::now() + pause);
+            let skip = Skip {
+                times: times.saturating_add(1),
+                until: Instant::now() + pause,
+            };
+            vm.skips.insert(run.file, skip);
             self.stats.files_given_up += 1;
         }
         false

@@ -31,18 +31,16 @@ pub(super) struct FileState {
     pub equal: u32,
     /// Number of compared pages of the file whose bytes differed from the page store's.
     pub differing: u32,
-    /// Number of times that the engine has skipped the file for a while since pages of the file
-    /// were last folded.
-    pub given_up: u32,
-    /// Time until which the engine does not fold the file; `None` if the file was never skipped.
-    pub skip_until: Option<Instant>,
 }
 
-impl FileState {
-    /// Returns whether the file's pages must not be folded at time `now`.
-    pub fn is_skipped(&self, now: Instant) -> bool {
-        self.skip_until.is_some_and(|until| now < until)
-    }
+/// State of a file of a VM that the engine does not fold for a while, because its bytes kept
+/// differing from the page store's.
+#[derive(Debug)]
+pub(super) struct Skip {
+    /// Number of times that the engine has skipped the file since pages of it were last folded.
+    pub times: u32,
+    /// Time until which the engine does not fold the file.
+    pub until: Instant,
 }
 
 /// State of a VM that the engine does not fold while a snapshot of the VM is made.
@@ -71,6 +69,8 @@ pub(super) struct VmState {
     pub sync_cost: Duration,
     pub stack: HintStack,
     pub files: HashMap<FileNumber, FileState>,
+    /// Files that were skipped since pages of them were last folded.
+    pub skips: HashMap<FileNumber, Skip>,
     /// Total length of the file paths that the VM's agent has sent in this session, in bytes.
     pub path_bytes: usize,
     /// Rate limit of the pages that the VM's agent may report.
@@ -98,6 +98,11 @@ impl VmState {
     /// Returns whether the VM may be folded: no problem is recorded for it.
     pub fn is_foldable(&self) -> bool {
         self.stats.problem.is_none()
+    }
+
+    /// Returns whether pages of a file must not be folded at time `now`.
+    pub fn is_skipped(&self, file: FileNumber, now: Instant) -> bool {
+        self.skips.get(&file).is_some_and(|skip| now < skip.until)
     }
 
     /// Puts every cached page of a file on the stack of hints, as if the agent had hinted it at

@@ -62,6 +62,7 @@ impl Engine {
             table: VmTable::new(layout),
             stack: HintStack::new(self.settings.stack_limit, self.settings.settle),
             files: HashMap::new(),
+            skips: HashMap::new(),
             path_bytes: 0,
             allowance,
             introduced: problem.is_none(),
