@@ -17,7 +17,7 @@
 
 use std::time::{Duration, Instant};
 
-use memfold_sys::pagemap::{Filter, Pagemap};
+use memfold_sys::pagemap::{Filter, Pagemap, category};
 use memfold_sys::region::{Area, Mapping};
 use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use rustix::io::Errno;
@@ -196,7 +196,11 @@ impl<'a> Staged<'a> {
         slot: Area,
     ) -> Result<(Self, Option<Errno>), Errno> {
         let frozen = Frozen::register(uffd, run, Mode::Missing)?;
-        let (pages, stop) = transfer(uffd, pagemap, run, slot);
+        let (pages, stop) = if holds_huge_zero_page(pagemap, run) {
+            (0, Some(Errno::NOENT))
+        } else {
+            transfer(uffd, pagemap, run, slot)
+        };
         let staged = Self {
             frozen,
             pagemap,
@@ -233,12 +237,28 @@ impl Drop for Staged<'_> {
     }
 }
 
+/// Returns whether `run` is one huge page that maps the kernel's shared huge page of zeroes. Linux
+/// 6.16 to 6.18.19 maps memory that does not exist when it moves that page as a whole
+/// (CVE-2026-31397). Moving the page would free nothing. The run must be registered, so that no
+/// thread can fault the page in after the check.
+fn holds_huge_zero_page(pagemap: &Pagemap, run: Area) -> bool {
+    const HUGE: u64 = memfold_units::HUGE_PAGE_PAGES;
+    let filter = Filter {
+        all_of: category::ZERO | category::HUGE,
+        ..Filter::default()
+    };
+    let is_zero = |page: Area| pagemap.all_pass(page.start(), page.end(), filter);
+    run.pages() == HUGE && is_zero(run.part(0, 1)).unwrap_or(true)
+}
+
 /// Moves pages until one cannot be moved. Returns the number of moved pages, and the error that
 /// ended the move.
 ///
-/// The kernel's own count can be too small. Linux 6.18 moves several pages in one step; if a page
-/// migrates meanwhile (compaction), it returns `EAGAIN` without counting the pages moved already. A
-/// page that wrongly counts as not moved would be lost in staging.
+/// The kernel's own count can be too small. Linux 6.18 moves several pages in one step. If it had
+/// to try again before (a page migrated, or its accessed bit changed), `move_pages` in
+/// `mm/userfaultfd.c` moves pages without counting them, and then fails with `EEXIST` at the pages
+/// that it has just moved (docs/kernel/uffdio-move-count.md). A page that wrongly counts as not
+/// moved would be lost in staging.
 fn transfer(uffd: &Userfaultfd, pagemap: &Pagemap, from: Area, to: Area) -> (u64, Option<Errno>) {
     let mut done = 0;
     let mut chunk = from.pages();

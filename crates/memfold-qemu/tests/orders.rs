@@ -74,6 +74,44 @@ fn folding_stops_before_a_page_that_is_not_in_memory() {
     bench.assert_holds(1, 4, 4);
 }
 
+/// Linux 6.16 to 6.18.19 maps memory that does not exist when this page is moved (CVE-2026-31397).
+#[test]
+fn the_kernels_shared_huge_page_of_zeroes_stays_where_it_is() {
+    const HUGE: u64 = memfold_units::HUGE_PAGE_PAGES;
+    let Some(mut bench) = Bench::new(2 * HUGE) else {
+        return;
+    };
+    let first = (bench.hva(0) / PAGE_SIZE).next_multiple_of(HUGE) - bench.hva(0) / PAGE_SIZE;
+    let huge = bench.area(first, HUGE);
+    huge.advise(rustix::mm::Advice::LinuxHugepage).unwrap();
+    // Reading maps the page of zeroes, if the kernel has one.
+    assert!(huge.part(7, 1).is_zero());
+    let zero = Filter {
+        all_of: category::ZERO | category::HUGE,
+        ..Filter::default()
+    };
+    let map = Pagemap::open(rustix::process::getpid()).unwrap();
+    let is_mapped = || map.all_pass(huge.start(), huge.end(), zero).unwrap();
+    if !is_mapped() {
+        memfold_testkit::skip!("this kernel maps no huge page of zeroes");
+    }
+    let at = bench.publish(first, HUGE);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(first, 512, at)),
+        Outcome::Hole { folded: 0 }
+    );
+    assert!(is_mapped());
+    assert!(huge.is_zero());
+    // After a write, the huge page is the guest's own and is folded.
+    huge.part(3, 1).write(&[9]);
+    let at = bench.publish(first, HUGE);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(first, 512, at)),
+        Outcome::Done
+    );
+    assert!(huge.part(0, 3).is_zero() && !huge.part(3, 1).is_zero());
+}
+
 #[test]
 fn folded_pages_can_be_folded_again_or_unfolded_and_their_bytes_do_not_change() {
     let Some(mut bench) = Bench::new(64) else {
