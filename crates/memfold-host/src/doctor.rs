@@ -5,6 +5,8 @@ use memfold_units::ByteSize;
 use serde::Serialize;
 
 use super::facts::HostFacts;
+use super::kernel_faults::{self, Conduct, Found, Presence};
+use super::kernel_release::Release;
 use super::kvm::KvmVerdict;
 
 /// The kernel's default of `vm.max_map_count`. Folding a busy VM creates about 5,000 mappings.
@@ -44,6 +46,9 @@ pub struct Report {
     pub can_run: bool,
     /// Results of the checks, in the order in which they are shown.
     pub checks: Vec<Check>,
+    /// Known faults that this host's kernel has or may have; `None` if its release cannot be
+    /// parsed.
+    pub kernel_faults: Option<Vec<Found>>,
     /// Facts about the host that the checks are based on.
     pub host: HostFacts,
 }
@@ -53,13 +58,68 @@ pub struct Report {
 pub fn examine(host: HostFacts) -> Report {
     let mut checks = Vec::new();
     kernel(&host, &mut checks);
+    let kernel_faults = kernel_faults::find(&host.kernel);
+    checks.push(faults(&host.kernel, kernel_faults.as_deref()));
     memory(&host, &mut checks);
     qemu(&host, &mut checks);
     own_files(&host, &mut checks);
     Report {
         can_run: checks.iter().all(|c| c.status != Status::Fail),
         checks,
+        kernel_faults,
         host,
+    }
+}
+
+/// Makes the check of known faults of the kernel. Faults that memfold avoids are named, but are no
+/// reason for a warning.
+fn faults(kernel: &str, found: Option<&[Found]>) -> Check {
+    const NAME: &str = "kernel faults";
+    let Some(found) = found else {
+        return ok(
+            NAME,
+            format!("cannot tell: '{kernel}' is not the version of a Linux kernel"),
+        );
+    };
+    if found.is_empty() {
+        return ok(NAME, format!("none known in Linux {kernel}"));
+    }
+    let words = |found: &Found| {
+        let does = match found.conduct {
+            Conduct::Avoids => return format!("{} (memfold avoids it)", found.id),
+            Conduct::Meets => found.effect.words(),
+            Conduct::Refuses => "a VM can lose data, so 'memfold serve' refuses",
+        };
+        match found.presence {
+            Presence::Unknown => format!(
+                "{} ({does}, unless the distribution added the fix)",
+                found.id
+            ),
+            Presence::Present | Presence::Absent => format!("{} ({does})", found.id),
+        }
+    };
+    let (avoided, met): (Vec<_>, Vec<_>) = found
+        .iter()
+        .partition(|found| found.conduct == Conduct::Avoids);
+    let all: Vec<_> = met
+        .iter()
+        .chain(&avoided)
+        .map(|found| words(found))
+        .collect();
+    let meaning = all.join("; ");
+    if met.is_empty() {
+        return ok(NAME, meaning);
+    }
+    let fixes = met.iter().filter_map(|found| found.fixed_in.as_deref());
+    let newest = fixes.max_by_key(|fix| Release::parse(fix).map(|release| release.version));
+    let fix = format!(
+        "upgrade to Linux {} or newer, or to a kernel of your distribution with these fixes; 'memfold doctor --json' has workarounds in kernel_faults",
+        newest.unwrap_or_default()
+    );
+    if kernel_faults::refusal(kernel).is_some() {
+        fail(NAME, meaning, &fix)
+    } else {
+        warn(NAME, meaning, &fix)
     }
 }
 
@@ -315,7 +375,7 @@ mod tests {
 
     fn good_host() -> HostFacts {
         HostFacts {
-            kernel: "6.12.1".into(),
+            kernel: "7.3.1".into(),
             root: true,
             capabilities: u64::MAX,
             userfault: Userfault {
@@ -366,9 +426,47 @@ mod tests {
     }
 
     #[test]
+    fn doctor_names_the_faults_of_the_kernel_what_they_do_and_the_version_without_them() {
+        let check_of = |kernel: &str| {
+            let report = examine(HostFacts {
+                kernel: kernel.into(),
+                ..good_host()
+            });
+            let check = report.checks.iter().find(|c| c.name == "kernel faults");
+            (check.cloned().unwrap(), report.kernel_faults)
+        };
+        let (check, found) = check_of("6.18.44");
+        let (what, fix) = (check.meaning, check.fix.unwrap());
+        assert_eq!(check.status, Status::Warn);
+        assert!(
+            what.starts_with("commit 4165b7d1c45c (the host can crash)"),
+            "{what}"
+        );
+        assert!(
+            what.contains("commit f025ca73decd (memfold avoids it)"),
+            "{what}"
+        );
+        assert!(fix.contains("Linux 6.18.46 or newer"), "{fix}");
+        assert_eq!(found.unwrap().len(), 2);
+        let (check, _) = check_of("6.18.46");
+        assert_eq!((check.status, check.fix), (Status::Ok, None));
+        assert_eq!(check.meaning, "commit f025ca73decd (memfold avoids it)");
+        let (check, _) = check_of("6.8.0-71-generic");
+        assert_eq!(check.status, Status::Warn);
+        assert!(
+            check
+                .meaning
+                .contains("unless the distribution added the fix")
+        );
+        let (check, found) = check_of("Hurd 0.9");
+        assert_eq!((check.status, found), (Status::Ok, None));
+        assert!(check.meaning.contains("cannot tell: 'Hurd 0.9'"));
+    }
+
+    #[test]
     fn doctor_names_each_missing_requirement_and_the_fix() {
         type Damage = fn(&mut HostFacts);
-        let cases: [(&str, Status, Damage); 11] = [
+        let cases: [(&str, Status, Damage); 13] = [
             ("rights", Status::Fail, |h| h.root = false),
             ("rights", Status::Fail, |h| h.capabilities &= !(1 << 19)),
             ("userfaultfd", Status::Fail, |h| {
@@ -380,6 +478,10 @@ mod tests {
             ("PAGEMAP_SCAN", Status::Fail, |h| {
                 h.pagemap_scan_error = Some("ENOTTY".into());
             }),
+            ("kernel faults", Status::Warn, |h| {
+                h.kernel = "6.12.1".into();
+            }),
+            ("kernel faults", Status::Fail, |h| h.kernel = "6.8.1".into()),
             ("KSM", Status::Warn, |h| h.ksm = None),
             ("vm.max_map_count", Status::Warn, |h| {
                 h.max_map_count = Some(1000);

@@ -7,6 +7,8 @@ pub mod facts;
 pub mod files;
 pub mod groups;
 pub mod helper;
+pub mod kernel_faults;
+pub mod kernel_release;
 pub mod kvm;
 pub mod progress;
 pub mod qemu;
