@@ -25,6 +25,7 @@ use tracing_subscriber::filter::ParseError;
 
 use super::context::Context;
 use super::debt::cover;
+use super::failure::IMPOSSIBLE_HERE;
 use super::lend::ports;
 use super::log::LogFormat;
 use super::number::number;
@@ -73,6 +74,9 @@ pub(super) struct Arguments {
     /// Start with folding paused
     #[arg(long)]
     paused: bool,
+    /// Start although this host's kernel has a known fault with which a VM can lose data
+    #[arg(long)]
+    despite_kernel: bool,
     /// Directory of snapshots
     #[arg(long, env = "MEMFOLD_SNAPSHOTS", default_value = DEFAULT_SHELF, value_name = "DIR")]
     snapshots: PathBuf,
@@ -351,6 +355,12 @@ impl Arguments {
 }
 
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let kernel = rustix::system::uname();
+    let kernel = kernel.release().to_string_lossy();
+    if let Err(refusal) = check_kernel(&kernel, arguments.despite_kernel) {
+        memfold_host::say!("memfold: {refusal}");
+        return Ok(ExitCode::from(IMPOSSIBLE_HERE));
+    }
     let doors = arguments.doors(&context.socket)?;
     let brake = BrakePolicy::default();
     let options = DaemonOptions {
@@ -433,6 +443,24 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
+/// Checks that no VM can lose data by a known fault of the kernel of release `kernel`, unless
+/// `despite` is set; then the fault is only logged. Returns the reason to refuse.
+fn check_kernel(kernel: &str, despite: bool) -> Result<(), String> {
+    match memfold_host::kernel_faults::refusal(kernel) {
+        None => Ok(()),
+        Some(fault) if despite => {
+            warn!(
+                fault,
+                "serving despite a fault of this kernel; upgrade the kernel"
+            );
+            Ok(())
+        }
+        Some(fault) => Err(format!(
+            "{fault}, or pass --despite-kernel. 'memfold doctor' shows the kernel's faults and workarounds"
+        )),
+    }
+}
+
 /// Time limit for borrowers to return this host's memory when the daemon ends. It is slightly
 /// longer than the lender's own limit.
 const LENDING_LIMIT: Duration = Duration::from_secs(50);
@@ -506,6 +534,23 @@ mod tests {
             .args([test, "--exact", "--ignored", "--nocapture"])
             .env(WHO, who);
         command.output().unwrap().status.code()
+    }
+
+    #[test]
+    fn serve_refuses_a_kernel_that_loses_data_unless_it_is_told_to_start_despite_it() {
+        let refusal = check_kernel("6.8.1", false).unwrap_err();
+        for word in [
+            "CVE-2024-27007",
+            "Linux 6.8.8",
+            "--despite-kernel",
+            "doctor",
+        ] {
+            assert!(refusal.contains(word), "no '{word}' in: {refusal}");
+        }
+        assert_eq!(check_kernel("6.8.1", true), Ok(()));
+        for kernel in ["6.8.0-71-generic", "6.12.57+deb13-amd64", "no version"] {
+            assert_eq!(check_kernel(kernel, false), Ok(()), "{kernel}");
+        }
     }
 
     #[test]
