@@ -17,6 +17,7 @@
 //! | [`locked`] | memfds whose pages stay in RAM, `mlock(2)` |
 //! | [`shared`] | words of a file that several processes change at the same time |
 //! | [`signals`] | signal masks of threads |
+//! | [`tap`] | tap devices, `TUNSETIFF` on `/dev/net/tun` |
 //! | [`writeback`] | start of writing a file to its disk, `sync_file_range(2)` |
 
 pub mod cpu;
@@ -33,5 +34,6 @@ mod result;
 pub mod session;
 pub mod shared;
 pub mod signals;
+pub mod tap;
 pub mod userfaultfd;
 pub mod writeback;
