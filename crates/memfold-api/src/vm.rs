@@ -69,6 +69,11 @@ pub struct VmInfo {
     /// Host ports forwarded into the guest: `ADDRESS:PORT:GUEST-PORT`.
     #[serde(default)]
     pub forwards: Vec<String>,
+    /// Network of the guest's card, if memfold made one: `user`, `bridge=NAME`, `macvtap=NAME`, or
+    /// `disconnected`.
+    pub network: Option<String>,
+    /// MAC address of the guest's card; unset: that of all cards in user-mode networks.
+    pub mac: Option<String>,
     /// Host resources that the saved VM had and this restored VM lacks, because only one VM can
     /// have each of them.
     #[serde(default)]

@@ -15,7 +15,7 @@ use std::io::{self, Read};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use memfold_vm::{VmDirectory, VmSpec, missing_is_fine};
+use memfold_vm::{MacAddress, VmDirectory, VmSpec, missing_is_fine};
 
 /// File in a VM's directory that contains a [`Plan`] until the plan is executed.
 const FILE: &str = "renewal.json";
@@ -86,7 +86,9 @@ impl Plan {
         let high = word()? & !0xf000 | 0x4000;
         let low = word()? & !(0b11 << 62) | 0b10 << 62;
         #[allow(clippy::cast_possible_truncation)] // only 24 bits are used
-        let mac = (word()? & 0xff_ffff) as u32;
+        let random_mac = (word()? & 0xff_ffff) as u32;
+        // The description's address is the one that the host expects.
+        let mac = spec.mac.map_or(random_mac, MacAddress::last_bytes);
         let seed = [word()?, word()?, word()?, word()?].map(|word| format!("{word:016x}"));
         Ok(Self {
             renew,

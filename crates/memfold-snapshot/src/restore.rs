@@ -25,7 +25,9 @@ use std::time::{Duration, Instant};
 use memfold_store::data_ranges;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
-use memfold_vm::{DiskFormat, DiskSpec, Forward, Qmp, RamBlock, RamLayout, Vm, VmSpec};
+use memfold_vm::{
+    DiskFormat, DiskSpec, Forward, Network, Qmp, RamBlock, RamLayout, Vm, VmSpec, connection,
+};
 use memfold_wire::library::{MAX_RUNS, MapRun, Order};
 use rustix::process::Pid;
 use serde_json::json;
@@ -110,12 +112,18 @@ pub fn unchecked_spec(place: &Path, manifest: &Manifest, name: &str) -> VmSpec {
 
 /// Chooses the forwarded host ports of a VM that will run from a snapshot: the ports in `asked`,
 /// or, if `asked` is empty, those of the saved VM's ports that are free. Records in `spec` which
-/// host resources of the saved VM the new VM does not get.
+/// host resources of the saved VM the new VM does not get. Without the saved VM's bridge or
+/// interface, the new VM's network card is connected to nothing.
 pub fn choose_host_ends(spec: &mut VmSpec, asked: &[Forward]) -> Result<(), SnapshotError> {
     spec.left_out = match &spec.foreign {
         Some(foreign) => foreign.left_out.clone(),
         None => memfold_vm::foreign::leave_out_taken(&mut spec.qemu_args),
     };
+    if let Err(error) = connection::check(&spec.network) {
+        spec.left_out
+            .push(format!("network {}: {error}", spec.network));
+        spec.network = Network::Disconnected;
+    }
     if asked.is_empty() {
         for forward in std::mem::take(&mut spec.forwards) {
             match forward.claim() {

@@ -12,6 +12,7 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
 use memfold_snapshot::{Draft, Manifest, Shelf, SnapshotError, portable};
 use memfold_units::ByteSize;
+use memfold_vm::Network;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -153,6 +154,9 @@ impl Description {
         let mut manifest = self.manifest.clone();
         if request.trust.is_none() {
             manifest.spec.forwards.clear();
+            if manifest.spec.network.interface().is_some() {
+                manifest.spec.network = Network::Disconnected;
+            }
             manifest.spec.qemu_directory = None;
         }
         manifest

@@ -8,14 +8,18 @@ use memfold_wire::agent::PORT_NAME;
 use super::directory::VmDirectory;
 use super::foreign::Foreign;
 use super::qemu_line::{Line, escape, monitor_argument, on_or_off};
+use super::network::Network;
 use super::segments;
-use super::spec::{DiskSpec, Network, StreamedDisk, VmSpec};
+use super::spec::{DiskSpec, StreamedDisk, VmSpec};
 use super::swap;
 
 /// Seconds for which QEMU waits for an NBD server that is gone: three years.
 const WAIT_FOR_SERVER_S: u64 = 100_000_000;
 
 /// Returns QEMU's command line for a VM. `overlays` holds the overlay files of the disks with
+/// ID of the backend of a VM's network card in QEMU.
+pub(super) const NETWORK: &str = "net0";
+
 /// `snapshot`, in the order of the disks; the file of the swap disk is the last, if the VM has one.
 #[must_use]
 pub fn arguments(
@@ -80,11 +84,18 @@ fn network_arguments(line: &mut Line, spec: &VmSpec) {
     }
     // The network card gets no option ROM: nobody boots from the network, and the ROM is in another
     // Debian package.
-    let forwards = spec.forwards.iter();
-    let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
-    let backend = format!("user,id=net0{}", forwards.collect::<String>());
-    line.add("-netdev", backend)
-        .add("-device", "virtio-net-pci,netdev=net0,romfile=");
+    // A tap has a descriptor, so the code that starts QEMU adds its backend.
+    if spec.network == Network::User {
+        let forwards = spec.forwards.iter();
+        let forwards = forwards.map(|forward| format!(",hostfwd={}", forward.rule()));
+        let backend = format!("user,id={NETWORK}{}", forwards.collect::<String>());
+        line.add("-netdev", backend);
+    }
+    let mac = spec
+        .mac
+        .map_or_else(String::new, |mac| format!(",mac={mac}"));
+    let card = format!("virtio-net-pci,netdev={NETWORK},romfile={mac}");
+    line.add("-device", card);
 }
 
 /// Adds the block nodes of the disks. Of a VM that memfold started originally, also the disks'

@@ -11,6 +11,7 @@
 //!   segments.json  segments that the VM maps now     borrowed.json  lent RAM that its swap disk uses
 //!   lentN-M        socket of a relay, for QEMU       relay.log      output of relays
 //!   wish.json      an operator's request for lent RAM
+//!   macvtap        name of the VM's macvtap, which is removed with the directory
 //! ```
 
 use std::fs::{self, DirBuilder, File};
@@ -21,6 +22,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
+use super::connection;
 use super::process::Identity;
 
 /// Default state directory, in which all VMs have their files. It is on tmpfs: like the VMs, its
@@ -130,6 +132,8 @@ impl VmDirectory {
         borrowed = "borrowed.json";
         /// An operator's saved request to move the VM's swap disk to lent RAM.
         wish = "wish.json";
+        /// Name of the VM's macvtap interface, which is removed with the VM.
+        macvtap = "macvtap";
         /// Log of the relays between the swap disk and lenders.
         relay_log = "relay.log";
         /// Marker that exists until the restore of the VM is complete.
@@ -196,8 +200,10 @@ impl VmDirectory {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 
-    /// Removes the VM's directory and the files in `overlays`. Missing files are no error.
+    /// Removes the VM's directory, the files in `overlays`, and the VM's macvtap. Missing files are
+    /// no error.
     pub fn remove(&self, overlays: &[PathBuf]) -> io::Result<()> {
+        connection::remove(self)?;
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
         }

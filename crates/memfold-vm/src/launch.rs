@@ -15,10 +15,12 @@ use memfold_units::ByteSize;
 use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
-use super::command_line::arguments;
+use super::command_line::{NETWORK, arguments};
+use super::connection::{self, ConnectionError};
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
 use super::forward::Forward;
 use super::machine::Vm;
+use super::network::MacAddress;
 use super::overlay::{self, Backing};
 use super::own_files;
 use super::process::Identity;
@@ -104,6 +106,12 @@ pub enum LaunchError {
         what: &'static str,
         then: String,
         now: String,
+    },
+    #[error("cannot connect the network card of VM '{name}'")]
+    Network {
+        name: String,
+        #[source]
+        source: ConnectionError,
     },
     #[error("VM '{name}' was stopped while it started")]
     Cancelled { name: String },
@@ -193,6 +201,9 @@ pub fn start_unless(
             forward: forward.clone(),
             source,
         })?;
+    }
+    if spec.network.needs_tap() && spec.mac.is_none() {
+        spec.mac = Some(MacAddress::of_vm(&spec.name));
     }
     let accel = choose_accel(&spec, &qemu, state)?;
     if let Some(incoming) = incoming {
@@ -408,6 +419,7 @@ impl Attempt<'_> {
         let _lock = directory.lock().map_err(failed)?;
         self.make_files()?;
         let mut command = self.command(&machine).map_err(failed)?;
+        self.connect(&mut command)?;
         let program = || self.qemu.program.clone();
         let spawned = session::detach(&mut command).spawn();
         let spawned = spawned.map_err(|source| QemuError::Run {
@@ -439,6 +451,24 @@ impl Attempt<'_> {
             reap(child);
         }
         Ok(vm)
+    }
+
+    /// Connects the VM's network card, and passes the tap's descriptor to QEMU.
+    fn connect(&self, command: &mut Command) -> Result<(), LaunchError> {
+        let spec = self.spec;
+        let Some(address) = spec.mac.filter(|_| spec.foreign.is_none()) else {
+            return Ok(());
+        };
+        let connected = connection::connect(&spec.network, address, self.directory);
+        let tap = connected.map_err(|source| LaunchError::Network {
+            name: spec.name.clone(),
+            source,
+        })?;
+        if let Some(tap) = tap {
+            let number = session::pass(command, tap);
+            command.args(["-netdev", &format!("tap,id={NETWORK},fd={number}")]);
+        }
+        Ok(())
     }
 
     fn undo(&mut self) {

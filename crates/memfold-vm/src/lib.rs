@@ -15,6 +15,7 @@ pub mod agent_link;
 pub mod block_device;
 pub mod command_line;
 pub mod conditions;
+pub mod connection;
 mod definition;
 pub mod directory;
 pub mod endpoints;
@@ -27,6 +28,7 @@ pub mod layout;
 pub mod library_link;
 pub mod machine;
 mod name;
+mod network;
 pub mod overlay;
 pub mod own_files;
 pub mod process;
@@ -49,6 +51,7 @@ pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
 };
 pub use conditions::{Reason, VmConditions};
+pub use connection::ConnectionError;
 pub use definition::Definition;
 pub use directory::{DEFAULT_STATE, Record, VmDirectory, missing_is_fine};
 pub use forward::Forward;
@@ -57,14 +60,14 @@ pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{MachineError, Vm};
 pub use name::{MAX_NAME, check_name};
+pub use network::{MacAddress, Network};
 pub use process::{Identity, Process, boot_id};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
 pub use segment_spec::SegmentSpec;
 pub use shared_qmp::{QmpGuard, SharedQmp};
 pub use spec::{
-    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, Network,
-    StreamedDisk, VmSpec,
+    AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, StreamedDisk, VmSpec,
 };
 pub use spec_error::SpecError;
 pub use stop::{Ask, StopKind, Stopped};

@@ -4,6 +4,7 @@
 
 use super::foreign::null_chardev;
 use super::foreign::value::Value;
+use super::network::Network;
 use super::spec::VmSpec;
 
 impl VmSpec {
@@ -14,6 +15,10 @@ impl VmSpec {
     pub fn for_trial(mut self, name: String) -> Self {
         (self.name, self.fold, self.boot_snapshot) = (name, false, false);
         self.qemu_args = quiet(&self.qemu_args);
+        if self.network.needs_tap() {
+            // The trial runs no guest, so the card may be anywhere but in the host's network.
+            self.network = Network::User;
+        }
         self
     }
 }

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::foreign::Foreign;
 use super::forward::Forward;
+use super::network::{MacAddress, Network};
 use super::segment_spec::SegmentSpec;
 use super::spec_error::{SpecError, require};
 
@@ -189,17 +190,6 @@ pub struct BootSpec {
     pub firmware: Option<PathBuf>,
 }
 
-/// Which network the guest has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Network {
-    /// The guest has no network card.
-    #[default]
-    None,
-    /// The guest has a card in QEMU's user-mode network.
-    User,
-}
-
 /// Whether KSM may merge a VM's memory with that of other VMs. KSM merges only while it runs on the
 /// host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -247,9 +237,14 @@ pub struct VmSpec {
     /// freed memory to the host.
     #[serde(default = "yes")]
     pub balloon: bool,
-    /// Which network the guest has.
+    /// Which network the guest's network card is connected to: `none`, `user`, `bridge=NAME` or
+    /// `macvtap=NAME`.
     #[serde(default)]
     pub network: Network,
+    /// MAC address of the guest's network card. Unset: computed from the VM's name and the host; in
+    /// a user-mode network, where each VM is alone, QEMU's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<MacAddress>,
     /// Whether memfold's library is preloaded into QEMU, so that the VM's RAM can be folded.
     #[serde(default = "yes")]
     pub fold: bool,

@@ -5,8 +5,9 @@ use memfold_units::ByteSize;
 use super::block_device;
 use super::image_format;
 use super::name::check_name;
+use super::network::Network;
 use super::segments;
-use super::spec::{Aio, Network, VmSpec};
+use super::spec::{Aio, VmSpec};
 use super::spec_error::{SpecError, require, value};
 use super::swap;
 
@@ -50,6 +51,8 @@ impl VmSpec {
         };
         let why = "forwarding a port needs a network in user mode (network = \"user\"), and the VM has none";
         require(self.forwards.is_empty() || takes_forwards, "forwards", why)?;
+        let why = "a MAC address needs a network card; set network, or leave out mac";
+        require(self.mac.is_none() || self.cards() > 0, "mac", why)?;
         if self.boot_snapshot {
             self.check_boot_snapshot()?;
         }

@@ -28,6 +28,10 @@ impl Machine {
         let forwards = spec.into_iter().flat_map(|spec| &spec.forwards);
         VmInfo {
             forwards: forwards.map(ToString::to_string).collect(),
+            network: spec
+                .filter(|spec| spec.foreign.is_none() && spec.cards() > 0)
+                .map(|spec| spec.network.to_string()),
+            mac: spec.and_then(|spec| spec.mac).map(|mac| mac.to_string()),
             left_out: spec.map_or_else(Vec::new, |spec| spec.left_out.clone()),
             name: self.role.name.clone(),
             domain: self.role.domain.clone(),

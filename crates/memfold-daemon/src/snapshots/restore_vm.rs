@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use memfold_api::{RestoreRequest, VmInfo};
-use memfold_snapshot::identity::Plan;
+use memfold_snapshot::identity::{Plan, Renew};
 use memfold_snapshot::manifest::DEVICES;
 use memfold_snapshot::restore::{OwnDisks, PageSource};
 use memfold_snapshot::working_set::{self, WorkingSet};
 use memfold_snapshot::{Manifest, SnapshotError, restore};
 use memfold_transfer::StreamedSnapshot;
 use memfold_units::PAGE_SIZE;
-use memfold_vm::{Incoming, LaunchError, Qmp, Vm, VmSpec};
+use memfold_vm::{Incoming, LaunchError, MacAddress, Qmp, Vm, VmSpec};
 use rustix::process::Pid;
 use tracing::{debug, info};
 
@@ -72,6 +72,10 @@ impl Snapshots {
             return Err(DaemonError::NameTaken(request.vm.clone()));
         }
         restore::choose_host_ends(&mut spec, &request.forwards)?;
+        if request.renew >= Renew::Network && spec.mac.is_some() {
+            // The agent gives the guest's card this address, too.
+            spec.mac = Some(MacAddress::of_vm(&spec.name));
+        }
         let held = manifest.counts.saved_pages * PAGE_SIZE;
         let admitted = self
             .below

@@ -12,7 +12,9 @@ use memfold_api::{
     AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopReport, StopRequest, VmInfo,
 };
 use memfold_units::ByteSize;
-use memfold_vm::{DiskFormat, DiskSpec, Forward, MergeChoice, Network, SegmentSpec, VmSpec};
+use memfold_vm::{
+    DiskFormat, DiskSpec, Forward, MacAddress, MergeChoice, Network, SegmentSpec, VmSpec,
+};
 
 use super::console;
 use super::context::{Context, write_line};
@@ -169,6 +171,13 @@ pub(super) struct RunArguments {
     /// Do not preload memfold's library; the VM's RAM is then not folded
     #[arg(long)]
     no_fold: bool,
+    /// Network of the guest's card: in QEMU's user mode (user), in a bridge of this host
+    /// (bridge=NAME), or in the network of an interface (macvtap=NAME); none by default
+    #[arg(long, value_name = "user|bridge=NAME|macvtap=NAME|none")]
+    network: Option<Network>,
+    /// MAC address of the guest's network card; by default computed from the names of VM and host
+    #[arg(long, value_name = "ADDRESS")]
+    mac: Option<MacAddress>,
     /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user
     /// mode; HOST-PORT 0 is a free port; several allowed
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
@@ -232,8 +241,12 @@ impl RunArguments {
             spec.qemu_args.extend(self.qemu_args);
             spec.qemu_directory = Some(std::env::current_dir()?);
         }
+        spec.network = self.network.unwrap_or(spec.network);
+        spec.mac = self.mac.or(spec.mac);
         if !self.forwards.is_empty() {
-            spec.network = Network::User;
+            if spec.network == Network::None {
+                spec.network = Network::User;
+            }
             spec.forwards = self.forwards;
         }
         spec.validate()?;

@@ -19,6 +19,9 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
         ByteSize(vm.ram_bytes),
         vm.qemu
     )];
+    if let (Some(network), Some(mac)) = (&vm.network, &vm.mac) {
+        lines.push(format!("network: {network}, MAC address {mac}"));
+    }
     lines.extend(vm.clock.as_ref().and_then(clock));
     let folding = if vm.fold_problems.is_empty() {
         let at_pauses = "folded pages are folded again only at short pauses";

@@ -16,6 +16,7 @@ mod ksm;
 mod lending;
 mod lines;
 mod metrics;
+mod networks;
 mod overlays;
 mod paths;
 mod proxy;

@@ -86,6 +86,8 @@ pub struct Daemon {
     more: Vec<String>,
     /// QEMU program to use instead of the one in `PATH`.
     qemu: Option<PathBuf>,
+    /// Network namespace in which the daemon runs, as `ip netns` names it.
+    namespace: Option<String>,
 }
 
 impl Daemon {
@@ -97,12 +99,13 @@ impl Daemon {
     pub fn start_logging(log: Stdio, more: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
-        let child = spawn_in(directory.path(), &more, None, log);
+        let child = spawn_in(directory.path(), &more, program(), log);
         let daemon = Self {
             child,
             directory,
             more,
             qemu: None,
+            namespace: None,
         };
         daemon.wait_serving();
         daemon
@@ -119,11 +122,28 @@ impl Daemon {
         std::fs::write(&wrapper, text).unwrap();
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(&wrapper, mode).unwrap();
+        let mut command = program();
+        command.env("MEMFOLD_QEMU", &wrapper);
         let daemon = Self {
-            child: spawn_in(directory.path(), &[], Some(&wrapper), log()),
+            child: spawn_in(directory.path(), &[], command, log()),
             directory,
             more: Vec::new(),
             qemu: Some(wrapper),
+            namespace: None,
+        };
+        daemon.wait_serving();
+        daemon
+    }
+
+    /// Starts a daemon in a network namespace that `ip netns add` has made.
+    pub fn start_in_namespace(name: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let daemon = Self {
+            child: spawn_in(directory.path(), &[], program_in(name), log()),
+            directory,
+            more: Vec::new(),
+            qemu: None,
+            namespace: Some(name.to_owned()),
         };
         daemon.wait_serving();
         daemon
@@ -185,12 +205,11 @@ impl Daemon {
     }
 
     pub fn start_again(&mut self) {
-        self.child = spawn_in(
-            self.directory.path(),
-            &self.more,
-            self.qemu.as_deref(),
-            log(),
-        );
+        let mut command = self.namespace.as_deref().map_or_else(program, program_in);
+        if let Some(qemu) = &self.qemu {
+            command.env("MEMFOLD_QEMU", qemu);
+        }
+        self.child = spawn_in(self.directory.path(), &self.more, command, log());
         self.wait_serving();
     }
 
@@ -227,11 +246,24 @@ impl Daemon {
     }
 }
 
-fn spawn_in(directory: &Path, more: &[String], qemu: Option<&Path>, log: Stdio) -> Child {
-    let mut command = program();
-    if let Some(qemu) = qemu {
-        command.env("MEMFOLD_QEMU", qemu);
+/// Returns a command for the program in a network namespace.
+fn program_in(namespace: &str) -> Command {
+    let program = program();
+    let mut command = Command::new("ip");
+    command
+        .args(["netns", "exec", namespace])
+        .arg(program.get_program());
+    for (name, value) in program.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
     }
+    command.stdin(Stdio::null());
+    command
+}
+
+fn spawn_in(directory: &Path, more: &[String], mut command: Command, log: Stdio) -> Child {
     command
         .arg("--socket")
         .arg(directory.join("s"))
