@@ -131,6 +131,17 @@ impl Snapshots {
         Ok(self.below.snapshots.manifest(name)?)
     }
 
+    /// Returns the manifest of a snapshot for users who may not know the secrets of its VM: without
+    /// the user data of the VM's seed disk.
+    pub fn public_manifest(&self, name: &str) -> Result<Manifest, DaemonError> {
+        let mut manifest = self.manifest(name)?;
+        let seed = manifest.spec.cloud_init.as_mut();
+        if let Some(seed) = seed.and_then(|of| of.seed.as_mut()) {
+            seed.user_data = format!("{} bytes, not shown", seed.user_data.len());
+        }
+        Ok(manifest)
+    }
+
     /// Removes a snapshot.
     ///
     /// # Errors

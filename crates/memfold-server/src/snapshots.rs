@@ -29,7 +29,7 @@ pub(super) async fn save_snapshot(
 /// Returns the manifest of a snapshot.
 #[utoipa::path(get, path = "/v1/snapshots/{name}", responses((status = 200, body = Object), (status = 404, body = ErrorBody)))]
 pub(super) async fn snapshot(daemon: Served, name: Named) -> Answered<Manifest> {
-    blocking(daemon, move |d| d.snapshots().manifest(&name)).await
+    blocking(daemon, move |d| d.snapshots().public_manifest(&name)).await
 }
 
 /// Saves a running VM at this instant as the snapshot from which its forks start, and makes the VM

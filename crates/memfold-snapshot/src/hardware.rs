@@ -5,7 +5,7 @@
 //! checked here. Devices that were hot-plugged are not in the description, and an unknown writable
 //! disk would continue to change after the snapshot.
 
-use memfold_vm::{Qmp, VmSpec};
+use memfold_vm::{Qmp, VmSpec, cloud_init};
 use serde_json::{Value, json};
 
 use super::error::SnapshotError;
@@ -55,10 +55,14 @@ fn blocked(migration: &Value) -> Option<String> {
     })
 }
 
-/// Returns whether a device in the answer to `query-block` is one of the description's disks.
+/// Returns whether a device in the answer to `query-block` is one of the description's disks, or
+/// the seed disk that the description contains.
 pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
     let path = device["qdev"].as_str().unwrap_or_default();
-    (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
+    let seed = cloud_init::DEVICE;
+    let is_seed = path == seed || path.contains(&format!("/{seed}/"));
+    (spec.cloud_init.is_some() && is_seed)
+        || (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))
 }
 
 /// Returns whether a device is firmware flash. The contents of flash are also in RAM, and its file

@@ -15,13 +15,10 @@ use std::io::{self, Read};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use memfold_vm::{MacAddress, VmDirectory, VmSpec, missing_is_fine};
+use memfold_vm::{MacAddress, VmDirectory, VmSpec, host_name, missing_is_fine};
 
 /// File in a VM's directory that contains a [`Plan`] until the plan is executed.
 const FILE: &str = "renewal.json";
-
-/// Maximum length of a host name (`HOST_NAME_MAX`, `gethostname(2)`).
-const HOST_NAME_MAX: usize = 63;
 
 /// Shell script that succeeds if the guest's kernel has found the VM generation ID that QEMU
 /// offers. The kernel's driver is an ACPI driver until Linux 6.9, and a platform driver since then.
@@ -263,12 +260,6 @@ impl Renewal {
             ..Self::default()
         }
     }
-}
-
-fn host_name(name: &str) -> String {
-    let name = name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
-    let end = name.len().min(HOST_NAME_MAX);
-    name[..end].trim_matches('-').to_owned()
 }
 
 /// Returns whether the shell can parse a script.

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use memfold_wire::agent::PORT_NAME;
 
+use super::cloud_init;
 use super::directory::VmDirectory;
 use super::foreign::Foreign;
-use super::qemu_line::{Line, escape, monitor_argument, on_or_off};
 use super::network::Network;
+use super::qemu_line::{Line, escape, monitor_argument, on_or_off};
 use super::segments;
 use super::spec::{DiskSpec, StreamedDisk, VmSpec};
 use super::swap;
@@ -16,10 +17,10 @@ use super::swap;
 /// Seconds for which QEMU waits for an NBD server that is gone: three years.
 const WAIT_FOR_SERVER_S: u64 = 100_000_000;
 
-/// Returns QEMU's command line for a VM. `overlays` holds the overlay files of the disks with
 /// ID of the backend of a VM's network card in QEMU.
 pub(super) const NETWORK: &str = "net0";
 
+/// Returns QEMU's command line for a VM. `overlays` holds the overlay files of the disks with
 /// `snapshot`, in the order of the disks; the file of the swap disk is the last, if the VM has one.
 #[must_use]
 pub fn arguments(
@@ -72,6 +73,7 @@ pub fn arguments(
     }
     network_arguments(&mut line, spec);
     disk_arguments(&mut line, spec, overlays);
+    cloud_init::arguments(&mut line, spec, directory);
     segments::arguments(&mut line, spec);
     boot_arguments(&mut line, spec);
     line.0.extend(spec.more_arguments(directory));
@@ -82,8 +84,6 @@ fn network_arguments(line: &mut Line, spec: &VmSpec) {
     if spec.network == Network::None {
         return;
     }
-    // The network card gets no option ROM: nobody boots from the network, and the ROM is in another
-    // Debian package.
     // A tap has a descriptor, so the code that starts QEMU adds its backend.
     if spec.network == Network::User {
         let forwards = spec.forwards.iter();
@@ -91,6 +91,8 @@ fn network_arguments(line: &mut Line, spec: &VmSpec) {
         let backend = format!("user,id={NETWORK}{}", forwards.collect::<String>());
         line.add("-netdev", backend);
     }
+    // The network card gets no option ROM: nobody boots from the network, and the ROM is in another
+    // Debian package.
     let mac = spec
         .mac
         .map_or_else(String::new, |mac| format!(",mac={mac}"));

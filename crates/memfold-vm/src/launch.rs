@@ -15,6 +15,7 @@ use memfold_units::ByteSize;
 use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
+use super::cloud_init;
 use super::command_line::{NETWORK, arguments};
 use super::connection::{self, ConnectionError};
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
@@ -205,6 +206,9 @@ pub fn start_unless(
     if spec.network.needs_tap() && spec.mac.is_none() {
         spec.mac = Some(MacAddress::of_vm(&spec.name));
     }
+    if let Some(cloud_init) = &mut spec.cloud_init {
+        cloud_init.settle(&spec.name)?;
+    }
     let accel = choose_accel(&spec, &qemu, state)?;
     if let Some(incoming) = incoming {
         fits(incoming, &qemu, accel)?;
@@ -348,6 +352,7 @@ impl Attempt<'_> {
             .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
             .map_err(failed)?;
         own_files::make(directory, spec).map_err(failed)?;
+        cloud_init::make(directory, spec).map_err(failed)?;
         let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
         let places: Vec<PathBuf> = disks()
             .enumerate()

@@ -13,6 +13,7 @@
 mod agent_budget;
 pub mod agent_link;
 pub mod block_device;
+pub mod cloud_init;
 pub mod command_line;
 pub mod conditions;
 pub mod connection;
@@ -50,6 +51,7 @@ mod validate;
 pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
 };
+pub use cloud_init::{CloudInit, Seed};
 pub use conditions::{Reason, VmConditions};
 pub use connection::ConnectionError;
 pub use definition::Definition;
@@ -59,7 +61,7 @@ pub use launch::{Cancel, Incoming, LaunchError, last_words, log_tail, start, sta
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{MachineError, Vm};
-pub use name::{MAX_NAME, check_name};
+pub use name::{MAX_NAME, check_name, host_name};
 pub use network::{MacAddress, Network};
 pub use process::{Identity, Process, boot_id};
 pub use qmp::{Qmp, QmpError};

@@ -23,6 +23,18 @@ pub fn check_name(field: &'static str, name: &str) -> Result<(), SpecError> {
     }
 }
 
+/// Maximum length of a host name (`HOST_NAME_MAX`, `gethostname(2)`).
+const HOST_NAME_MAX: usize = 63;
+
+/// Returns the host name of the guest of the VM `name`: its letters and digits, and `-` for other
+/// characters.
+#[must_use]
+pub fn host_name(name: &str) -> String {
+    let name = name.replace(|c: char| !c.is_ascii_alphanumeric(), "-");
+    let end = name.len().min(HOST_NAME_MAX);
+    name[..end].trim_matches('-').to_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
+use super::cloud_init::CloudInit;
 use super::foreign::Foreign;
 use super::forward::Forward;
 use super::network::{MacAddress, Network};
@@ -295,6 +296,10 @@ pub struct VmSpec {
     /// What the VM boots: a kernel or firmware.
     #[serde(default)]
     pub boot: BootSpec,
+    /// What cloud-init in the guest is told, on a disk after all other disks. Unset: the VM has no
+    /// such disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cloud_init: Option<CloudInit>,
     /// Disks of the VM, in the order in which the guest sees them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
@@ -401,7 +406,10 @@ impl VmSpec {
     pub(super) fn check_fields_of_users(&self) -> Result<(), SpecError> {
         let why = "belongs to snapshots only; give your own QEMU arguments as qemu_args";
         require(self.files.is_empty(), "files", why)?;
-        require(self.foreign.is_none(), "foreign", why)
+        require(self.foreign.is_none(), "foreign", why)?;
+        let seed = self.cloud_init.as_ref().and_then(|of| of.seed.as_ref());
+        let why = "belongs to snapshots only; name files as cloud_init.user_data";
+        require(seed.is_none(), "cloud_init.seed", why)
     }
 
     /// Sets the paths of the VM's files to those of another description of the same VM.
@@ -412,6 +420,10 @@ impl VmSpec {
     }
 
     pub(super) fn files_mut(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {
+        let (user_data, keys) = match &mut self.cloud_init {
+            Some(of) => (of.user_data.as_mut(), of.ssh_keys.as_mut_slice()),
+            None => (None, [].as_mut_slice()),
+        };
         let boot = &mut self.boot;
         let boot = [
             ("boot.kernel", boot.kernel.as_mut()),
@@ -420,6 +432,12 @@ impl VmSpec {
         ];
         boot.into_iter()
             .filter_map(|(field, path)| Some((field, path?)))
+            .chain(
+                user_data
+                    .into_iter()
+                    .map(|path| ("cloud_init.user_data", path)),
+            )
+            .chain(keys.iter_mut().map(|path| ("cloud_init.ssh_keys", path)))
             .chain(self.disks.iter_mut().map(|d| ("disks.path", &mut d.path)))
     }
 }

@@ -61,6 +61,9 @@ impl VmSpec {
             image_format::settle(disk)?;
         }
         swap::check(self)?;
+        if let Some(of) = self.cloud_init.as_ref().filter(|of| of.seed.is_none()) {
+            of.read()?;
+        }
         segments::check(self)?;
         for (field, path) in self.files_mut() {
             let file = |source| SpecError::File {

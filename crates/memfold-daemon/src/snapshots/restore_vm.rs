@@ -76,6 +76,10 @@ impl Snapshots {
             // The agent gives the guest's card this address, too.
             spec.mac = Some(MacAddress::of_vm(&spec.name));
         }
+        let seed = spec.cloud_init.as_mut().and_then(|of| of.seed.as_mut());
+        if let (Some(seed), Renew::Identity) = (seed, request.renew) {
+            seed.rename(&request.vm);
+        }
         let held = manifest.counts.saved_pages * PAGE_SIZE;
         let admitted = self
             .below

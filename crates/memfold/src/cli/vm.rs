@@ -178,6 +178,12 @@ pub(super) struct RunArguments {
     /// MAC address of the guest's network card; by default computed from the names of VM and host
     #[arg(long, value_name = "ADDRESS")]
     mac: Option<MacAddress>,
+    /// File with user data for cloud-init in the guest, which gets it on a read-only disk
+    #[arg(long, value_name = "FILE")]
+    user_data: Option<PathBuf>,
+    /// File with SSH public keys that may log in to the guest, by cloud-init; several allowed
+    #[arg(long = "ssh-key", value_name = "FILE")]
+    ssh_keys: Vec<PathBuf>,
     /// Forward a port of this host (127.0.0.1 by default) to the guest, through a network in user
     /// mode; HOST-PORT 0 is a free port; several allowed
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
@@ -240,6 +246,11 @@ impl RunArguments {
         if !self.qemu_args.is_empty() {
             spec.qemu_args.extend(self.qemu_args);
             spec.qemu_directory = Some(std::env::current_dir()?);
+        }
+        if self.user_data.is_some() || !self.ssh_keys.is_empty() {
+            let cloud_init = spec.cloud_init.get_or_insert_default();
+            cloud_init.user_data = self.user_data.or(cloud_init.user_data.take());
+            cloud_init.ssh_keys.extend(self.ssh_keys);
         }
         spec.network = self.network.unwrap_or(spec.network);
         spec.mac = self.mac.or(spec.mac);

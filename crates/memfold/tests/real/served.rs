@@ -19,6 +19,8 @@ pub struct Served<'a> {
     environment: &'a [(&'a str, &'a str)],
     /// Process whose mount namespace the daemon gets; `None`: its own.
     inside: Option<u32>,
+    /// Network namespace of the daemon, as `ip netns` names it; `None`: its own.
+    network: Option<&'a str>,
     temporary: Option<&'a Path>,
     daemon: Option<Child>,
 }
@@ -32,6 +34,7 @@ impl<'a> Served<'a> {
             more: &[],
             environment: &[],
             inside: None,
+            network: None,
             temporary: None,
             daemon: None,
         }
@@ -55,6 +58,12 @@ impl<'a> Served<'a> {
         self
     }
 
+    /// Makes the daemon run in a network namespace.
+    pub const fn in_network(mut self, namespace: &'a str) -> Self {
+        self.network = Some(namespace);
+        self
+    }
+
     /// Uses a separate directory for temporary overlays, because other tests use the common one.
     pub const fn temporary(mut self, directory: &'a Path) -> Self {
         self.temporary = Some(directory);
@@ -62,6 +71,11 @@ impl<'a> Served<'a> {
     }
 
     fn program(&self) -> Command {
+        if let Some(namespace) = self.network {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", namespace, env!("CARGO_BIN_EXE_memfold")]);
+            return command;
+        }
         let Some(process) = self.inside else {
             let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
             if let Some(directory) = self.temporary {

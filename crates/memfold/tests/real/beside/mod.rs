@@ -25,6 +25,7 @@ mod liars;
 pub mod libvirt;
 pub mod libvirt_enable;
 pub mod libvirt_host;
+mod networks;
 mod object_store;
 mod pve;
 mod python;
