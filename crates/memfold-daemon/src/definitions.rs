@@ -16,22 +16,20 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use memfold_api::{DefinitionInfo, VmInfo};
+use memfold_api::{DefinitionInfo, RestoreRequest, VmInfo};
 use memfold_host::chain;
-use memfold_vm::{Definition, LaunchError, boot_id};
+use memfold_snapshot::identity::Renew;
+use memfold_vm::{Definition, LaunchError, VmSpec, boot_id};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use crate::boots::Boots;
+use crate::definition_files::DefinitionFiles;
 use crate::error::DaemonError;
 use crate::json_file::write_json;
 use crate::options::DaemonOptions;
 use crate::threads;
-
-mod files;
-
-use files::DefinitionFiles;
 
 /// State of a defined VM that neither runs nor is being started.
 const OFF: &str = "off";
@@ -58,7 +56,7 @@ struct Autostart {
 #[derive(Debug)]
 pub struct Definitions {
     boots: Arc<Boots>,
-    files: DefinitionFiles,
+    files: Arc<DefinitionFiles>,
     /// File of the [`Autostart`].
     note: PathBuf,
     autostart: Mutex<Autostart>,
@@ -71,8 +69,8 @@ impl Definitions {
         let known = std::fs::read(&note).unwrap_or_default();
         let autostart = serde_json::from_slice(&known).unwrap_or_default();
         Self {
+            files: boots.below.definitions.clone(),
             boots,
-            files: DefinitionFiles::new(options.definitions.clone()),
             note,
             autostart: Mutex::new(autostart),
         }
@@ -126,6 +124,7 @@ impl Definitions {
             )));
         }
         self.boots.check(&mut definition)?;
+        self.check_snapshot(&definition)?;
         self.files.write(&definition)?;
         self.forget_problem(name);
         self.get(name)
@@ -153,14 +152,59 @@ impl Definitions {
     /// [`DaemonError::NameTaken`] if the VM runs; [`DaemonError::Braked`] while the brake is on,
     /// unless `despite_brake` is set.
     pub fn start(&self, name: &str, despite_brake: bool) -> Result<VmInfo, DaemonError> {
-        let vm = self.files.read(name)?.vm;
-        let started = if despite_brake {
-            self.boots.run_despite_brake(vm)?
-        } else {
-            self.boots.run(vm)?
-        };
+        let started = self.launch(self.files.read(name)?, despite_brake)?;
         self.forget_problem(name);
         Ok(started)
+    }
+
+    /// Starts a VM by its definition: boots the VM, or restores it from its snapshot.
+    fn launch(&self, definition: Definition, despite_brake: bool) -> Result<VmInfo, DaemonError> {
+        let renew = self.check_snapshot(&definition)?;
+        let vm = definition.vm;
+        match definition.snapshot {
+            Some(snapshot) => {
+                let request = RestoreRequest {
+                    renew,
+                    despite_brake,
+                    forwards: vm.forwards,
+                    ..RestoreRequest::new(vm.name)
+                };
+                self.boots.snapshots.restore(&snapshot, &request)
+            }
+            None if despite_brake => self.boots.run_despite_brake(vm),
+            None => self.boots.run(vm),
+        }
+    }
+
+    /// Checks that a definition's snapshot exists, and that the description agrees with it. Returns
+    /// which identities the VM gets: a VM with the saved VM's name is that VM, and any other VM is
+    /// a new one.
+    fn check_snapshot(&self, definition: &Definition) -> Result<Renew, DaemonError> {
+        let (Some(name), vm) = (&definition.snapshot, &definition.vm) else {
+            return Ok(Renew::Random);
+        };
+        let saved = self.boots.snapshots.manifest(name)?;
+        let (is, was) = (vm, &saved.spec);
+        let differs = |field, is: String, was: String| {
+            (is != was).then(|| {
+                DaemonError::BadRequest(format!(
+                    "{field}: the description says {is}, and the VM of snapshot '{name}' has {was}; write {was}"
+                ))
+            })
+        };
+        let domain = |of: &VmSpec| {
+            of.domain
+                .clone()
+                .unwrap_or_else(|| "no trust domain".into())
+        };
+        let found = differs("memory", is.memory.to_string(), was.memory.to_string())
+            .or_else(|| differs("vcpus", is.vcpus.to_string(), was.vcpus.to_string()))
+            .or_else(|| differs("domain", domain(is), domain(was)));
+        match found {
+            Some(error) => Err(error),
+            None if saved.vm == vm.name => Ok(Renew::Random),
+            None => Ok(Renew::Identity),
+        }
     }
 
     fn forget_problem(&self, name: &str) {
@@ -270,7 +314,7 @@ impl Definitions {
         if is_there || !definition.autostart {
             return Ok(());
         }
-        match self.boots.run(definition.vm) {
+        match self.launch(definition, false) {
             Ok(_) => {
                 info!(vm = name, "VM started after the host's boot");
                 Ok(())

@@ -33,6 +33,7 @@ mod boot_snapshot;
 mod boots;
 mod daemon;
 mod debt;
+mod definition_files;
 mod definitions;
 mod error;
 mod events;

@@ -10,6 +10,7 @@ use parking_lot::RwLock;
 
 use crate::debt::DebtWatch;
 use crate::debt::brake::DebtBrake;
+use crate::definition_files::DefinitionFiles;
 use crate::error::DaemonError;
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
@@ -34,6 +35,7 @@ pub(crate) struct Mechanisms {
     pub swap_disks: Arc<SwapDisks>,
     pub swap_volumes: Arc<SwapVolumes>,
     pub segments: Arc<Segments>,
+    pub definitions: Arc<DefinitionFiles>,
     pub snapshots: Arc<SnapshotShelf>,
     pub snapshot_locks: Arc<SnapshotLocks>,
     /// Table of VMs, which locks the state directory. This field is dropped last: another daemon
@@ -65,6 +67,7 @@ impl Mechanisms {
         let lending = Lending::new(leases.clone(), state, options.lend.clone(), needed);
         let swap_disks = SwapDisks::new(registry.clone(), leases.clone());
         let swap_volumes = SwapVolumes::new(leases.clone(), state);
+        let definitions = Arc::new(DefinitionFiles::new(options.definitions.clone()));
         let segments = Segments {
             registry: registry.clone(),
             folding: folding.clone(),
@@ -83,6 +86,7 @@ impl Mechanisms {
             swap_disks: Arc::new(swap_disks),
             swap_volumes: Arc::new(swap_volumes),
             segments: Arc::new(segments),
+            definitions,
             snapshots,
             snapshot_locks,
             registry,

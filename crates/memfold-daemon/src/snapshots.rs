@@ -10,11 +10,12 @@ use memfold_snapshot::save::Subject;
 use memfold_snapshot::{
     Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, restore, save,
 };
+use memfold_vm::Definition;
 use parking_lot::Mutex;
 use rustix::process::Pid;
 use tracing::{info, warn};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 use crate::machine::Machine;
 use crate::mechanisms::Mechanisms;
 use crate::vms::Vms;
@@ -140,6 +141,19 @@ impl Snapshots {
             seed.user_data = format!("{} bytes, not shown", seed.user_data.len());
         }
         Ok(manifest)
+    }
+
+    /// Refuses the removal of a snapshot from which a defined VM starts.
+    pub fn refuse_if_defined(&self, name: &str) -> Result<(), DaemonError> {
+        let is_it = |definition: &Definition| definition.snapshot.as_deref() == Some(name);
+        let users = self.below.definitions.users(is_it)?;
+        if users.is_empty() {
+            return Ok(());
+        }
+        Err(refused(
+            format!("snapshot '{name}' is needed by {}", users.join(", ")),
+            "change 'snapshot' there (memfold vm edit), or undefine the VM",
+        ))
     }
 
     /// Removes a snapshot.

@@ -57,6 +57,7 @@ pub(super) async fn remove_snapshot(
     Query(options): Query<RemoveOptions>,
 ) -> Answered<()> {
     blocking(daemon, move |d| {
+        d.snapshots().refuse_if_defined(&name)?;
         if options.merge {
             d.snapshots().remove_and_merge(&name)
         } else {

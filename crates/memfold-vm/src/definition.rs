@@ -7,6 +7,7 @@
 //! ```toml
 //! autostart = true
 //! order = 10
+//! snapshot = "warm"     # optional
 //! name = "web1"
 //! memory = "2G"
 //! ```
@@ -18,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use toml::de::{DeTable, Deserializer, Error};
 use utoipa::ToSchema;
 
+use super::name::check_name;
 use super::spec::VmSpec;
 use super::spec_error::SpecError;
 
@@ -33,6 +35,10 @@ pub struct Definition {
     /// starts earlier. VMs with the same number start in the order of their names.
     #[serde(default)]
     pub order: u32,
+    /// Name of the snapshot from which each start restores the VM; unset: the VM boots. The VM's
+    /// hardware and disks are then those of the snapshot, with which the description must agree.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
     /// Description of the VM, as for `POST /v1/vms`.
     #[schema(value_type = Object)]
     pub vm: VmSpec,
@@ -65,6 +71,7 @@ impl Definition {
         Ok(Self {
             autostart: take(table.get_mut(), "autostart")?,
             order: take(table.get_mut(), "order")?,
+            snapshot: take(table.get_mut(), "snapshot")?,
             vm: VmSpec::deserialize(Deserializer::from(table))?,
         })
     }
@@ -74,13 +81,21 @@ impl Definition {
     pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
         let vm = toml::to_string(&self.vm)?;
         let (autostart, order) = (self.autostart, self.order);
-        Ok(format!("autostart = {autostart}\norder = {order}\n{vm}"))
+        let snapshot = self.snapshot.as_ref().map_or_else(String::new, |name| {
+            format!("snapshot = {}\n", toml::Value::from(name.as_str()))
+        });
+        Ok(format!(
+            "autostart = {autostart}\norder = {order}\n{snapshot}{vm}"
+        ))
     }
 
     /// Checks the VM's description as [`VmSpec::validate`] does, and refuses fields that only
     /// snapshots may set.
     pub fn validate(&mut self) -> Result<(), SpecError> {
         self.vm.check_fields_of_users()?;
+        if let Some(snapshot) = &self.snapshot {
+            check_name("snapshot", snapshot)?;
+        }
         self.vm.validate()
     }
 }
@@ -115,12 +130,12 @@ mod tests {
         vm.disks = vec![crate::DiskSpec::new("/d.qcow2")];
         vm.qemu_args = vec!["-device".into(), "virtio-rng-pci".into()];
         vm.boot.kernel = Some("/k".into());
-        for (autostart, order) in [(true, 7), (false, 0)] {
-            let vm = vm.clone();
+        for (autostart, order, snapshot) in [(true, 7, Some("warm")), (false, 0, None)] {
             let definition = Definition {
                 autostart,
                 order,
-                vm,
+                snapshot: snapshot.map(str::to_owned),
+                vm: vm.clone(),
             };
             assert_eq!(read(&definition.to_toml().unwrap()).unwrap(), definition);
         }

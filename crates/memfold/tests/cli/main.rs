@@ -7,6 +7,7 @@ mod cluster;
 mod commands;
 mod debt;
 mod definitions;
+mod definitions_need;
 mod estimate;
 mod fake_node;
 mod flood;

@@ -73,6 +73,7 @@ fn defined_vms_run_again_after_a_boot_in_order_or_the_brake_refuses_them_with_wo
         let definition = Definition {
             autostart: true,
             order,
+            snapshot: None,
             vm,
         };
         let file = state.join(format!("{name}.toml"));

@@ -14,7 +14,7 @@ use crate::error::DaemonError;
 
 /// The directory with the files of all definitions.
 #[derive(Debug)]
-pub(super) struct DefinitionFiles(PathBuf);
+pub(crate) struct DefinitionFiles(PathBuf);
 
 impl DefinitionFiles {
     pub const fn new(directory: PathBuf) -> Self {
@@ -65,6 +65,24 @@ impl DefinitionFiles {
             )));
         }
         Ok(definition)
+    }
+
+    /// Returns the definitions for which `uses` returns true, as text. A file that cannot be read
+    /// counts, because its VM may start when the file is corrected.
+    pub fn users(&self, uses: impl Fn(&Definition) -> bool) -> Result<Vec<String>, DaemonError> {
+        let mut found = Vec::new();
+        for name in self.names()? {
+            match self.read(&name) {
+                Ok(definition) if uses(&definition) => {
+                    found.push(format!("the definition of VM '{name}'"));
+                }
+                Ok(_) | Err(DaemonError::NoSuchDefinition(_)) => {}
+                Err(_) => found.push(format!(
+                    "possibly the definition of VM '{name}', which cannot be read"
+                )),
+            }
+        }
+        Ok(found)
     }
 
     /// Writes a definition, and replaces an older one of this VM.
@@ -136,6 +154,7 @@ mod tests {
         Definition {
             autostart: false,
             order,
+            snapshot: None,
             vm: VmSpec::new(name, ByteSize::mib(64)),
         }
     }

@@ -1,0 +1,85 @@
+//! Tests of what definitions of VMs need: a snapshot from which the VM starts.
+
+use std::fs;
+
+use memfold_testkit::skip;
+use rustix::process::geteuid;
+use serde_json::{Value, json};
+
+use super::support::{Daemon, code, err, out, refused};
+
+fn file(daemon: &Daemon, name: &str, more: &str) -> String {
+    let file = daemon.directory.path().join(format!("{name}.description"));
+    fs::write(&file, format!("name = '{name}'\nmemory = '64M'\n{more}\n")).unwrap();
+    file.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_definition_with_a_snapshot_restores_the_vm_at_each_start_and_keeps_the_snapshot() {
+    if !geteuid().is_root() {
+        skip!("only root can restore VMs");
+    }
+    let daemon = Daemon::start();
+    let first = [
+        "vm",
+        "run",
+        "--name",
+        "web",
+        "--memory",
+        "64M",
+        "--domain",
+        "d",
+        "--forward",
+        "0:22",
+    ];
+    daemon.json(&first);
+    daemon.json(&["snapshot", "save", "web", "warm", "--keep", "all"]);
+    daemon.json(&["vm", "stop", "web", "--timeout", "0"]);
+
+    for (more, words) in [
+        ("snapshot = 'cold'\ndomain = 'd'", ["'cold'", ""]),
+        (
+            "snapshot = '../warm'\ndomain = 'd'",
+            ["snapshot", "1 to 64"],
+        ),
+        (
+            "snapshot = 'warm'",
+            ["domain: the description says no trust domain", "write d"],
+        ),
+        (
+            "snapshot = 'warm'\ndomain = 'd'\nvcpus = 2",
+            ["vcpus: the description says 2", "write 1"],
+        ),
+    ] {
+        let output = daemon.run(&["vm", "define", &file(&daemon, "web", more)]);
+        refused(&output, 1, &words);
+    }
+    let warm = "snapshot = 'warm'\ndomain = 'd'";
+    for name in ["web", "web2"] {
+        daemon.json(&["vm", "define", &file(&daemon, name, warm)]);
+    }
+    let shown = out(&daemon.run(&["vm", "show", "web"]));
+    assert!(shown.contains("snapshot = \"warm\""), "{shown}");
+    refused(
+        &daemon.run(&["snapshot", "remove", "warm"]),
+        1,
+        &[
+            "needed by the definition of VM 'web', the definition of VM 'web2'",
+            "vm edit",
+        ],
+    );
+    // A VM of another name is a new VM, and not the saved one.
+    for (name, renews) in [("web", "random"), ("web2", "identity")] {
+        let vm = daemon.json(&["vm", "start", name]);
+        assert_eq!((&vm["name"], &vm["domain"]), (&json!(name), &json!("d")));
+        let users = daemon.json(&["snapshot", "list"])[0]["users"].clone();
+        assert_eq!(users, json!([name]));
+        let plan = daemon.state().join(format!("vms/{name}/renewal.json"));
+        let plan: Value = serde_json::from_slice(&fs::read(plan).unwrap()).unwrap();
+        assert_eq!(plan["renew"], renews);
+        daemon.json(&["vm", "stop", name, "--timeout", "0"]);
+        daemon.json(&["vm", "undefine", name]);
+    }
+    let removed = daemon.run(&["snapshot", "remove", "warm"]);
+    assert_eq!(code(&removed), 0, "{}", err(&removed));
+}
