@@ -73,6 +73,7 @@ impl Mechanisms {
             folding: folding.clone(),
             shelf: Shelf::open(&options.segments, &state.join("pinned")),
             snapshots: snapshots.clone(),
+            definitions: definitions.clone(),
             locks: snapshot_locks.clone(),
             removing: RwLock::default(),
         };

@@ -14,6 +14,7 @@ use memfold_vm::segments::unplug_backend;
 use memfold_vm::{SegmentSpec, VmDirectory};
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::definition_files::DefinitionFiles;
 use crate::error::{DaemonError, impossible, segment_files};
 use crate::folding::Folding;
 use crate::locks::SegmentsRight;
@@ -36,6 +37,8 @@ pub struct Segments {
     pub(crate) shelf: Shelf,
     /// The snapshots of this host; a snapshot may need segments.
     pub(crate) snapshots: Arc<SnapshotShelf>,
+    /// The definitions of VMs; a defined VM may need segments at its next start.
+    pub(crate) definitions: Arc<DefinitionFiles>,
     pub(crate) locks: Arc<SnapshotLocks>,
     /// Write-locked while segments are removed. Read-locked from the lookup of a segment until QEMU
     /// maps it.

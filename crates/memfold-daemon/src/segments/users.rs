@@ -12,8 +12,9 @@ use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
 impl Segments {
-    /// Returns the users of a generation: VMs that map it, and snapshots of such VMs. A snapshot
-    /// that cannot be read counts as a user.
+    /// Returns the users of a generation: VMs that map it, snapshots of such VMs, and definitions of
+    /// VMs that would map it at their next start. A snapshot or definition that cannot be read
+    /// counts as a user.
     pub(super) fn users_of(&self, manifest: &Manifest) -> Result<Vec<String>, DaemonError> {
         let reference = manifest.reference();
         let pids = self.shelf.users(std::slice::from_ref(manifest))?;
@@ -51,6 +52,17 @@ impl Segments {
                 Err(_) => Some(format!("possibly snapshot {name}, which cannot be read")),
             });
         }
+        let is_newest = self
+            .shelf
+            .newest(&manifest.name)?
+            .is_some_and(|m| m.generation == manifest.generation);
+        let would_map = |segment: &SegmentSpec| {
+            segment.name == reference || (is_newest && segment.name == manifest.name)
+        };
+        users.extend(
+            self.definitions
+                .users(|of| of.vm.segments.iter().any(would_map))?,
+        );
         Ok(users.into_iter().collect())
     }
 
@@ -79,9 +91,11 @@ impl Segments {
         for manifest in self.shelf.all()?.iter().filter(|m| m.name == name) {
             others.extend(self.users_of(manifest)?);
         }
-        // A snapshot keeps the generation that it was saved with, so it does not conflict with a
-        // writer.
-        others.retain(|user| *user != me && !user.contains("snapshot "));
+        // A snapshot keeps the generation that it was saved with, and a defined VM that is off maps
+        // none, so they do not conflict with a writer.
+        others.retain(|user| {
+            *user != me && !user.contains("snapshot ") && !user.contains("definition ")
+        });
         if others.is_empty() {
             return Ok(());
         }

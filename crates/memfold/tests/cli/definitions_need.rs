@@ -1,6 +1,7 @@
-//! Tests of what definitions of VMs need: a snapshot from which the VM starts.
+//! Tests of what definitions of VMs need: a snapshot from which the VM starts, and segments.
 
 use std::fs;
+use std::process::Command;
 
 use memfold_testkit::skip;
 use rustix::process::geteuid;
@@ -82,4 +83,45 @@ fn a_definition_with_a_snapshot_restores_the_vm_at_each_start_and_keeps_the_snap
     }
     let removed = daemon.run(&["snapshot", "remove", "warm"]);
     assert_eq!(code(&removed), 0, "{}", err(&removed));
+}
+
+#[test]
+fn a_segment_that_only_a_definition_names_cannot_be_removed() {
+    let has_erofs = Command::new("mkfs.erofs").arg("--help").output();
+    if !geteuid().is_root() || has_erofs.is_err() {
+        skip!("segments need root and erofs-utils");
+    }
+    let segments = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start_with(&["--segments", segments.path().to_str().unwrap()]);
+    let files = daemon.directory.path().join("files");
+    fs::create_dir(&files).unwrap();
+    fs::write(files.join("tool"), "text").unwrap();
+    let build = [
+        "segment",
+        "build",
+        "tools",
+        "--from",
+        files.to_str().unwrap(),
+        "--domain",
+        "d",
+        "--include",
+        "/**",
+    ];
+    daemon.json(&build);
+    let names = "domain = 'd'\nqemu_args = ['-S']\n[[segments]]\nname = 'tools'";
+    daemon.json(&["vm", "define", &file(&daemon, "web", names)]);
+    for name in ["tools", "tools@1"] {
+        let words = ["used by the definition of VM 'web'"];
+        refused(&daemon.run(&["segment", "remove", name]), 1, &words);
+    }
+    assert_eq!(
+        daemon.json(&["segment", "list"])[0]["users"],
+        json!(["the definition of VM 'web'"])
+    );
+    // A new generation is built all the same, and then the old one is not needed.
+    daemon.json(&build);
+    let left = daemon.json(&["segment", "list"]);
+    assert_eq!(left.as_array().unwrap().len(), 1, "{left}");
+    daemon.json(&["vm", "undefine", "web"]);
+    daemon.json(&["segment", "remove", "tools"]);
 }
