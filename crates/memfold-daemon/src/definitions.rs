@@ -31,6 +31,8 @@ use crate::json_file::write_json;
 use crate::options::DaemonOptions;
 use crate::threads;
 
+mod set;
+
 /// State of a defined VM that neither runs nor is being started.
 const OFF: &str = "off";
 

@@ -24,6 +24,7 @@ use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
 use self::pauses::Pauses;
+use self::settings::Settings;
 use crate::error::{DaemonError, refused};
 use crate::locks::{SaveRight, SwapRight};
 use crate::run_state::RunState;
@@ -34,6 +35,7 @@ mod info;
 pub(crate) mod pauses;
 mod renewal;
 mod running;
+pub(crate) mod settings;
 mod watch;
 
 /// Time between two reads of a VM's conditions for folding and its memory layout.
@@ -116,6 +118,8 @@ pub(crate) struct Machine {
     seen: Mutex<Seen>,
     /// The reason why the fold library cannot be used, whatever the VM's state; `None` if it can.
     library_problem: Option<String>,
+    /// Settings that an operator can change.
+    settings: Mutex<Settings>,
     library_state: Mutex<SharedLibraryState>,
     library_watch: Mutex<LibraryWatch>,
     marks: Marks,
@@ -158,6 +162,7 @@ impl Machine {
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
             library_problem,
+            settings: Mutex::new(Settings::of(&vm)),
             library_state: Mutex::new(library),
             library_watch: Mutex::new(LibraryWatch {
                 connected: Instant::now(),
@@ -290,7 +295,9 @@ impl Machine {
         let library = self.library_problem.iter().cloned();
         let arriving = self.arriving();
         let arriving = arriving.map(|how| format!("the VM's snapshot is still {how}"));
-        library.chain(arriving).chain(conditions).collect()
+        let switched_off = self.switched_off();
+        let now = switched_off.into_iter().chain(library).chain(arriving);
+        now.chain(conditions).collect()
     }
 
     /// Returns how far the fetching of the snapshot is from which the VM runs; `None` if nothing is

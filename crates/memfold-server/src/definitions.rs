@@ -1,7 +1,9 @@
 //! API paths for definitions of VMs: list, define, undefine, start.
 
 use axum::extract::Query;
-use memfold_api::{AutostartRequest, DefinitionInfo, ErrorBody, RunOptions, VmInfo};
+use memfold_api::{
+    AutostartRequest, DefinitionInfo, ErrorBody, RunOptions, SetReport, SetRequest, VmInfo,
+};
 use memfold_vm::Definition;
 
 use super::answer::{Answered, Asked, Named, Served, blocking};
@@ -59,4 +61,14 @@ pub(super) async fn start(
         d.definitions().start(&name, options.despite_brake)
     })
     .await
+}
+
+/// Changes settings of a VM: of the running VM if that is possible, and in the VM's definition.
+#[utoipa::path(post, path = "/v1/vms/{name}/settings", request_body = SetRequest, responses((status = 200, body = SetReport), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub(super) async fn set(
+    daemon: Served,
+    name: Named,
+    request: Asked<SetRequest>,
+) -> Answered<SetReport> {
+    blocking(daemon, move |d| d.definitions().set(&name, &request)).await
 }

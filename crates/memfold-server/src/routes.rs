@@ -64,6 +64,7 @@ api! {
     delete "/v1/definitions/{name}" definitions::undefine;
     put "/v1/definitions/{name}/autostart" definitions::autostart;
     post "/v1/definitions/{name}/start" definitions::start;
+    post "/v1/vms/{name}/settings" definitions::set;
     get "/v1/report" reports::report;
     get "/v1/fold" reports::fold;
     put "/v1/fold" reports::set_fold;

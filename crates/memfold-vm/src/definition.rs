@@ -17,11 +17,12 @@ use std::path::Path;
 use serde::de::{DeserializeOwned, IntoDeserializer};
 use serde::{Deserialize, Serialize};
 use toml::de::{DeTable, Deserializer, Error};
+use toml::{Table, Value};
 use utoipa::ToSchema;
 
 use super::name::check_name;
 use super::spec::VmSpec;
-use super::spec_error::SpecError;
+use super::spec_error::{SpecError, value};
 
 /// Definition of a VM: its description, and whether the daemon starts the VM after a boot of the
 /// host.
@@ -89,6 +90,48 @@ impl Definition {
         ))
     }
 
+    /// Returns the definition with changed fields. Each change is a field's name as in the TOML file
+    /// (`boot.cmdline` for a field of a table), and its value: a value of TOML, or just text. An
+    /// empty value removes the field, which then has its default. The result is not validated yet.
+    ///
+    /// # Errors
+    ///
+    /// [`SpecError::Value`] if there is no such field, or if it cannot have this value.
+    pub fn with<'a>(
+        &self,
+        changes: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<Self, SpecError> {
+        let failed = |error: toml::ser::Error| value("settings", error.to_string());
+        let mut now = self.clone();
+        for (field, text) in changes {
+            let refused = |why: &str| value("settings", format!("{field}={text}: {why}"));
+            if field == "name" {
+                return Err(refused("a VM keeps its name; define another VM"));
+            }
+            let before: Table = toml::from_str(&now.to_toml().map_err(failed)?)
+                .map_err(|error| refused(error.message()))?;
+            let parse = |value: Option<Value>| {
+                let mut table = before.clone();
+                set(&mut table, field, value)?;
+                let text = toml::to_string(&table).map_err(|error| error.to_string())?;
+                Self::parse(&text).map_err(|error| error.message().to_owned())
+            };
+            let typed = toml::from_str::<Table>(&format!("value = {text}")).ok();
+            let typed = typed.and_then(|mut table| table.remove("value"));
+            let as_text = || Value::String(text.to_owned());
+            now = if text.is_empty() {
+                parse(None)
+            } else if let Some(typed) = typed {
+                // A text may look like a number.
+                parse(Some(typed)).or_else(|why| parse(Some(as_text())).map_err(|_| why))
+            } else {
+                parse(Some(as_text()))
+            }
+            .map_err(|why| refused(why.lines().next().unwrap_or_default()))?;
+        }
+        Ok(now)
+    }
+
     /// Checks the VM's description as [`VmSpec::validate`] does, and refuses fields that only
     /// snapshots may set.
     pub fn validate(&mut self) -> Result<(), SpecError> {
@@ -97,6 +140,26 @@ impl Definition {
             check_name("snapshot", snapshot)?;
         }
         self.vm.validate()
+    }
+}
+
+/// Sets or removes a field of a table, or of a table in it. Removing a field that does not exist is
+/// no error.
+fn set(table: &mut Table, field: &str, value: Option<Value>) -> Result<(), String> {
+    match field.split_once('.') {
+        Some((outer, inner)) => {
+            let empty = || Value::Table(Table::new());
+            let within = table.entry(outer.to_owned()).or_insert_with(empty);
+            let within = within.as_table_mut().ok_or("there is no such field")?;
+            set(within, inner, value)
+        }
+        None => {
+            match value {
+                Some(value) => table.insert(field.to_owned(), value),
+                None => table.remove(field),
+            };
+            Ok(())
+        }
     }
 }
 
@@ -141,6 +204,44 @@ mod tests {
         }
         let plain = read("name = 'web'\nmemory = '512M'\n").unwrap();
         assert_eq!((plain.autostart, plain.order), (false, 0));
+    }
+
+    #[test]
+    fn fields_of_a_definition_are_changed_by_name_and_wrong_ones_are_named() {
+        let plain = read("name = 'web'\nmemory = '512M'\ndomain = 'old'\n").unwrap();
+        let changed = plain
+            .with([
+                ("vcpus", "4"),
+                ("memory", "2G"),
+                ("domain", "42"),
+                ("fold", "false"),
+                ("autostart", "true"),
+                ("boot.kernel", "/k"),
+                ("boot.cmdline", "root=/dev/vda"),
+                ("qemu_args", "['-S']"),
+            ])
+            .unwrap();
+        let vm = &changed.vm;
+        assert_eq!(
+            (vm.vcpus, vm.memory, vm.fold),
+            (4, ByteSize(2 << 30), false)
+        );
+        assert_eq!(vm.domain.as_deref(), Some("42"));
+        assert_eq!(vm.boot.cmdline.as_deref(), Some("root=/dev/vda"));
+        assert!(changed.autostart && vm.qemu_args == ["-S"]);
+        let back = changed.with([("domain", ""), ("swap", "")]).unwrap();
+        assert_eq!(back.vm.domain, None);
+        for (field, text) in [
+            ("vcpsu", "4"),
+            ("vcpus", "many"),
+            ("name", "db"),
+            ("name.x", "1"),
+            ("memory", ""),
+            ("", "1"),
+        ] {
+            let error = plain.with([(field, text)]).unwrap_err().to_string();
+            assert!(error.contains(&format!("{field}={text}")), "{error}");
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //!   segments.json  segments that the VM maps now     borrowed.json  lent RAM that its swap disk uses
 //!   lentN-M        socket of a relay, for QEMU       relay.log      output of relays
 //!   wish.json      an operator's request for lent RAM
+//!   settings.json  settings that `vm set` has changed
 //!   seed.img       seed disk for cloud-init
 //!   macvtap        name of the VM's macvtap, which is removed with the directory
 //! ```
@@ -135,6 +136,8 @@ impl VmDirectory {
         wish = "wish.json";
         /// Name of the VM's macvtap interface, which is removed with the VM.
         macvtap = "macvtap";
+        /// Settings that were changed while the VM ran.
+        settings = "settings.json";
         /// Image of the VM's seed disk.
         seed = "seed.img";
         /// Log of the relays between the swap disk and lenders.

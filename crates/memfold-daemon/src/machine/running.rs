@@ -26,7 +26,7 @@ const GOES_ON: &str = "free space on the file system of that file: the VM then r
 impl Machine {
     /// Returns whether the VM resumes by itself when its full disks have free space.
     fn resumes_when_room(&self) -> bool {
-        self.vm.spec().is_some_and(|spec| spec.resume_when_room)
+        self.settings().resume_when_room
     }
 
     /// Returns whether the VM may be resumed automatically now, which excludes a VM that is being

@@ -7,7 +7,10 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, bail};
 use clap::Subcommand;
-use memfold_api::{AutostartRequest, Client, DefinitionInfo, VmInfo};
+use memfold_api::{
+    AutostartRequest, ChangedSetting, Client, DefinitionInfo, SetReport, SetRequest, SetWhen,
+    VmInfo,
+};
 use memfold_vm::Definition;
 
 use super::context::Context;
@@ -45,6 +48,22 @@ pub(super) enum Arguments {
         /// available (see 'memfold debt')
         #[arg(long)]
         despite_brake: bool,
+    },
+    /// Change settings of a VM: at once where a running VM allows it (fold, resume_when_room), and
+    /// in its definition, for its next start
+    Set {
+        /// Name of the VM
+        name: String,
+        /// Fields of a definition with their new values, such as fold=false or vcpus=4; without a
+        /// value, the field gets its default
+        #[arg(required = true, value_name = "FIELD=VALUE", value_parser = setting)]
+        settings: Vec<(String, String)>,
+        /// Change only the running VM, until it ends
+        #[arg(long, conflicts_with = "next_start")]
+        now: bool,
+        /// Change only the definition
+        #[arg(long)]
+        next_start: bool,
     },
     /// Have the daemon start a defined VM after each boot of the host
     Autostart {
@@ -92,6 +111,28 @@ pub(super) fn run(
             let info: VmInfo = client.post(&path, &())?;
             context.print(&info, |vm| describe("started", vm))
         }
+        Arguments::Set {
+            name,
+            settings,
+            now,
+            next_start,
+        } => {
+            let when = match (now, next_start) {
+                (true, _) => SetWhen::Now,
+                (_, true) => SetWhen::NextStart,
+                _ => SetWhen::Always,
+            };
+            let request = SetRequest {
+                settings: settings.into_iter().collect(),
+                when,
+            };
+            let path = format!("/v1/vms/{}/settings", segment(&name)?);
+            let report: SetReport = client.post(&path, &request)?;
+            context.print(&report, |report| {
+                let lines: Vec<String> = report.settings.iter().map(in_force).collect();
+                lines.join("\n")
+            })
+        }
         Arguments::Autostart { name, disable } => {
             let request = AutostartRequest {
                 autostart: !disable,
@@ -129,6 +170,23 @@ fn off(info: DefinitionInfo) -> VmInfo {
         state_fix: info.fix,
         ..VmInfo::default()
     }
+}
+
+/// Parses `FIELD=VALUE`.
+fn setting(text: &str) -> Result<(String, String), String> {
+    let parts = text.split_once('=').filter(|(field, _)| !field.is_empty());
+    let (field, value) = parts.ok_or_else(|| format!("'{text}' is not FIELD=VALUE"))?;
+    Ok((field.trim().to_owned(), value.to_owned()))
+}
+
+/// Says from when on a setting is in force.
+fn in_force(setting: &ChangedSetting) -> String {
+    let when = match (setting.now, setting.next_start) {
+        (true, true) => "now and at later starts",
+        (true, false) => "now, until the VM ends",
+        _ => "from the next start on",
+    };
+    format!("{}={}: {when}", setting.name, setting.value)
 }
 
 fn place(name: &str) -> anyhow::Result<String> {

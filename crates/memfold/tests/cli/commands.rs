@@ -5,7 +5,7 @@ use super::support::{code, err, out, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-pub const COMMANDS: [(&[&str], &[&str], bool); 68] = [
+pub const COMMANDS: [(&[&str], &[&str], bool); 69] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -31,6 +31,11 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 68] = [
     (
         &["vm", "autostart"],
         &["each boot of the host", "--disable"],
+        false,
+    ),
+    (
+        &["vm", "set"],
+        &["FIELD=VALUE", "--next-start", "resume_when_room"],
         false,
     ),
     (&["vm", "list"], &["List VMs"], true),

@@ -25,6 +25,7 @@ mod pve;
 mod python;
 mod relays;
 mod service;
+mod settings;
 mod snapshots;
 mod support;
 mod symbols;

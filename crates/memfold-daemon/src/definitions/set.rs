@@ -1,0 +1,129 @@
+//! Changes settings of a VM: in the running VM if that is possible, and in the VM's definition.
+//!
+//! ```text
+//!   setting                      running VM              definition
+//!   fold, resume_when_room       at once                 from the next start on
+//!   every other field            no                      from the next start on
+//! ```
+//! All settings of a request are checked before the first is changed.
+
+use memfold_api::{ChangedSetting, SetReport, SetRequest, SetWhen};
+
+use super::Definitions;
+use crate::error::{DaemonError, refused};
+use crate::machine::settings::Settings;
+
+impl Definitions {
+    /// Changes settings of a VM that runs or is defined.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::NoSuchVm`] if the VM neither runs nor is defined; [`DaemonError::Refused`] if
+    /// a setting would take effect neither now nor later, or not when the request says.
+    pub fn set(&self, name: &str, request: &SetRequest) -> Result<SetReport, DaemonError> {
+        if request.settings.is_empty() {
+            return Err(DaemonError::BadRequest("settings: there are none".into()));
+        }
+        let machine = match self.boots.below.registry.machine(name) {
+            Err(DaemonError::NoSuchVm(_)) => None,
+            machine => Some(machine?),
+        };
+        let defined = match self.files.read(name) {
+            Err(DaemonError::NoSuchDefinition(_)) => None,
+            definition => Some(definition?),
+        };
+        if machine.is_none() && defined.is_none() {
+            return Err(DaemonError::NoSuchVm(name.to_owned()));
+        }
+        let live = machine.filter(|_| request.when != SetWhen::NextStart);
+        let defined = defined.filter(|_| request.when != SetWhen::Now);
+        if live.is_none() && defined.is_none() {
+            return Err(nothing_to_change(name, request.when));
+        }
+
+        let mut changed = live.as_ref().map(|machine| machine.settings());
+        let mut settings = Vec::new();
+        for (field, value) in &request.settings {
+            let now = match &mut changed {
+                Some(changed) => change(changed, field, value)?,
+                None => false,
+            };
+            if !now && defined.is_none() {
+                return Err(only_at_a_start(name, field, request.when));
+            }
+            settings.push(ChangedSetting {
+                name: field.clone(),
+                value: value.clone(),
+                now,
+                next_start: defined.is_some(),
+            });
+        }
+        let fields = request.settings.iter();
+        let fields = fields.map(|(field, value)| (field.as_str(), value.as_str()));
+        let new = match &defined {
+            Some(definition) => {
+                let mut new = definition
+                    .with(fields)
+                    .map_err(memfold_vm::LaunchError::from)?;
+                self.boots.check(&mut new)?;
+                self.check_snapshot(&new)?;
+                Some(new)
+            }
+            None => None,
+        };
+        // The running VM may refuse the change, and a definition that was checked can be written.
+        if let (Some(machine), Some(changed)) = (&live, changed) {
+            if settings.iter().any(|setting| setting.now) {
+                machine.change_settings(changed)?;
+            }
+        }
+        if let Some(new) = new {
+            self.files.write(&new)?;
+            self.forget_problem(name);
+        }
+        let name = name.to_owned();
+        Ok(SetReport { name, settings })
+    }
+}
+
+/// Changes a setting of a running VM. Returns `false` if the setting cannot change while a VM runs.
+fn change(settings: &mut Settings, field: &str, value: &str) -> Result<bool, DaemonError> {
+    let place = match field {
+        "fold" => &mut settings.fold,
+        "resume_when_room" => &mut settings.resume_when_room,
+        _ => return Ok(false),
+    };
+    *place = value.parse().map_err(|_| {
+        DaemonError::BadRequest(format!("{field}={value}: the value must be true or false"))
+    })?;
+    Ok(true)
+}
+
+fn nothing_to_change(name: &str, when: SetWhen) -> DaemonError {
+    if when == SetWhen::Now {
+        return refused(
+            format!("VM '{name}' does not run"),
+            "leave out --now to change the VM's definition",
+        );
+    }
+    refused(
+        format!("VM '{name}' has no definition, so it has no next start"),
+        "leave out --next-start to change the running VM, or define the VM (memfold vm define)",
+    )
+}
+
+fn only_at_a_start(name: &str, field: &str, when: SetWhen) -> DaemonError {
+    let why = match field {
+        "domain" => ": its memory may be shared with the VMs of its trust domain",
+        _ => "",
+    };
+    let fix = if when == SetWhen::Now {
+        "leave out --now, so that the setting takes effect at the next start of a defined VM"
+    } else {
+        "stop the VM and start it with this setting; or define it (memfold vm define), and set it for its next start"
+    };
+    refused(
+        format!("'{field}' of VM '{name}' cannot change while the VM runs{why}"),
+        fix,
+    )
+}
