@@ -315,6 +315,22 @@ const wanted = [["/v1/libvirt/enable", { domain: "win 11", trust_domain: "lab" }
 if (JSON.stringify(asked) !== JSON.stringify(wanted)) faults.push(`of libvirt was asked: ${JSON.stringify(asked)}`);
 await page.unroute("**/v1/libvirt");
 await page.unroute("**/v1/libvirt/*");
+// No VM is defined on this daemon either.
+const defined = { name: "db", state: "off", problem: "the brake is on", fix: "memfold debt", definition: { autostart: true, order: 7, vm: { name: "db", memory: "2G" } } };
+await page.route("**/v1/definitions", (route) => route.fulfill({ json: [defined] }));
+await page.route("**/v1/definitions/db/start?*", (route) => {
+  defined.state = "running";
+  return route.fulfill({ json: { ...defined, pid: 77 } });
+});
+await go(page, "#/host", ".card");
+await go(page, "#/vms", "tbody tr");
+const db = page.getByRole("row").filter({ hasText: "the brake is on; memfold debt" });
+await db.getByText("starts, order 7").waitFor();
+violations.push(...(await axe(page, "defined")));
+await act(page, "Start this VM …", {}, "Start it", "db runs, as process 77.", db);
+await gone(page, "db");
+await page.unroute("**/v1/definitions");
+await page.unroute("**/v1/definitions/db/start?*");
 await page.getByRole("button", { name: "Start …" }).click();
 violations.push(...(await axe(page, "start")));
 await page.screenshot({ path: `${results}/start.png` });

@@ -1,7 +1,7 @@
 // All VMs: a row each.
 
 import { useMemo, useState } from "../../vendor/preact-hooks.js";
-import { changeSample, post, useAnswer, useLive } from "../api.js";
+import { changeSample, part, post, useAnswer, useLive } from "../api.js";
 import { plural } from "../format.js";
 import { html } from "../html.js";
 import { Act, Badge, Bytes, Card, DESPITE_BRAKE, Failure, NAME, Sparkline, Stack, Table, Waiting } from "../ui.js";
@@ -137,6 +137,38 @@ function Domains({ may }) {
   <//>`;
 }
 
+/** Defined VMs that do not run. */
+function Defined({ may }) {
+  const [again, setAgain] = useState(0);
+  const { value: definitions, error } = useAnswer("/v1/definitions", again, 10000);
+  if (!definitions) return error && html`<${Card} title="Defined VMs that are off" wide><${Failure} error=${error} /><//>`;
+  const off = definitions.filter((info) => info.state === "off");
+  if (!off.length) return null;
+  const begin = (info) => ({
+    title: `Start ${info.name}?`,
+    text: info.definition?.snapshot ? `The VM continues from the snapshot ${info.definition.snapshot}.` : "The VM boots as its definition describes it.",
+    fields: [DESPITE_BRAKE],
+    action: "Start it",
+    act: async (v) => {
+      const said = known(await post(`/v1/definitions/${part(info.name)}/start?despite_brake=${v.despite}`, {}));
+      setAgain((n) => n + 1);
+      return said;
+    },
+  });
+  const afterBoot = ({ definition }) => (definition?.autostart ? `starts, order ${definition.order}` : "does not start");
+  const problem = (info) => [info.problem, info.fix].filter(Boolean).join("; ");
+  return html`<${Card} title="Defined VMs that are off" wide>
+    <${Table} label="Defined VMs that are off" rows=${off} rowKey=${(info) => info.name} first=${{ key: "name", down: false }} columns=${[
+      { key: "name", name: "VM", value: (info) => info.name },
+      { key: "domain", name: "Domain", value: (info) => info.definition?.vm.domain ?? "", cell: (info) => info.definition?.vm.domain ?? html`<span class="soft">alone</span>` },
+      { key: "memory", name: "RAM", value: (info) => info.definition?.vm.memory ?? "" },
+      { key: "boot", name: "After a boot", value: afterBoot },
+      { key: "problem", name: "Problem", class: "prose", value: problem },
+      { key: "act", name: "", cell: (info) => info.definition && html`<${Act} may=${may} what=${begin(info)} small>Start this VM …<//>` },
+    ]} />
+  <//>`;
+}
+
 export function Vms({ may }) {
   const live = useLive();
   const [wanted, setWanted] = useState("");
@@ -182,5 +214,5 @@ export function Vms({ may }) {
         } },
       ]} />
     <dl class="legend names">${PLACES.map(([name, , color]) => html`<div><dt><i style=${{ background: `var(--${color})` }}></i>${name}</dt></div>`)}</dl>
-  <//><${Domains} may=${may} /></div>`;
+  <//><${Defined} may=${may} /><${Domains} may=${may} /></div>`;
 }
