@@ -154,6 +154,12 @@ impl KsmSteering {
     /// [`DaemonError::Refused`] if a VM is being started or saved live, or if memory outside one
     /// trust domain is mergeable; [`DaemonError::Braked`] while the brake is on.
     pub fn start(self: &Arc<Self>, request: &KsmStartRequest) -> Result<Overview, DaemonError> {
+        if !rustix::process::geteuid().is_root() {
+            return Err(refused(
+                "only root may change KSM's settings, and this daemon runs without root's rights",
+                "start KSM with a daemon that runs as root",
+            ));
+        }
         let goal = goal(request)?;
         let _alone = self.alone()?;
         // No VM may start between this check of mergeable memory and the start of ksmd.

@@ -190,7 +190,7 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
                 "not root (capabilities {:#x}): no access to other processes' page maps and kernel-mode page faults",
                 host.capabilities
             ),
-            "run memfold as root (sudo memfold ...)",
+            "run memfold as root (sudo memfold ...); a daemon for VMs of your own needs no root (memfold serve --user)",
         )
     });
     let uffd = &host.userfault;
@@ -205,7 +205,7 @@ fn kernel(host: &HostFacts, checks: &mut Vec<Check>) {
             if host.root {
                 "see 'rights'; a container's seccomp filter may also forbid userfaultfd: allow userfaultfd(2), or give the container /dev/userfaultfd"
             } else {
-                "run as root, or give yourself /dev/userfaultfd (setfacl -m u:$USER:rw /dev/userfaultfd)"
+                "run as root, or let the group kvm open /dev/userfaultfd (copy 70-memfold-userfaultfd.rules of memfold's examples to /etc/udev/rules.d), and join that group"
             },
         ),
         (true, false, _) => fail(
@@ -324,7 +324,11 @@ fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
         KvmVerdict::Unusable { why } => warn(
             "KVM",
             format!("{why}; VMs run under TCG, slowly"),
-            "switch virtualization on in the firmware, or use a host that has it",
+            if why.contains("Permission denied") {
+                "join the group of /dev/kvm (usermod -aG kvm $USER), and log in again"
+            } else {
+                "switch virtualization on in the firmware, or use a host that has it"
+            },
         ),
     });
 }

@@ -17,6 +17,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::context::Context;
 use super::serve;
+use super::user_mode::UserDirectories;
 
 /// Path of the default configuration file. It is read if it exists and no other file is named.
 pub(super) const DEFAULT_FILE: &str = "/etc/memfold/memfold.toml";
@@ -166,9 +167,9 @@ fn serve_command() -> Command {
     serve::Arguments::augment_args(Command::new("serve")).no_binary_name(true)
 }
 
-/// Returns whether an option may appear in a file: every option except the one that names the file.
+/// Returns whether an option may appear in a file: every option except those that name the file.
 fn is_field(argument: &Arg) -> bool {
-    argument.get_long().is_some() && argument.get_id() != "config"
+    argument.get_long().is_some() && !["config", "user"].contains(&argument.get_id().as_str())
 }
 
 /// Returns the command line arguments with the meaning of `field = value`.
@@ -267,7 +268,12 @@ fn with_file(
     program: Command,
 ) -> anyhow::Result<ArgMatches> {
     let named = serve.get_one::<PathBuf>("config");
-    let file = named.map_or(Path::new(DEFAULT_FILE), PathBuf::as_path);
+    let default = if serve.get_flag("user") {
+        UserDirectories::find()?.config_file()
+    } else {
+        DEFAULT_FILE.into()
+    };
+    let file = named.unwrap_or(&default).as_path();
     if named.is_none() && !file.exists() {
         return Ok(typed.clone());
     }

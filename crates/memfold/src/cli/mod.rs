@@ -32,6 +32,7 @@ mod systemd;
 mod table;
 mod top;
 mod transfer;
+mod user_mode;
 mod vm;
 mod vm_info;
 mod watch;
@@ -153,11 +154,15 @@ pub fn main() -> ExitCode {
         let filter = filter.ok().and_then(|text| log::filter(&text).ok());
         log::begin(filter.unwrap_or_else(|| "warn".into()), LogFormat::Text);
     }
-    let context = Context::new(cli.socket, cli.json);
+    let socket = match cli.command {
+        Command::Serve(_) => cli.socket,
+        _ => user_mode::socket(cli.socket),
+    };
+    let context = Context::new(socket, cli.json);
     let result = match cli.command {
         Command::Doctor(arguments) => doctor::run(&context, &arguments),
         Command::Demo(arguments) => demo::run(&context, &arguments),
-        Command::Serve(arguments) => serve::run(&context, &arguments),
+        Command::Serve(arguments) => serve::run(&context, *arguments),
         Command::Dashboard(arguments) => dashboard::run(&context, &arguments),
         Command::Vm(arguments) => vm::run(&context, arguments),
         Command::Report(arguments) => report::run(&context, &arguments),

@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Args;
-use memfold_api::{DEFAULT_DEFINITIONS, DEFAULT_RECORDS, DEFAULT_STATE, LendRequest};
+use memfold_api::{
+    DEFAULT_DEFINITIONS, DEFAULT_RECORDS, DEFAULT_SOCKET, DEFAULT_STATE, LendRequest,
+};
 use memfold_daemon::{BorrowWhen, Daemon, DaemonOptions};
 use memfold_fold::EngineSettings;
 use memfold_ledger::{BrakePolicy, Reserve};
@@ -29,6 +31,7 @@ use super::failure::IMPOSSIBLE_HERE;
 use super::lend::ports;
 use super::log::LogFormat;
 use super::number::number;
+use super::user_mode::UserDirectories;
 use super::{log, systemd};
 
 #[derive(Args, Debug)]
@@ -37,6 +40,10 @@ pub(super) struct Arguments {
     /// (/etc/memfold/memfold.toml, if it exists)
     #[arg(long, env = "MEMFOLD_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Run without root's rights, for the VMs of the user who starts the daemon: directories and
+    /// socket are those of the user (XDG), unless they are given
+    #[arg(long)]
+    user: bool,
     /// What to log: error, warn, info, debug or trace, also by module (`info,memfold::fold=debug`)
     #[arg(long, env = "MEMFOLD_LOG", default_value = "info", value_name = "FILTER", value_parser = log_filter)]
     log: String,
@@ -354,14 +361,49 @@ impl Arguments {
     }
 }
 
-pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+impl Arguments {
+    /// Replaces the default directories and the default socket by those of a user, with `--user`.
+    fn for_user(&mut self, socket: &mut PathBuf) -> anyhow::Result<()> {
+        if !self.user {
+            return Ok(());
+        }
+        let own = UserDirectories::find()?;
+        let replace = |path: &mut PathBuf, default: &str, by: PathBuf| {
+            if path == Path::new(default) {
+                *path = by;
+            }
+        };
+        let mut state = std::mem::take(&mut self.state);
+        // A daemon with another state directory keeps everything there, as without --user.
+        if state == Path::new(DEFAULT_STATE) {
+            self.definitions.get_or_insert(own.config.join("vms"));
+            self.records.get_or_insert(own.records.clone());
+        }
+        replace(&mut state, DEFAULT_STATE, own.state.clone());
+        replace(
+            &mut self.snapshots,
+            DEFAULT_SHELF,
+            own.data.join("snapshots"),
+        );
+        let segments = memfold_segment::DEFAULT_SHELF;
+        replace(&mut self.segments, segments, own.data.join("segments"));
+        replace(socket, DEFAULT_SOCKET, own.socket());
+        self.state = state;
+        Ok(())
+    }
+}
+
+pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result<ExitCode> {
     let kernel = rustix::system::uname();
     let kernel = kernel.release().to_string_lossy();
     if let Err(refusal) = check_kernel(&kernel, arguments.despite_kernel) {
         memfold_host::say!("memfold: {refusal}");
         return Ok(ExitCode::from(IMPOSSIBLE_HERE));
     }
-    let doors = arguments.doors(&context.socket)?;
+    let mut socket = context.socket.clone();
+    arguments.for_user(&mut socket)?;
+    let arguments = &arguments;
+    let doors = arguments.doors(&socket)?;
     let brake = BrakePolicy::default();
     let options = DaemonOptions {
         state: arguments.state.clone(),
@@ -399,7 +441,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
         .build()?;
     end_with_threads();
     let daemon = Daemon::start(&options)?;
-    info!(socket = %context.socket.display(), state = %arguments.state.display(), "serving");
+    info!(socket = %socket.display(), state = %arguments.state.display(), "serving");
     runtime.spawn(systemd::watch(daemon.clone()));
     let served = daemon.clone();
     let done = runtime.block_on(memfold_server::serve(daemon.clone(), &doors, async move {

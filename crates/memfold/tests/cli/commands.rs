@@ -10,7 +10,14 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 69] = [
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
         &["serve"],
-        &["daemon", "--state", "--cpu", "--store-cap", "--listen"],
+        &[
+            "daemon",
+            "--state",
+            "--cpu",
+            "--store-cap",
+            "--listen",
+            "--user",
+        ],
         false,
     ),
     (&["dashboard"], &["logs a browser in", "--role"], true),

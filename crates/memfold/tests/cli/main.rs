@@ -30,6 +30,7 @@ mod snapshots;
 mod support;
 mod symbols;
 mod top;
+mod user_mode;
 mod vm_logs;
 
 use std::process::Stdio;
