@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use memfold_lab::undo_at_interrupt;
 use memfold_units::ByteSize;
 
 use crate::host::run_program;
@@ -18,7 +19,6 @@ const LIMITS: &str = "/sys/fs/cgroup/blkio";
 #[derive(Debug)]
 pub struct LoopDisk {
     place: PathBuf,
-    device: String,
 }
 
 /// Limits the throughput of the block device on which `path` lies, for reading and for writing
@@ -41,6 +41,11 @@ fn run(program: &str, arguments: &[&str]) -> anyhow::Result<String> {
     run_program("util-linux e2fsprogs", program, arguments)
 }
 
+/// Unmounts the file system at `place`. The kernel then frees the loop device.
+fn unmount(place: &Path) -> anyhow::Result<()> {
+    run("umount", &[&place.to_string_lossy()]).map(drop)
+}
+
 impl LoopDisk {
     /// Returns the directory at which the file system is mounted.
     pub fn place(&self) -> &Path {
@@ -58,13 +63,15 @@ impl LoopDisk {
         };
         let file = text(file)?;
         run("mkfs.ext4", &["-q", "-m", "0", &file])?;
-        let disk = Self {
-            device: run("losetup", &["--find", "--show", &file])?,
-            place: place.to_owned(),
-        };
         // Deleted files give their room back to the host.
-        run("mount", &["-o", "discard", &disk.device, &text(place)?])?;
-        Ok(disk)
+        run("mount", &["-o", "loop,discard", &file, &text(place)?])?;
+        let mounted = place.to_owned();
+        undo_at_interrupt(move || {
+            let _ = unmount(&mounted);
+        });
+        Ok(Self {
+            place: place.to_owned(),
+        })
     }
 }
 
@@ -72,10 +79,11 @@ impl Drop for LoopDisk {
     fn drop(&mut self) {
         // The limit would stay for the next device of this number; without cgroup v1 there is none.
         let _ = limit(&self.place, 0);
-        let place = self.place.to_string_lossy();
-        let ended = run("umount", &[&place]).and(run("losetup", &["--detach", &self.device]));
-        if let Err(error) = ended {
-            eprintln!("memfold: cannot remove {}: {error:#}", self.device);
+        if let Err(error) = unmount(&self.place) {
+            eprintln!(
+                "memfold: cannot unmount {}: {error:#}",
+                self.place.display()
+            );
         }
     }
 }
