@@ -38,7 +38,8 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit of one operation in a guest.
 const LIMIT: Duration = Duration::from_secs(300);
 
-const MEMORY: ByteSize = ByteSize::mib(512);
+/// RAM of each VM.
+pub const MEMORY: ByteSize = ByteSize::mib(512);
 
 const TEMPLATE: &str = "template";
 
@@ -88,9 +89,13 @@ pub struct Clone {
 
 /// Runs the study `clones`. Returns its JSON record, with the parts `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let number_of_clones = options.pick(10, 30);
+    measure("trixie-a", options.pick(10, 30))
+}
+
+/// Measures `number_of_clones` clones of a VM that boots the guest image `image`.
+pub fn measure(image: &str, number_of_clones: usize) -> anyhow::Result<Value> {
     let lab = Lab::new(EngineSettings::default())?;
-    let mut spec = Lab::spec(TEMPLATE, "trixie-a", MEMORY, DiskMode::Buffered)?;
+    let mut spec = Lab::spec(TEMPLATE, image, MEMORY, DiskMode::Buffered)?;
     spec.network = Network::User;
     lab.boot(vec![spec], BOOT_TIMEOUT)?;
     let held = lab.exec(TEMPLATE, HOLD, LIMIT)?;

@@ -19,8 +19,8 @@ use crate::images::{self, NoImages};
 use crate::output::Output;
 use crate::study::{Options, Study};
 use crate::{
-    clones, demo, desktops, figure, fold, fork, generate, hints, ksm, record, remote, scale,
-    segments, selftest, snapshots,
+    clones, demo, desktops, figure, fold, fork, generate, hints, ksm, record, remote, report,
+    scale, segments, selftest, snapshots,
 };
 
 /// Exit code of a program that this host cannot run.
@@ -51,10 +51,18 @@ enum Command {
     Demo(demo::Arguments),
     /// Prove that folding loses no byte on this host
     #[command(hide = true)]
-    SelfTest(Output),
+    SelfTest(Box<SelfTestArguments>),
     /// Manual page and completions, for packages
     #[command(hide = true)]
     Generate(generate::Arguments),
+}
+
+#[derive(Args, Debug)]
+struct SelfTestArguments {
+    #[command(flatten)]
+    report: report::Arguments,
+    #[command(flatten)]
+    output: Output,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -134,7 +142,7 @@ pub fn main() -> ExitCode {
         .init();
     let result = match (&cli.command, cli.study.study) {
         (Some(Command::Demo(arguments)), _) => demo::run(arguments).map(|()| true),
-        (Some(Command::SelfTest(output)), _) => self_test(output),
+        (Some(Command::SelfTest(arguments)), _) => self_test(arguments),
         (Some(Command::Generate(arguments)), _) => {
             generate::run(arguments, Cli::command()).map(|()| true)
         }
@@ -163,9 +171,24 @@ fn fail(error: &anyhow::Error) -> ExitCode {
     }
 }
 
-/// Runs the self-test. Returns whether it was passed. Unless standard input is a terminal, the
-/// host's report (`memfold doctor --json`) is read from it.
-fn self_test(output: &Output) -> anyhow::Result<bool> {
+/// Runs the self-test, with a report if the user asked for one. Returns whether it was passed.
+fn self_test(arguments: &SelfTestArguments) -> anyhow::Result<bool> {
+    let SelfTestArguments { report, output } = arguments;
+    if let Some(results) = &report.results {
+        return report::run_part(report, results);
+    }
+    if !report.compare.is_empty() {
+        return report::print_comparison(report, output);
+    }
+    match &report.report {
+        Some(file) => report::run(report, file, output),
+        None => prove(output),
+    }
+}
+
+/// Proves that folding loses no byte. Returns whether it loses none. Unless standard input is a
+/// terminal, the host's report (`memfold doctor --json`) is read from it.
+fn prove(output: &Output) -> anyhow::Result<bool> {
     check_host(output)?;
     images::build_missing(&selftest::GUESTS.map(|(_, image)| image))?;
     let mut report: Map<String, Value> = if stdin().is_terminal() {
@@ -175,7 +198,8 @@ fn self_test(output: &Output) -> anyhow::Result<bool> {
             .context("cannot parse standard input as the output of 'memfold doctor --json'")?
     };
     let began = Instant::now();
-    let test = selftest::run(&|step| {
+    let images = selftest::GUESTS.map(|(_, image)| image);
+    let test = selftest::run(images, selftest::CHURN_SECONDS, &|step| {
         memfold_host::say!("{:6.1} s  {step}", began.elapsed().as_secs_f64());
     })?;
     report.insert("self_test".into(), serde_json::to_value(&test)?);
@@ -218,7 +242,7 @@ mod tests {
         let line = format!("memfold-bench {line}");
         let cli = Cli::try_parse_from(line.split(' ')).unwrap();
         match cli.command {
-            Some(Command::SelfTest(output)) => output.json,
+            Some(Command::SelfTest(arguments)) => arguments.output.json,
             _ => cli.study.output.json,
         }
     }

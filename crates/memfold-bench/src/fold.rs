@@ -49,7 +49,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 /// pages folded for each measurement of runs of 16 pages and more, at least 2048; shorter runs take
 /// fewer. `ksm_pages`: number of pages in each of the two regions that ksmd merges; with 0, KSM is
 /// not used, and its figures are `null`.
-fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Found> {
+pub fn measure_all(repeats: usize, pages: u64, ksm_pages: u64) -> anyhow::Result<Found> {
     let library = Library::new()?;
     let mut all = Vec::new();
     for length in LENGTHS {
@@ -110,7 +110,7 @@ pub fn figures(study: &Value) -> Vec<Figure> {
 }
 
 /// A run of memory, and the first page of its copy in the page store.
-type Place = (Area, u64);
+pub type Place = (Area, u64);
 
 /// CPU times in microseconds per page.
 #[derive(Serialize)]
@@ -123,7 +123,7 @@ struct Sample {
 }
 
 /// Writes pseudorandom words to an area, the same for every area.
-fn fill_random(area: Area) {
+pub fn fill_random(area: Area) {
     let mut random = Random::new(88_172_645_463_325_252);
     for page in 0..area.pages() {
         let words: [u64; PAGE_BYTES / 8] = std::array::from_fn(|_| random.number());
@@ -140,7 +140,7 @@ fn measure(library: &Library, number: u32, length: u64, pages: u64) -> anyhow::R
     let area = ram.area();
     area.advise(Madvise::LinuxNoHugepage)?;
     fill_random(area);
-    let (store, places, append_ns) = fill(number, area, length)?;
+    let (store, places, append_ns) = fill(number, area, length, length + 1)?;
 
     // For the bare comparison, both sides are mapped before the clock starts.
     let total = runs * length;
@@ -177,16 +177,22 @@ fn measure(library: &Library, number: u32, length: u64, pages: u64) -> anyhow::R
 }
 
 /// Makes a page store with a copy of each run of `area`, filled like the daemon does, in batches of
-/// [`FILL_PAGES`]. Returns the store, the place of each run, and nanoseconds of CPU.
-fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Place>, u64)> {
+/// [`FILL_PAGES`]. A run of `length` pages begins every `distance` pages. Returns the store, the
+/// place of each run, and nanoseconds of CPU.
+pub fn fill(
+    number: u32,
+    area: Area,
+    length: u64,
+    distance: u64,
+) -> anyhow::Result<(Store, Vec<Place>, u64)> {
     let cap = ByteSize(2 * area.bytes() + ByteSize::mib(2).0);
     let mut store = Store::create(&format!("bench-{}-{number}", std::process::id()), cap)?;
     let mut places = Vec::new();
     let began = thread_cpu_ns();
     let mut batch: Option<(StorePage, Vec<Source>)> = None;
-    let runs = area.pages() / (length + 1);
+    let runs = area.pages() / distance;
     for run in 0..runs {
-        let from = area.part(run * (length + 1), length);
+        let from = area.part(run * distance, length);
         if batch.is_none() {
             store.align();
         }
@@ -213,7 +219,7 @@ fn fill(number: u32, area: Area, length: u64) -> anyhow::Result<(Store, Vec<Plac
 
 /// Folds every run onto its copy in the page store. Returns nanoseconds of CPU, and the elapsed
 /// time.
-fn fold_all(
+pub fn fold_all(
     library: &Library,
     number: u32,
     store: &Store,

@@ -52,18 +52,23 @@ const PARENT: &str = "parent";
 const TELL: &str = "rm -f /run/held; systemctl kill -s USR1 hold; while [ ! -s /run/held ]; do sleep 0.1; done; cat /run/held";
 
 /// What to measure.
-struct Scale {
-    memory: ByteSize,
+pub struct Scale {
+    /// Guest image of the VM.
+    pub image: String,
+    pub memory: ByteSize,
     /// MiB written before a fork.
-    dirty_mib: Vec<u64>,
-    rounds: usize,
-    fan_out: usize,
-    generations: usize,
+    pub dirty_mib: Vec<u64>,
+    pub rounds: usize,
+    pub fan_out: usize,
+    /// Number of generations of forks of forks. With 0, neither these are measured, nor other ways
+    /// to save the VM, nor VMs whose snapshots are fetched meanwhile.
+    pub generations: usize,
 }
 
 impl Scale {
     fn of(options: &Options) -> Self {
         Self {
+            image: "trixie-a".into(),
             memory: options
                 .memory
                 .unwrap_or(options.pick(ByteSize::mib(512), ByteSize::mib(2048))),
@@ -89,9 +94,13 @@ struct Sample {
 
 /// Runs the study. Returns `results` and `samples`.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
-    let scale = Scale::of(options);
+    measure_all(&Scale::of(options))
+}
+
+/// Measures forks as `scale` says. Returns `results` and `samples`.
+pub fn measure_all(scale: &Scale) -> anyhow::Result<Value> {
     let lab = Lab::new(EngineSettings::default())?;
-    let spec = Lab::spec(TEMPLATE, "trixie-a", scale.memory, DiskMode::Buffered)?;
+    let spec = Lab::spec(TEMPLATE, &scale.image, scale.memory, DiskMode::Buffered)?;
     lab.boot(vec![spec], BOOT_TIMEOUT)?;
     lab.exec(TEMPLATE, HOLD, LIMIT)?;
     let snapshots = lab.daemon().snapshots();
@@ -110,10 +119,14 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         results.insert(key.clone(), summary(&all, |of| spread(of)));
         samples.insert(key, summary(&all, |of| json!(of)));
     }
+    results.insert("memory_mib".into(), json!(scale.memory.0 >> 20));
+    if scale.generations == 0 {
+        results.insert("fan_out".into(), fan_out(&lab, scale.fan_out)?);
+        return Ok(json!({ "samples": samples, "results": results }));
+    }
     let (whole_s, qemu_s) = other_ways(&lab, scale.rounds)?;
     let fan_out = fan_out(&lab, scale.fan_out)?;
     let (depth, restored) = generations(&lab, scale.generations, scale.rounds)?;
-    results.insert("memory_mib".into(), json!(scale.memory.0 >> 20));
     results.insert("whole_save_s".into(), spread(&whole_s));
     results.insert("qemu_save_s".into(), spread(&qemu_s));
     results.insert("fan_out".into(), fan_out);

@@ -21,6 +21,7 @@ mod qemu_way;
 mod random;
 mod record;
 mod remote;
+mod report;
 mod scale;
 mod segments;
 mod selftest;

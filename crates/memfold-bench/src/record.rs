@@ -34,7 +34,7 @@ pub fn envelope(study: &str, quick: bool, mut measured: Value) -> Value {
 }
 
 /// Returns facts about the host. They contain no names or paths, because the results are published.
-fn host() -> Value {
+pub fn host() -> Value {
     let facts = HostFacts::probe(DEFAULT_STATE.as_ref());
     let version = facts.qemu.facts.as_ref().map(|qemu| qemu.version);
     let qemu = version.map(|(major, minor, micro)| format!("{major}.{minor}.{micro}"));

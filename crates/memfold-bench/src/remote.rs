@@ -28,14 +28,16 @@ mod link;
 mod path;
 
 use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
 use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use guest::{Arm, Done, GivenBack, Guest, VM};
 use lender::Lender;
-use link::Link;
+use link::{Link, THERE};
 use memfold_fold::EngineSettings;
+use memfold_host::own_program;
 use memfold_lab::Lab;
 use memfold_units::ByteSize;
 use serde_json::{Value, json};
@@ -105,6 +107,14 @@ impl Scale {
         }
     }
 
+    /// Returns the size of the swap disk for an array of `percent` of the RAM. The disk has twice
+    /// the needed size: if more than half of it were used, the kernel would free the place of each
+    /// page that is read (`vm_swap_full`). Pages that are only read would then be written again, so
+    /// reads would measure writes.
+    fn swap(&self, percent: u64) -> ByteSize {
+        self.array(percent) + self.array(percent) + ByteSize::mib(128)
+    }
+
     /// Returns the size of an array of `percent` of the RAM.
     fn array(&self, percent: u64) -> ByteSize {
         ByteSize::mib((self.ram.0 >> 20) * percent / 100)
@@ -126,14 +136,11 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let scale = Scale::of(options);
     options.check_arms("remote", &[PATH])?;
     let most = scale.percents.iter().max().copied().unwrap_or(0);
-    // The swap disk has twice the needed size: if more than half of it were used, the kernel would
-    // free the place of each page that is read (vm_swap_full). Pages that are only read would then
-    // be written again, so reads would measure writes.
-    let swap = scale.array(most) + scale.array(most) + ByteSize::mib(128);
+    let swap = scale.swap(most);
     let (arms, left_out) = arms();
     let link = Link::new().context("cannot create the simulated link to a second host")?;
     let round_trips = link.round_trips()?;
-    let lender = Lender::start(&link, swap)?;
+    let lender = Lender::start(link.there(&own_program()?), THERE.parse()?, swap)?;
     let block_path = path::measure(&lender)?;
     if !options.arms.is_empty() {
         return Ok(json!(Found {
@@ -145,6 +152,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     let guest = Guest {
         lab: &lab,
         lender: &lender,
+        image: "trixie-b",
         swap,
     };
     guest.boot(scale.ram)?;
@@ -192,6 +200,60 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         samples: samples.iter().map(Sample::json).collect(),
         results,
     }))
+}
+
+/// Measures reads of memory that a daemon on this host lends over the loopback interface, without a
+/// guest and by a guest, and compares the latter with a hard disk. Returns `results` and `samples`.
+/// `image`: guest image with gcc; `ram`: RAM of the VM; `rounds`, `seconds`: how often and how long
+/// each pattern is measured.
+pub fn measure_over_loopback(
+    image: &str,
+    ram: ByteSize,
+    (rounds, seconds): (usize, u32),
+) -> anyhow::Result<Value> {
+    let scale = Scale {
+        ram,
+        blocks: vec![PAGE],
+        rounds,
+        seconds,
+        ..Scale::of(&Options::default())
+    };
+    let swap = scale.swap(HEADLINE);
+    let own = Command::new(own_program()?);
+    let lender = Lender::start(own, Ipv4Addr::LOCALHOST.into(), swap)?;
+    let block_path = path::measure(&lender)?;
+    let lab = Lab::with_registry(EngineSettings::default(), &lender.socket())?;
+    let guest = Guest {
+        lab: &lab,
+        lender: &lender,
+        image,
+        swap,
+    };
+    guest.boot(ram)?;
+    guest.fill(scale.array(HEADLINE))?;
+    let (mut samples, mut switches) = (Vec::new(), Switches::default());
+    for round in 0..rounds {
+        guest.order("check")?;
+        let arms = [Arm::HardDisk, Arm::Lent];
+        let phase = (HEADLINE, round, READS);
+        samples.extend(each_arm(&scale, &arms, &guest, phase, &mut switches)?);
+    }
+    let wrong = guest.order("check")?.wrong_words;
+    let mut results = throughput_ratios(&samples);
+    let lent_us = |of: fn(&Done) -> u64| {
+        let samples = headline(&samples, Arm::Lent, "randread");
+        spread(samples.map(|s| of(&s.done) as f64 / 1e3))
+    };
+    results["randread_p50_us"] = lent_us(|done| done.p50_ns);
+    results["randread_p99_us"] = lent_us(|done| done.p99_ns);
+    results["block_path"] = block_path;
+    results["wrong_words"] =
+        (wrong + samples.iter().map(|s| s.done.wrong_words).sum::<u64>()).into();
+    results["switch_ms"] = spread(&switches.to_lent);
+    results["give_back_ms"] = spread(&switches.back);
+    Ok(
+        json!({ "results": results, "samples": samples.iter().map(Sample::json).collect::<Vec<_>>() }),
+    )
 }
 
 /// Returns the arms that can be measured here, and those that cannot, each with its reason, which

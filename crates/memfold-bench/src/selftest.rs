@@ -36,11 +36,11 @@ const WORK_TIMEOUT: Duration = Duration::from_secs(300);
 /// in `/usr`.
 const FEWEST_PAGES: u64 = 2048;
 /// Time for which the guests write and check, in seconds.
-const CHURN_SECONDS: u64 = 45;
+pub const CHURN_SECONDS: u64 = 45;
 
 /// Shell script that hashes a part of the files in `/usr`, about 60 MB: the same files in every
 /// Debian of one version.
-const HASH: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -type f -size -4M -print0 | sort -z | \
+pub const HASH: &str = "find /usr/bin /usr/sbin /usr/lib/x86_64-linux-gnu -xdev -type f -size -4M -print0 | sort -z | \
     head -z -n 900 | xargs -0 sha256sum | sha256sum";
 const HASH_FROM_DISK: &str = "sync; echo 3 > /proc/sys/vm/drop_caches; ";
 const CHURN: &str = include_str!("selftest/churn.pl");
@@ -108,8 +108,10 @@ pub struct GuestFigures {
     pub library_cpu_s: f64,
 }
 
-/// Runs the self-test. `progress` is called with the name of each step when the step begins.
-pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
+/// Runs the self-test. `images`: guest images that the two guests boot; `churn_s`: time for which
+/// the guests write and check, in seconds. `progress` is called with the name of each step when the
+/// step begins.
+pub fn run(images: [&str; 2], churn_s: u64, progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     let began = Instant::now();
     progress("folding memory of this process while threads write to it");
     let library = library::stress(LIBRARY_TIME)
@@ -119,7 +121,7 @@ pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     let names: Vec<&str> = GUESTS.iter().map(|(name, _)| *name).collect();
     progress("booting two Debian guests");
     let spec = |(name, image)| Lab::spec(name, image, MEMORY, DiskMode::Buffered);
-    let specs = GUESTS.into_iter().map(spec);
+    let specs = names.iter().copied().zip(images).map(spec);
     lab.boot(specs.collect::<Result<_, _>>()?, BOOT_TIMEOUT)?;
     let accelerator = accelerator(&lab)?;
     progress(&format!(
@@ -127,7 +129,7 @@ pub fn run(progress: &dyn Fn(&str)) -> anyhow::Result<SelfTest> {
     ));
     let before = lab.exec_all(&names, HASH, WORK_TIMEOUT)?;
     progress("hashing again while folding, beside a program that writes");
-    let (during, churn) = fold_under_writes(&lab, &names)?;
+    let (during, churn) = fold_under_writes(&lab, &names, churn_s)?;
     let (stats, _) = most_folded(&lab, |vm| vm.mapped_pages)?;
     let frames = shared_frames(&lab)?;
     let ledger = lab.report()?.ledger;
@@ -187,10 +189,14 @@ fn accelerator(lab: &Lab) -> anyhow::Result<String> {
 
 /// Folds while both guests hash and write. Returns the guests' hashes, and the output of their
 /// writers.
-fn fold_under_writes(lab: &Lab, names: &[&str]) -> anyhow::Result<(Vec<String>, Vec<String>)> {
+fn fold_under_writes(
+    lab: &Lab,
+    names: &[&str],
+    churn_s: u64,
+) -> anyhow::Result<(Vec<String>, Vec<String>)> {
     let write = |(seed, name): (usize, &&str)| {
         let script = format!(
-            "perl - /var/tmp/memfold-self-test {CHURN_SECONDS} {seed} <<'MEMFOLD_CHURN'\n{CHURN}\nMEMFOLD_CHURN\n"
+            "perl - /var/tmp/memfold-self-test {churn_s} {seed} <<'MEMFOLD_CHURN'\n{CHURN}\nMEMFOLD_CHURN\n"
         );
         lab.exec(name, &script, WORK_TIMEOUT)
     };

@@ -41,7 +41,7 @@ use serde_json::{Map, Value, json};
 use self::measure::{Arm, Case, Measured, measure};
 use crate::figure::number;
 use crate::qemu_way::Way;
-use crate::record::{Found, median, ratios, sorted, spread};
+use crate::record::{Found, median, mib, ratios, sorted, spread};
 use crate::study::Options;
 
 pub use figures::figures;
@@ -93,6 +93,8 @@ impl Scale {
             used_mib,
             rounds: self.rounds,
             is_study_disk: false,
+            is_brief: false,
+            image: "trixie-a",
         }
     }
 
@@ -146,6 +148,54 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         found.add(crate::warmth::run(scale.warmth_rounds)?);
     }
     Ok(json!(found))
+}
+
+/// Measures a VM of `memory_mib` MiB, `used_mib` of which a program uses, in the most important
+/// ways to save. Returns `results` and `samples`.
+pub fn measure_briefly(
+    image: &'static str,
+    (memory_mib, used_mib): (u64, u64),
+    rounds: usize,
+) -> anyhow::Result<Value> {
+    let measured = measure_case(Case {
+        memory: ByteSize::mib(memory_mib),
+        used_mib,
+        rounds,
+        is_study_disk: false,
+        is_brief: true,
+        image,
+    })?;
+    Ok(json!({
+        "results": brief_results(&measured),
+        "samples": [sample(&measured)],
+    }))
+}
+
+fn brief_results(m: &Measured) -> Value {
+    let pages = (m.cached_kib * 1024 / PAGE_SIZE).max(1) as f64;
+    let mut results = json!({
+        "memory_mib": m.case.memory.0 >> 20,
+        "cached_mib": m.cached_kib >> 10,
+        "memory_checks": m.checks,
+        "memory_errors": m.wrong,
+        "drop_us_per_page": spread(m.drops_ms.iter().map(|ms| ms * 1e3 / pages)),
+        "host_drop_us_per_page": m.host_drop_us,
+        "pause_live_ms": spread(m.live.iter().map(|saved| saved.pause_ms)),
+    });
+    for (name, of) in [
+        ("save_s", (|way| way.save_s) as fn(&Way) -> f64),
+        ("pause_s", |way| way.pause_s),
+        ("restore_s", |way| way.restore_s),
+        ("size_mib", |way| mib(way.bytes as f64)),
+    ] {
+        for arm in [Arm::Qemu, Arm::Auto, Arm::None] {
+            results[format!("{}_{name}", arm.key())] = spread(rounds(m, arm, of));
+        }
+    }
+    for (key, percents) in reductions(m) {
+        results[key] = spread(&percents);
+    }
+    results
 }
 
 fn measure_case(case: Case) -> anyhow::Result<Measured> {

@@ -139,3 +139,99 @@ fn if_guest_images_are_missing_and_cannot_be_built_the_demo_exits_with_code_3() 
         assert!(output.stdout.is_empty(), "standard output is for JSON");
     }
 }
+
+/// Runs the self-test with a report, and returns what it printed and the report.
+fn self_test(arguments: &[&str]) -> Option<(Output, String)> {
+    let place = tempfile::tempdir().unwrap();
+    let host = memfold_host::examine(memfold_host::HostFacts::probe(place.path()));
+    if !host.can_run || memfold_host::guest_images().is_ok_and(|images| images.is_empty()) {
+        return None;
+    }
+    let file = place.path().join("report.json");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold-bench"));
+    command.args(["self-test", "--report"]).arg(&file);
+    let output = command.args(arguments).env("TMPDIR", place.path());
+    let output = output.output().unwrap();
+    let text = fs::read_to_string(&file).unwrap_or_default();
+    let left = fs::read_dir(place.path()).unwrap().flatten();
+    let left: Vec<_> = left.map(|entry| entry.file_name()).collect();
+    assert!(
+        !left
+            .iter()
+            .any(|name| name.to_string_lossy().starts_with("memfold-")),
+        "{left:?}"
+    );
+    Some((output, text))
+}
+
+#[test]
+fn the_report_of_one_part_is_written_with_a_reason_for_each_figure_of_the_others() {
+    let Some((output, text)) = self_test(&["--image", "trixie-a", "--part", "huge-pages"]) else {
+        memfold_testkit::skip!("VMs cannot run on this host, or there are no guest images");
+    };
+    let (said, log) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(output.status.success(), "{log}");
+    assert!(said.contains("# memfold self-test report"), "{said}");
+    assert!(said.contains("KSM's settings are as before"), "{said}");
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    for figure in report["figures"].as_array().unwrap() {
+        let is_measured = figure["part"] == "huge-pages" && figure["values"].is_object();
+        assert!(is_measured || figure["why"].is_string(), "{figure}");
+    }
+    for part in report["parts"].as_array().unwrap() {
+        let end = if part["name"] == "huge-pages" {
+            "done"
+        } else {
+            "not-asked"
+        };
+        assert_eq!(part["end"], end, "{part}");
+    }
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    for word in [host.trim(), "/tmp", "/var", "/root", "/home"] {
+        assert!(!text.contains(word), "the report contains '{word}': {text}");
+    }
+}
+
+#[test]
+fn a_part_that_does_not_fit_into_the_time_limit_is_left_out_with_the_reason() {
+    let Some((output, text)) = self_test(&["--limit", "1", "--part", "proof"]) else {
+        memfold_testkit::skip!("VMs cannot run on this host, or there are no guest images");
+    };
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let proof = &report["parts"][0];
+    assert_eq!(proof["end"], "left-out", "{proof}");
+    assert!(
+        proof["why"]
+            .as_str()
+            .unwrap()
+            .contains("of --limit are left"),
+        "{proof}"
+    );
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
+fn a_report_is_refused_for_an_image_that_does_not_exist_or_a_file_that_cannot_be_written() {
+    let Some((output, text)) = self_test(&["--image", "no-such-image"]) else {
+        memfold_testkit::skip!("VMs cannot run on this host, or there are no guest images");
+    };
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    assert!(
+        log.contains("no guest image 'no-such-image'; the images here: "),
+        "{log}"
+    );
+    assert_eq!(text, "");
+    let output = run(&[
+        "self-test",
+        "--image",
+        "trixie-a",
+        "--report",
+        "/proc/no/report",
+    ]);
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(log.contains("cannot write /proc/no/report"), "{log}");
+}

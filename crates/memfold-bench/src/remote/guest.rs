@@ -22,8 +22,6 @@ const ARRAY: &str = include_str!("array.c");
 
 pub const VM: &str = "swaps";
 
-const IMAGE: &str = "trixie-b";
-
 const LIMIT: Duration = Duration::from_secs(1800);
 
 /// Shell script that sorts rows in a `PostgreSQL` whose processes have a limited amount of memory
@@ -145,13 +143,15 @@ pub struct GivenBack {
 pub struct Guest<'a> {
     pub lab: &'a Lab,
     pub lender: &'a Lender,
+    /// Guest image that the VM boots. It must contain gcc.
+    pub image: &'a str,
     pub swap: ByteSize,
 }
 
 impl Guest<'_> {
     /// Boots the VM with `ram` bytes of RAM, and compiles the study's program in its guest.
     pub fn boot(&self, ram: ByteSize) -> anyhow::Result<()> {
-        let mut spec = Lab::spec(VM, IMAGE, ram, DiskMode::Buffered)?;
+        let mut spec = Lab::spec(VM, self.image, ram, DiskMode::Buffered)?;
         spec.swap = Some(self.swap);
         self.lab.boot(vec![spec], Duration::from_secs(300))?;
         wait("the guest uses its swap disk", || {

@@ -2,46 +2,46 @@
 //! link. The daemon also serves the lease registry.
 
 use std::cell::Cell;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
 use memfold_api::{Client, LendRequest};
-use memfold_host::own_program;
 use memfold_lab::{undo_at_interrupt, wait_for};
 use memfold_lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::link::{Link, THERE};
-
 /// Time limit for the lender's daemon to answer, and to have enough free memory.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The lending host of the study: a daemon in the network namespace at the other end of the link.
+/// The lending host of the study: a daemon in the network namespace at the other end of the link,
+/// or on this host.
 #[derive(Debug)]
 pub struct Lender {
     child: Arc<Mutex<Child>>,
     directory: tempfile::TempDir,
     client: Client,
     most: ByteSize,
+    /// Address at which the lending host lends.
+    address: IpAddr,
     /// Transport by which the lending host lends now.
     by: Cell<Option<Transport>>,
 }
 
 impl Lender {
-    /// Starts the daemon of the lending host, which then lends `most` bytes by NBD.
-    pub fn start(link: &Link, most: ByteSize) -> anyhow::Result<Self> {
+    /// Starts the daemon of the lending host, which then lends `most` bytes by NBD at `address`.
+    /// `memfold`: command that starts the program `memfold` there.
+    pub fn start(mut memfold: Command, address: IpAddr, most: ByteSize) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new()
             .prefix("memfold-lender.")
             .tempdir()?;
         let socket = directory.path().join("s");
-        let own = own_program()?;
-        let child = link
-            .there(&own)
+        let child = memfold
             .arg("--socket")
             .arg(&socket)
             .args(["serve", "--paused", "--host", "lender", "--config"])
@@ -50,7 +50,7 @@ impl Lender {
             .stderr(Stdio::null())
             .stdin(Stdio::null())
             .spawn()
-            .context("cannot start nsenter; install it (apt install util-linux)")?;
+            .context("cannot start the lending host's daemon; it needs 'memfold' and nsenter (apt install util-linux)")?;
         let child = Arc::new(Mutex::new(child));
         let (process, place) = (child.clone(), directory.path().to_owned());
         undo_at_interrupt(move || {
@@ -62,6 +62,7 @@ impl Lender {
             client: Client::new(&socket)?,
             directory,
             most,
+            address,
             by: Cell::new(None),
         };
         wait("the lender's daemon answers", || {
@@ -80,7 +81,7 @@ impl Lender {
         let _: Option<LenderStatus> = self.client.delete("/v1/lend")?;
         let request = LendRequest {
             max_bytes: self.most.0,
-            listen: Some(THERE.parse()?),
+            listen: Some(self.address),
             announce: None,
             ports: None,
             transport: by,

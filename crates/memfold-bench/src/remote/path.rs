@@ -33,6 +33,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::{Value, json};
 
 use super::lender::{Lender, wait};
+use crate::clones::percentile;
 use crate::record::{median, ratios, spread};
 
 /// Size of each lease, in bytes.
@@ -57,9 +58,11 @@ const TTL: Duration = Duration::from_secs(300);
 /// their ratios.
 pub fn measure(lender: &Lender) -> anyhow::Result<Value> {
     let registry = registry_at(&RegistryAt::Socket(lender.socket()));
+    // The copy lies on a disk; /tmp is often in memory.
+    let place = std::env::var_os("TMPDIR").unwrap_or_else(|| "/var/tmp".into());
     let directory = tempfile::Builder::new()
         .prefix("memfold-path.")
-        .tempdir_in("/var/tmp")?;
+        .tempdir_in(place)?;
     let take = || Taken::new(&registry);
     let (bare, direct, blocks) = (take()?, take()?, take()?);
     let mut direct = Blocks::direct(directory.path(), &direct.endpoint()?)?;
@@ -149,6 +152,10 @@ impl Latencies {
             let ratio = |way: usize| ratios(&of[way + at], &of[bare + at]);
             found[format!("bare_{what}_us")] = spread(&all[bare + at]);
             found[format!("{what}_us")] = spread(&all[blocks + at]);
+            for percent in [50, 99] {
+                let us = percentile(&all[blocks + at], percent);
+                found[format!("{what}_p{percent}_us")] = us.into();
+            }
             found[format!("qemu_direct_{what}_us")] = spread(&all[direct + at]);
             found[format!("qemu_direct_{what}_ratio")] = median(ratio(direct)).into();
             found[format!("{what}_ratio")] = median(ratio(blocks)).into();

@@ -121,6 +121,11 @@ pub struct Case {
     pub rounds: usize,
     /// Whether the VM's files are on a disk as slow as that of the original study (70 MB/s).
     pub is_study_disk: bool,
+    /// Whether only QEMU's mapped-ram and memfold's `auto` and `none` are measured, beside live
+    /// saves.
+    pub is_brief: bool,
+    /// Guest image of the VM.
+    pub image: &'static str,
 }
 
 impl Case {
@@ -128,6 +133,9 @@ impl Case {
     fn arms(&self) -> &'static [Arm] {
         if self.is_study_disk {
             return &[Arm::Qemu, Arm::QemuStream, Arm::Auto];
+        }
+        if self.is_brief {
+            return &[Arm::Qemu, Arm::Auto, Arm::None];
         }
         &[Arm::Qemu, Arm::QemuStream, Arm::Hot, Arm::Auto, Arm::None]
     }
@@ -146,6 +154,8 @@ pub struct Measured {
     /// Seconds in which another daemon reads and verifies a snapshot before its first restore, by
     /// the way that saved the snapshot.
     pub check_s: BTreeMap<Arm, f64>,
+    /// Time that the guest took to drop its page cache at each save by `none`, in milliseconds.
+    pub drops_ms: Vec<f64>,
     /// Manifests of the live saves of the VM, while a program in its guest writes to memory.
     pub live: Vec<Manifest>,
     /// Number of times that the memory of the program in the guest was checked. The next field:
@@ -183,7 +193,7 @@ impl Bench {
         // It goes with the laboratory, also when that is interrupted.
         let data = lab.directory().join(DATA);
         make_data(&data, case.memory).with_context(|| format!("cannot make {}", data.display()))?;
-        let mut spec = Lab::spec(VM, "trixie-a", case.memory, DiskMode::Buffered)?;
+        let mut spec = Lab::spec(VM, case.image, case.memory, DiskMode::Buffered)?;
         let mut disk = DiskSpec::new(&data);
         disk.read_only = true;
         spec.disks.push(disk);
@@ -308,6 +318,7 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
         ways: BTreeMap::new(),
         saved: BTreeMap::new(),
         check_s: BTreeMap::new(),
+        drops_ms: Vec::new(),
         live: Vec::new(),
         checks: 0,
         wrong: 0,
@@ -320,6 +331,9 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
             slow(0)?;
             measured.ways.entry(arm).or_default().push(way);
             if let Some(manifest) = manifest {
+                if arm == Arm::None {
+                    measured.drops_ms.push(manifest.steps.drop_ms);
+                }
                 if manifest.keep == Keep::None {
                     bench.exec(VM, FILL_AGAIN)?;
                 }
@@ -332,6 +346,8 @@ pub fn measure(case: Case) -> anyhow::Result<Measured> {
     if !case.is_study_disk {
         measured.live = bench.save_live()?;
         bench.exec(VM, FILL_AGAIN)?;
+    }
+    if !case.is_study_disk && !case.is_brief {
         // The last one: what it saves stays in the disk's overlay.
         let disk = bench.file(Arm::QemuSavevm, "qcow2");
         let way = qemu_way::save_inside(lab, VM, &disk)?;
