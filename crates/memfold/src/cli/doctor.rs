@@ -44,7 +44,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
 
 /// Replaces this process by `memfold-bench`, which prints the self-test's results together with the
 /// host's report.
-fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
+pub(super) fn self_test(context: &Context, host: &Report) -> anyhow::Result<ExitCode> {
     let mut report = tempfile::tempfile().context("cannot create a file for the host's report")?;
     serde_json::to_writer(&report, host)?;
     report.rewind()?;

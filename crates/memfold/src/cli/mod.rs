@@ -26,6 +26,7 @@ mod plan;
 mod pve;
 mod report;
 mod segment;
+mod self_test;
 mod serve;
 mod snapshot;
 mod systemd;
@@ -72,6 +73,8 @@ enum Command {
     Doctor(doctor::Arguments),
     /// Demo: boot real VMs, fold them, and compare the memory saved with KSM's
     Demo(demo::Arguments),
+    /// Test on this host that folding loses no byte, and measure what memfold costs and saves here
+    SelfTest(self_test::Arguments),
     /// Run the daemon
     Serve(Box<serve::Arguments>),
     /// Print an address that logs a browser in to the dashboard, once
@@ -162,6 +165,7 @@ pub fn main() -> ExitCode {
     let result = match cli.command {
         Command::Doctor(arguments) => doctor::run(&context, &arguments),
         Command::Demo(arguments) => demo::run(&context, &arguments),
+        Command::SelfTest(arguments) => self_test::run(&context, &arguments),
         Command::Serve(arguments) => serve::run(&context, *arguments),
         Command::Dashboard(arguments) => dashboard::run(&context, &arguments),
         Command::Vm(arguments) => vm::run(&context, arguments),

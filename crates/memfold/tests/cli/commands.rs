@@ -9,6 +9,11 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 69] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
+        &["self-test"],
+        &["loses no byte", "--report", "--limit", "--compare"],
+        false,
+    ),
+    (
         &["serve"],
         &[
             "daemon",

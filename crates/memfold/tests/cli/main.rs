@@ -42,7 +42,12 @@ use support::{Daemon, Foreign, code, err, out, program, refused, run};
 #[test]
 fn if_the_host_lacks_a_requirement_memfold_prints_the_doctor_report_and_exits_with_code_3() {
     let empty = tempfile::tempdir().unwrap();
-    for command in [&["doctor"][..], &["doctor", "--self-test"], &["demo"]] {
+    for command in [
+        &["doctor"][..],
+        &["doctor", "--self-test"],
+        &["demo"],
+        &["self-test", "--report", "report"],
+    ] {
         let state = tempfile::tempdir().unwrap();
         let output = program()
             .args(command)

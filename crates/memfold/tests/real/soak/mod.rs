@@ -11,3 +11,4 @@ mod lvm;
 mod migration;
 mod nodes;
 mod plan;
+mod self_test;

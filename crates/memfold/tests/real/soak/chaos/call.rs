@@ -17,11 +17,15 @@ use super::testbed::{Testbed, lock, threads};
 use crate::served::Random;
 
 /// Commands that are not called, each with the reason.
-const LEFT_OUT: [(&str, &str); 10] = [
+const LEFT_OUT: [(&str, &str); 11] = [
     ("serve", "it is the daemon: disturbances start and end it"),
     ("vm edit", "it runs an editor; 'vm define' sends the same"),
     ("vm console", "it ends only when its user or its VM ends it"),
     ("demo", "it has a daemon and VMs of its own, for minutes"),
+    (
+        "self-test",
+        "it has a daemon and VMs of its own, for minutes",
+    ),
     (
         "bench",
         "studies have daemons and VMs of their own, for minutes to hours",
