@@ -149,18 +149,17 @@ pub fn run(arguments: &Arguments, file: &Path, output: &Output) -> anyhow::Resul
     }
     let mut claims = claims(&parts);
     claims.extend(session.left_behind(settings.as_ref()));
-    let document = session.document(machine, kvm, parts, claims);
-    let mut value = serde_json::to_value(&document)?;
-    Private::of_this_host().remove_from(&mut value);
-    // Fixed words, which a strange host name must not remove.
-    for key in ["schema", "accelerator", "note", "dose"] {
-        value[key] = serde_json::to_value(&document)?[key].clone();
-    }
-    let document: Document = serde_json::from_value(value)?;
+    let mut document = session.document(machine, kvm, parts, claims);
+    document.remove_private(&Private::of_this_host());
     let mut json = serde_json::to_vec_pretty(&document)?;
     json.push(b'\n');
     std::fs::write(file, json).with_context(|| format!("cannot write {}", file.display()))?;
     output.print(&document, Document::markdown)?;
+    let is_empty = document.parts.iter().all(|part| part.end != PartEnd::Done);
+    ensure!(
+        !is_empty,
+        "no part of the self-test could be measured; the lines above say why"
+    );
     memfold_host::say!(
         "The report is in {}. Please attach it to an issue of memfold; it names neither this host nor its users.",
         file.display()
@@ -342,6 +341,8 @@ impl<'a> Session<'a> {
             .run(part, Duration::from_secs(limit_s))
             .unwrap_or_else(|error| Ended::without(PartEnd::Failed, format!("{error:#}")));
         ended.took = began.elapsed();
+        // What cannot be removed is reported at the end.
+        let _ = std::fs::remove_dir_all(self.place.path().join(part.name()));
         if let Some(why) = &ended.why {
             memfold_host::say!("{}: {why}", part.name());
         }
@@ -393,7 +394,6 @@ impl<'a> Session<'a> {
         let text = std::fs::read_to_string(&results);
         let text = text.with_context(|| format!("the part ended without results ({status})"))?;
         let mut outcome: Value = serde_json::from_str(&text)?;
-        std::fs::remove_file(&results)?;
         if let Some(error) = outcome["error"].as_str() {
             return Ok(Ended::without(PartEnd::Failed, error));
         }
@@ -416,13 +416,7 @@ impl<'a> Session<'a> {
 
     /// Checks that no part has left anything: files, QEMUs, settings of KSM.
     fn left_behind(&self, settings: Option<&ksm::Settings>) -> [ClaimLine; 2] {
-        let parts = std::fs::read_dir(self.place.path())
-            .into_iter()
-            .flatten()
-            .flatten();
-        let files: usize = parts
-            .filter_map(|part| Some(std::fs::read_dir(part.path()).ok()?.count()))
-            .sum();
+        let files = std::fs::read_dir(self.place.path()).map_or(0, Iterator::count);
         let place = self.place.path().to_string_lossy().into_owned();
         let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
         let lines = processes.filter_map(|of| std::fs::read(of.path().join("cmdline")).ok());
@@ -435,7 +429,7 @@ impl<'a> Session<'a> {
             ClaimLine {
                 claim: "the self-test leaves no process and no file behind".into(),
                 holds: files == 0 && ours == 0,
-                seen: format!("{ours} processes, {files} files"),
+                seen: format!("{ours} processes, {files} directories of parts"),
             },
             ClaimLine {
                 claim: "KSM's settings are as before".into(),

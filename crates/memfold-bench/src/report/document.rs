@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use super::figures::{Outcome, ReportFigure, Spread};
 use super::parts::Dose;
+use super::private::Private;
 
 /// Name and version of the file's schema. The version grows if a field changes its meaning or is
 /// removed; new fields and figures may come without a new version.
@@ -105,10 +106,31 @@ impl Document {
         serde_json::from_value(value).context("the report lacks a field, or has a wrong one")
     }
 
-    /// Returns whether every part that was asked for ended well, or was left out.
+    /// Removes private words from all texts that are not memfold's own fixed words.
+    pub fn remove_private(&mut self, private: &Private) {
+        let clean = |text: &mut String| *text = private.without(text);
+        self.machine
+            .values_mut()
+            .for_each(|fact| private.remove_from(fact));
+        self.claims.iter_mut().for_each(|of| clean(&mut of.seen));
+        self.figures
+            .iter_mut()
+            .filter_map(|of| of.why.as_mut())
+            .for_each(clean);
+        self.parts
+            .iter_mut()
+            .filter_map(|of| of.why.as_mut())
+            .for_each(clean);
+        for part in &mut self.parts {
+            private.remove_from(&mut part.results);
+        }
+    }
+
+    /// Returns whether every part that was asked for ended well or was left out, and not all were
+    /// left out.
     pub fn is_whole(&self) -> bool {
-        let mut parts = self.parts.iter();
-        !parts.any(|part| matches!(part.end, PartEnd::Failed | PartEnd::Ended))
+        let has = |wanted| self.parts.iter().any(|part| part.end == wanted);
+        has(PartEnd::Done) && !has(PartEnd::Failed) && !has(PartEnd::Ended)
     }
 
     /// Returns the report as Markdown.
@@ -303,6 +325,30 @@ pub mod tests {
         );
         for line in text.lines().filter(|line| line.starts_with('|')) {
             assert!(line.ends_with('|'), "{line}");
+        }
+    }
+
+    #[test]
+    fn private_words_are_removed_from_every_text_of_a_report_that_is_not_fixed() {
+        let secret = "cannot write /home/anna/x at 192.168.1.7";
+        let mut report = example();
+        report.machine.insert("cpu".into(), secret.into());
+        report.claims[0].seen = secret.into();
+        report.figures[0].why = Some(secret.into());
+        report.parts[1].why = Some(secret.into());
+        report.parts[0].results = json!({ "left_out": [{ "why": secret }] });
+        report.remove_private(&Private::default());
+        let json = serde_json::to_string(&report).unwrap();
+        assert_eq!(
+            json.matches("cannot write [removed] at [removed]").count(),
+            5,
+            "{json}"
+        );
+        for text in [json, report.markdown()] {
+            assert!(
+                !text.contains("anna") && !text.contains("192.168"),
+                "{text}"
+            );
         }
     }
 

@@ -275,9 +275,9 @@ const ALL: &[Definition] = &[
     ),
     define(
         Part::Clones,
-        "clone_p50_ms",
-        ("start of a clone, median", "ms"),
-        "/p50_ms",
+        "clone_ms",
+        ("start of a clone", "ms"),
+        "/start_ms",
         Free,
     ),
     define(
@@ -289,9 +289,9 @@ const ALL: &[Definition] = &[
     ),
     define(
         Part::Clones,
-        "clone_burst_p50_ms",
-        ("start of a clone right after another, median", "ms"),
-        "/burst/p50_ms",
+        "clone_burst_ms",
+        ("start of a clone right after another", "ms"),
+        "/burst_start_ms",
         Free,
     ),
     define(
@@ -383,18 +383,15 @@ const ALL: &[Definition] = &[
     ),
     define(
         Part::Lending,
-        "lent_read_p50_us",
-        ("4 KiB at random of lent RAM, QD1, no guest, median", "µs"),
-        "/block_path/read_p50_us",
+        "lent_read_us",
+        ("4 KiB at random of lent RAM, QD1, no guest", "µs"),
+        "/block_path/read_us",
         Free,
     ),
     define(
         Part::Lending,
         "lent_read_p99_us",
-        (
-            "4 KiB at random of lent RAM, QD1, no guest, 99th percentile",
-            "µs",
-        ),
+        ("of it: 99th percentile", "µs"),
         "/block_path/read_p99_us",
         Free,
     ),
