@@ -22,6 +22,7 @@ mod private;
 mod room;
 mod two_guests;
 
+use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -57,7 +58,8 @@ const KEPT_S: u64 = 15;
 /// Niceness of all processes of a part.
 const NICE: i32 = 10;
 
-/// Adjustment of the kernel's choice which process to end if memory is short (`proc_pid_oom_score_adj(5)`).
+/// Adjustment of the kernel's choice which process to end if memory is short
+/// (`proc_pid_oom_score_adj(5)`).
 const OOM_SCORE: &str = "500";
 
 /// Options of the self-test's report.
@@ -135,8 +137,9 @@ pub fn run(arguments: &Arguments, file: &Path, output: &Output) -> anyhow::Resul
         known.keys().cloned().collect::<Vec<_>>().join(", ")
     );
     let kvm = HostFacts::probe(DEFAULT_STATE.as_ref()).kvm.is_usable();
-    // The report is the result of up to 20 minutes: whether it can be written is tried now.
-    std::fs::write(file, "").with_context(|| format!("cannot write {}", file.display()))?;
+    // Whether the report can be written is tried now. A report that is there is kept until the end.
+    let appended = OpenOptions::new().create(true).append(true).open(file);
+    appended.with_context(|| format!("cannot write {}", file.display()))?;
     let session = Session::new(arguments, if kvm { Dose::Full } else { Dose::Small })?;
     let kernels = images.iter().filter_map(|image| known.get(image));
     let kernels: Vec<String> = kernels.map(|image| image.kernel_version.clone()).collect();
@@ -161,7 +164,7 @@ pub fn run(arguments: &Arguments, file: &Path, output: &Output) -> anyhow::Resul
         "no part of the self-test could be measured; the lines above say why"
     );
     memfold_host::say!(
-        "The report is in {}. Please attach it to an issue of memfold; it names neither this host nor its users.",
+        "\nThe report is in {}. Please attach it to an issue of memfold; it names neither this host nor its users.",
         file.display()
     );
     Ok(document.passed && document.is_whole())
@@ -423,6 +426,10 @@ impl<'a> Session<'a> {
         let ours = lines
             .filter(|line| String::from_utf8_lossy(line).contains(&place))
             .count();
+        // A part that had to be killed may have left settings of KSM.
+        if let Err(error) = ksm::restore_leftover(ksm::NOTES.as_ref()) {
+            memfold_host::say!("KSM's settings could not be restored: {error}");
+        }
         let now = ksm::Controls::default().settings().ok();
         let is_same = now.as_ref() == settings;
         [
