@@ -1,0 +1,311 @@
+//! What the controller answers: orders for VMs, each with a reason in one plain sentence.
+
+use std::fmt;
+use std::time::Duration;
+
+use memfold_units::ByteSize;
+
+use crate::check::Contradiction;
+use crate::input::VmId;
+use crate::ladder::{Rung, RungReason};
+
+/// The answer of one step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Decision {
+    /// How short the host is of memory.
+    pub rung: Rung,
+    /// Why the host is on this rung.
+    pub why: RungReason,
+    /// RAM lent to other hosts that should be called back now. Not zero only from [`Rung::Lent`]
+    /// on.
+    pub recall_lent: ByteSize,
+    /// One entry for each VM, in the order of the input.
+    pub vms: Vec<VmDecision>,
+}
+
+/// What the controller thinks of one VM, and what should be done.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VmDecision {
+    /// The VM.
+    pub vm: VmId,
+    /// Memory that the guest may use now.
+    pub size: ByteSize,
+    /// Memory that the guest would miss, as far as takes and `order` have shown it.
+    pub working_set: ByteSize,
+    /// What `working_set` is based on.
+    pub basis: Basis,
+    /// Size that the VM should have: working set and buffer, within the VM's limits.
+    pub target: ByteSize,
+    /// Share of time in which a task of the guest waited for memory, over the last readings (0 to
+    /// 1). `None` if the guest does not say it.
+    pub pressure: Option<f64>,
+    /// What to do now.
+    pub order: Option<Order>,
+    /// Why the VM has got this order, or none.
+    pub reason: Reason,
+}
+
+/// What a working set is based on, from the best to the weakest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Basis {
+    /// Page cache was taken until the guest read it again.
+    Probed,
+    /// The kernel's lists of active and inactive page cache.
+    KernelLists,
+    /// All memory that is not free, or a half of the page cache if only the balloon reports. An
+    /// upper bound.
+    UpperBound,
+    /// There is no believable report; the VM's size is shown.
+    Unknown,
+}
+
+/// One thing to do to one VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Order {
+    /// What to do.
+    pub action: Action,
+    /// Memory that the VM gains (a give) or loses (a take) by it.
+    pub bytes: ByteSize,
+}
+
+impl Order {
+    /// Says whether the order gives the VM memory.
+    #[must_use]
+    pub fn is_give(&self, size: ByteSize) -> bool {
+        match self.action {
+            Action::Trim { .. } | Action::Unplug { .. } => false,
+            Action::Balloon { target } => target > size,
+            Action::Plug { .. } => true,
+        }
+    }
+}
+
+/// How a VM's memory is changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// The agent reclaims clean page cache. The freed pages go to the host by free page reporting,
+    /// and the guest can use them again at any time.
+    Trim {
+        /// How much to reclaim.
+        bytes: ByteSize,
+        /// Files that are folded may be dropped, too. They cost the host almost nothing.
+        may_drop_folded: bool,
+    },
+    /// The balloon is set (QEMU's `balloon` command).
+    Balloon {
+        /// Memory that the guest has afterwards, plugged memory included.
+        target: ByteSize,
+    },
+    /// virtio-mem plugs this much in addition.
+    Plug {
+        /// A multiple of the device's block size.
+        bytes: ByteSize,
+    },
+    /// virtio-mem unplugs this much.
+    Unplug {
+        /// A multiple of the device's block size.
+        bytes: ByteSize,
+    },
+}
+
+/// Why a VM got an order, or none.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reason {
+    /// The operator pinned the VM.
+    Pinned,
+    /// The guest has not reported for too long.
+    Silent {
+        /// Time since the last report, if there was one.
+        since: Option<Duration>,
+    },
+    /// The guest's figures cannot be true.
+    Distrusted(Contradiction),
+    /// The guest's counters restarted: it booted again, or was restored.
+    Restarted,
+    /// The first report; the second one will show rates.
+    FirstReport,
+    /// Neither the agent nor a balloon can change the VM's size.
+    NoMeans,
+    /// The balloon cannot be used: the guest would not take memory back before its OOM killer runs.
+    NoDeflateOnOom,
+    /// Page cache is trimmed because earlier trims were not missed.
+    CacheNotMissed {
+        /// How much is trimmed now.
+        bytes: ByteSize,
+    },
+    /// Page cache that has grown beyond the working set is trimmed.
+    CacheGrewBack {
+        /// How much is trimmed now.
+        bytes: ByteSize,
+    },
+    /// Folded page cache is dropped because the host has nothing else left to take.
+    DropFolded {
+        /// How much may be dropped.
+        bytes: ByteSize,
+    },
+    /// The guest read trimmed files again.
+    Missed {
+        /// How much it read again since the last report.
+        bytes: ByteSize,
+        /// Time until the next trim.
+        wait: Duration,
+    },
+    /// Tasks of the guest wait for memory, so nothing is taken.
+    UnderPressure {
+        /// Share of time, 0 to 1.
+        pressure: f64,
+    },
+    /// The guest waits for memory although much is available; more memory would not help.
+    PressureNotCured {
+        /// Memory that is available in the guest.
+        available: ByteSize,
+    },
+    /// The last order had no effect yet.
+    Ineffective {
+        /// Time until the next try.
+        wait: Duration,
+    },
+    /// The time between two orders has not passed.
+    Waiting {
+        /// Time that is left.
+        wait: Duration,
+    },
+    /// The page cache that is left is working set.
+    AtWorkingSet,
+    /// The VM has its target size.
+    AtTarget,
+    /// The guest needs memory that it had to give away earlier.
+    GiveNeeded {
+        /// How much the VM gets.
+        bytes: ByteSize,
+    },
+    /// Tasks of the guest wait for memory, or it swaps.
+    GivePressure {
+        /// How much the VM gets.
+        bytes: ByteSize,
+        /// Share of time, 0 to 1.
+        pressure: f64,
+    },
+    /// The host has room, so the VM gets memory back.
+    GiveBack {
+        /// How much the VM gets.
+        bytes: ByteSize,
+    },
+    /// The guest needs memory, but the host has none left to give.
+    HostExhausted {
+        /// How much the guest lacks.
+        needs: ByteSize,
+    },
+    /// The host is short, and this VM is hurt least.
+    HostShort {
+        /// How much the VM loses.
+        bytes: ByteSize,
+        /// How much the host lacks.
+        shortage: ByteSize,
+    },
+    /// The VM is larger than the operator allows.
+    AboveMaximum {
+        /// How much the VM loses.
+        bytes: ByteSize,
+    },
+    /// Plugged memory has been idle.
+    IdleMemory {
+        /// How much is unplugged.
+        bytes: ByteSize,
+    },
+}
+
+impl fmt::Display for Reason {
+    /// Writes one sentence without a full stop.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Pinned => f.write_str("the VM is pinned, so its size does not change"),
+            Self::Silent { since: Some(time) } => write!(
+                f,
+                "the guest has not reported for {}, so the VM keeps its size",
+                seconds(time)
+            ),
+            Self::Silent { since: None } => {
+                f.write_str("the guest has never reported, so the VM keeps its size")
+            }
+            Self::Distrusted(what) => write!(f, "{what}, so the VM keeps its size"),
+            Self::Restarted => f.write_str("the guest booted again, so its estimate starts again"),
+            Self::FirstReport => f.write_str("the guest reported for the first time"),
+            Self::NoMeans => f.write_str(
+                "the VM keeps its size because it has no agent that trims and no balloon",
+            ),
+            Self::NoDeflateOnOom => f.write_str(
+                "the balloon is not used because the guest would not deflate it before its OOM \
+                 killer runs",
+            ),
+            Self::CacheNotMissed { bytes } => write!(
+                f,
+                "the guest has not missed page cache that was trimmed, so {bytes} more are trimmed"
+            ),
+            Self::CacheGrewBack { bytes } => write!(
+                f,
+                "page cache grew beyond the working set, so {bytes} are trimmed"
+            ),
+            Self::DropFolded { bytes } => write!(
+                f,
+                "the host has nothing else left to take, so {bytes} of folded page cache are \
+                 dropped"
+            ),
+            Self::Missed { bytes, wait } => write!(
+                f,
+                "the guest read {bytes} of reclaimed files again, so trimming pauses for {}",
+                seconds(wait)
+            ),
+            Self::UnderPressure { pressure } => write!(
+                f,
+                "tasks of the guest wait for memory {:.2} % of the time, so nothing is taken",
+                pressure * 100.0
+            ),
+            Self::PressureNotCured { available } => write!(
+                f,
+                "tasks of the guest wait for memory although {available} are available, so more \
+                 memory would not help"
+            ),
+            Self::Ineffective { wait } => write!(
+                f,
+                "the last order had no effect, so the next one waits for {}",
+                seconds(wait)
+            ),
+            Self::Waiting { wait } => write!(f, "the next change is due in {}", seconds(wait)),
+            Self::AtWorkingSet => f.write_str("the page cache that is left is working set"),
+            Self::AtTarget => f.write_str("the VM has the size that it needs"),
+            Self::GiveNeeded { bytes } => write!(
+                f,
+                "the working set and its buffer no longer fit, so the VM gets {bytes}"
+            ),
+            Self::GivePressure { bytes, pressure } => write!(
+                f,
+                "the guest lacks memory (its tasks wait {:.2} % of the time), so the VM gets \
+                 {bytes}",
+                pressure * 100.0
+            ),
+            Self::GiveBack { bytes } => {
+                write!(f, "the host has room again, so the VM gets {bytes} back")
+            }
+            Self::HostExhausted { needs } => write!(
+                f,
+                "the guest lacks {needs}, but the host has no memory left to give"
+            ),
+            Self::HostShort { bytes, shortage } => write!(
+                f,
+                "the host lacks {shortage}, and this VM is hurt least, so it gives {bytes}"
+            ),
+            Self::AboveMaximum { bytes } => {
+                write!(f, "the VM is larger than its maximum, so it gives {bytes}")
+            }
+            Self::IdleMemory { bytes } => {
+                write!(f, "plugged memory has been idle, so {bytes} are unplugged")
+            }
+        }
+    }
+}
+
+/// Formats a time in whole seconds, at least one.
+fn seconds(time: Duration) -> String {
+    format!("{} s", time.as_secs().max(1))
+}

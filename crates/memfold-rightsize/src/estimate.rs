@@ -1,0 +1,279 @@
+//! The working set of one VM: memory that the guest would miss.
+//!
+//! ```text
+//!   size = RAM + plugged - balloon
+//!   |<-------- used hard --------->|<------------ page cache ------------>|<------ free ------>|
+//!    size - MemAvailable            reclaimable: MemAvailable - MemFree
+//!   |<-------- working set: used hard + hot -------->|<- not missed: cold ->|
+//! ```
+//! `hot` is found by taking: each take that is not missed lowers it by one step, and files that the
+//! guest reads again (refaults) raise it. Until the first take it is a guess from above.
+
+use std::time::Duration;
+
+use memfold_units::{ByteSize, PAGE_SIZE};
+
+use crate::check::{Contradiction, check_change, check_report, grown};
+use crate::decision::{Basis, Reason};
+use crate::input::{GuestSignals, Signals, Source};
+use crate::policy::Policy;
+
+/// Time over which the shown pressure is averaged.
+const AVERAGE: f64 = 10.0;
+
+/// Misses that follow each other within this time are one episode.
+const EPISODE: Duration = Duration::from_secs(30);
+
+/// Probes without a miss after which the wait after a miss starts at its shortest again.
+const CALM_PROBES: u32 = 6;
+
+/// What one VM's reports say, over time.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Estimate {
+    last: Option<GuestSignals>,
+    last_installed: ByteSize,
+    distrusted: Option<(Contradiction, Duration)>,
+    /// Share of time in which tasks waited, averaged; `None` if the guest does not say it.
+    pub(crate) pressure: Option<f64>,
+    /// The same, between the last two reports.
+    pub(crate) pressure_now: f64,
+    /// Bytes of files that were read again, between the last two reports.
+    pub(crate) missed: u64,
+    /// The guest swapped out, waited in allocations, or lost a process to its OOM killer between
+    /// the last two reports.
+    pub(crate) stalled: bool,
+    /// The last two reports show a miss.
+    pub(crate) is_missing: bool,
+    /// Page cache that is needed, as far as takes have shown it.
+    pub(crate) hot: Option<u64>,
+    /// A miss has been seen since the first take.
+    probed: bool,
+    /// Next step, as a share of the memory in use.
+    step: f64,
+    calm_probes: u32,
+    last_miss: Option<Duration>,
+    miss_wait: Duration,
+    /// No probe before this time.
+    pub(crate) next_probe: Duration,
+}
+
+/// The parts of a VM's memory, from one believed report.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Parts {
+    /// Memory that the guest may use.
+    pub(crate) size: u64,
+    pub(crate) free: u64,
+    pub(crate) available: u64,
+    /// Memory that the kernel cannot reclaim without swapping.
+    pub(crate) used_hard: u64,
+    /// Page cache that the kernel could reclaim.
+    pub(crate) cache: u64,
+    /// The part of `cache` that a trim may take: clean, and not folded.
+    pub(crate) trimmable: u64,
+    /// The part of `cache` that is folded.
+    pub(crate) folded: u64,
+}
+
+impl Parts {
+    /// Parts of a VM of which only the size is known.
+    pub(crate) fn unknown(size: u64) -> Self {
+        Self {
+            size,
+            used_hard: size,
+            ..Self::default()
+        }
+    }
+
+    fn of(signals: &Signals, guest: &GuestSignals) -> Self {
+        let size = signals.size().0;
+        let available = guest.available.0.min(size);
+        let free = guest.free.0.min(available);
+        let cache = (available - free).min(guest.file_cache.0);
+        let folded = signals.folded_cache.0.min(cache);
+        let clean = guest.file_cache.0.saturating_sub(guest.dirty.0);
+        Self {
+            size,
+            free,
+            available,
+            used_hard: size - available,
+            cache,
+            trimmable: cache.min(clean).saturating_sub(folded),
+            folded,
+        }
+    }
+
+    pub(crate) fn in_use(&self) -> u64 {
+        self.size - self.free
+    }
+}
+
+/// What a report is good for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Heard {
+    /// Nothing is known: the VM keeps its size, for this reason.
+    Nothing(Reason),
+    /// The guest is believed. `fresh`: there are new rates since the last step.
+    Report { parts: Parts, fresh: bool },
+}
+
+impl Estimate {
+    /// Takes in the signals of one step. `now` is the caller's clock, `clock` the controller's.
+    pub(crate) fn hear(
+        &mut self,
+        clock: Duration,
+        now: Duration,
+        signals: &Signals,
+        policy: &Policy,
+    ) -> Heard {
+        let Some(guest) = &signals.guest else {
+            return Heard::Nothing(Reason::Silent { since: None });
+        };
+        let age = now.saturating_sub(signals.at);
+        if age > policy.report_timeout {
+            return Heard::Nothing(Reason::Silent { since: Some(age) });
+        }
+        // A guest learns later than QEMU that memory was unplugged.
+        let installed = signals.installed();
+        let believed = ByteSize(installed.0.max(self.last_installed.0));
+        self.last_installed = installed;
+        let before = self.last.as_ref();
+        let elapsed = before.map(|last| guest.uptime.saturating_sub(last.uptime));
+        let restarted = before.is_some_and(|last| guest.uptime < last.uptime);
+        let changed = elapsed.filter(|elapsed| !elapsed.is_zero());
+        let contradiction = check_report(guest, believed).or_else(|| {
+            let (before, elapsed) = before.zip(changed)?;
+            check_change(before, guest, elapsed)
+        });
+        if let Some(what) = contradiction {
+            self.distrusted = Some((what, clock));
+            self.last = Some(guest.clone());
+            return Heard::Nothing(Reason::Distrusted(what));
+        }
+        if let Some((what, since)) = self.distrusted {
+            if clock.saturating_sub(since) < policy.distrust {
+                self.last = Some(guest.clone());
+                return Heard::Nothing(Reason::Distrusted(what));
+            }
+            *self = Self {
+                last_installed: installed,
+                ..Self::default()
+            };
+            self.last = Some(guest.clone());
+            return Heard::Nothing(Reason::FirstReport);
+        }
+        if restarted || before.is_none() {
+            *self = Self {
+                last: Some(guest.clone()),
+                last_installed: installed,
+                step: policy.first_step,
+                miss_wait: policy.miss_wait,
+                ..Self::default()
+            };
+            return Heard::Nothing(match restarted {
+                true => Reason::Restarted,
+                false => Reason::FirstReport,
+            });
+        }
+        let parts = Parts::of(signals, guest);
+        if let Some(elapsed) = changed {
+            self.measure(guest, elapsed, policy);
+            self.last = Some(guest.clone());
+            if self.is_missing {
+                self.miss(clock, &parts, policy);
+            }
+        }
+        Heard::Report {
+            parts,
+            fresh: changed.is_some(),
+        }
+    }
+
+    /// Derives rates from the last report and `guest`.
+    fn measure(&mut self, guest: &GuestSignals, elapsed: Duration, policy: &Policy) {
+        let Some(before) = &self.last else { return };
+        let seconds = elapsed.as_secs_f64().max(0.001);
+        let pages = match (
+            before.workingset_refault_file,
+            guest.workingset_refault_file,
+        ) {
+            (Some(before), Some(now)) => now.saturating_sub(before),
+            // Without counts of refaults, major faults show files that are read again, and others.
+            _ => grown(before.pgmajfault, guest.pgmajfault),
+        };
+        self.missed = pages.saturating_mul(PAGE_SIZE);
+        let totals = before.pressure.zip(guest.pressure);
+        self.pressure_now = totals.map_or(0.0, |(before, now)| {
+            let waited = now.some_us.saturating_sub(before.some_us);
+            (waited as f64 / 1e6 / seconds).min(1.0)
+        });
+        let share = seconds / (seconds + AVERAGE);
+        self.pressure = totals.map(|_| {
+            let old = self.pressure.unwrap_or(0.0);
+            old + (self.pressure_now - old) * share
+        });
+        let stalls = [
+            grown(before.pswpout, guest.pswpout),
+            grown(before.allocstall, guest.allocstall),
+            grown(before.oom_kill, guest.oom_kill),
+        ];
+        self.stalled = stalls.into_iter().any(|count| count > 0);
+        let is_slow = self.pressure.is_some_and(|p| p > policy.pressure_target);
+        self.is_missing = self.missed as f64 > policy.miss_rate.0 as f64 * seconds
+            || (is_slow && self.missed > 0)
+            || grown(before.pswpin, guest.pswpin) > 0;
+    }
+
+    /// Takes back what turned out to be needed, and waits before the next probe.
+    fn miss(&mut self, clock: Duration, parts: &Parts, policy: &Policy) {
+        if let Some(hot) = self.hot {
+            let raised = hot.max(parts.cache).saturating_add(self.missed);
+            self.hot = Some(raised.min(parts.size));
+            self.probed = true;
+        }
+        let is_new = self
+            .last_miss
+            .is_none_or(|last| clock.saturating_sub(last) > EPISODE);
+        if is_new && self.last_miss.is_some() {
+            self.miss_wait = self.miss_wait.saturating_mul(2).min(policy.longest_wait);
+        }
+        self.last_miss = Some(clock);
+        self.calm_probes = 0;
+        self.step = policy.first_step;
+        self.next_probe = clock.saturating_add(self.miss_wait);
+    }
+
+    /// Returns by how much the next probe may lower `hot`, in bytes.
+    // Shares are at most 1, so the product fits.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    pub(crate) fn next_step(&self, parts: &Parts, largest: f64) -> u64 {
+        (parts.in_use() as f64 * self.step.clamp(0.0, largest)) as u64
+    }
+
+    /// Records that a take has left `hot` bytes of page cache, and enlarges the next step.
+    pub(crate) fn lower_to(&mut self, hot: u64, policy: &Policy) {
+        self.hot = Some(hot);
+        self.step = (self.step * 2.0).min(policy.largest_step_short);
+        self.calm_probes = self.calm_probes.saturating_add(1);
+        if self.calm_probes >= CALM_PROBES {
+            self.miss_wait = policy.miss_wait;
+        }
+    }
+
+    /// Returns the page cache that the guest needs, and what that is based on.
+    pub(crate) fn hot(&self, parts: &Parts, signals: &Signals) -> (u64, Basis) {
+        let listed = signals
+            .guest
+            .as_ref()
+            .and_then(|guest| guest.inactive_file)
+            .map(|inactive| parts.cache.saturating_sub(inactive.0));
+        let (guess, basis) = match (listed, signals.source) {
+            (Some(active), _) => (active, Basis::KernelLists),
+            (None, Source::Agent { trims: true }) => (parts.cache, Basis::UpperBound),
+            (None, _) => (parts.cache / 2, Basis::UpperBound),
+        };
+        match self.hot {
+            Some(hot) if self.probed || hot <= guess => (hot.min(parts.cache), Basis::Probed),
+            _ => (guess, basis),
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! The ladder: what is done, in which order, when the host gets short of memory.
+//!
+//! ```text
+//!   available memory                         rung
+//!   reserve + a quarter or more              ample    page cache that is not missed is trimmed slowly
+//!   reserve .. reserve + a quarter           trim     the same, in larger steps
+//!   below the reserve, trims do not suffice  balloon  VMs that are hurt least get smaller
+//!   below that too, or below a half          lent     lent RAM is called back
+//!   below a quarter, or nothing is left      brake    nothing more is shared, no VM starts
+//! ```
+//! Each rung keeps doing what the lower rungs do. The host climbs one rung at each step, and goes
+//! down one rung after [`CALM`] in which a lower rung sufficed.
+
+use std::fmt;
+use std::time::Duration;
+
+use memfold_units::ByteSize;
+
+use crate::input::{BrakeLevel, HostState};
+
+/// Time for which a lower rung must suffice, without a break, before the host goes down one rung.
+pub(crate) const CALM: Duration = Duration::from_secs(10);
+
+/// Time that trims, or balloons, have to bring the host back above its reserve before the next rung
+/// is due.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How short the host is, and what is done about it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Rung {
+    /// The host has room. Guests lose only page cache that they do not miss.
+    #[default]
+    Ample,
+    /// Little more than the reserve is left. Page cache is trimmed in larger steps.
+    Trim,
+    /// Trims do not suffice. VMs that are larger than their target are made smaller.
+    Balloon,
+    /// Balloons do not suffice. RAM that is lent to other hosts is called back.
+    Lent,
+    /// Nothing else is left to take. The brake stops sharing and starts of VMs.
+    Brake,
+}
+
+impl Rung {
+    /// All rungs, from the lowest to the highest.
+    pub const ALL: [Self; 5] = [
+        Self::Ample,
+        Self::Trim,
+        Self::Balloon,
+        Self::Lent,
+        Self::Brake,
+    ];
+
+    /// Returns the rung's name, in lower case.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ample => "ample",
+            Self::Trim => "trim",
+            Self::Balloon => "balloon",
+            Self::Lent => "lent",
+            Self::Brake => "brake",
+        }
+    }
+
+    fn above(self) -> Self {
+        match self {
+            Self::Ample => Self::Trim,
+            Self::Trim => Self::Balloon,
+            Self::Balloon => Self::Lent,
+            Self::Lent | Self::Brake => Self::Brake,
+        }
+    }
+
+    fn below(self) -> Self {
+        match self {
+            Self::Ample | Self::Trim => Self::Ample,
+            Self::Balloon => Self::Trim,
+            Self::Lent => Self::Balloon,
+            Self::Brake => Self::Lent,
+        }
+    }
+}
+
+impl fmt::Display for Rung {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Why the host is on its rung.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RungReason {
+    /// More than the reserve is available.
+    Room {
+        /// `MemAvailable`.
+        available: ByteSize,
+        /// The reserve.
+        reserve: ByteSize,
+    },
+    /// Little more than the reserve is available, or trims can bring the rest.
+    NearReserve {
+        /// `MemAvailable`.
+        available: ByteSize,
+        /// The reserve.
+        reserve: ByteSize,
+    },
+    /// Less than the reserve is available, and trims did not suffice.
+    TrimsDoNotSuffice {
+        /// What is missing.
+        shortage: ByteSize,
+        /// What VMs can lose by balloon.
+        balloonable: ByteSize,
+    },
+    /// Balloons did not suffice.
+    BalloonsDoNotSuffice {
+        /// What is missing.
+        shortage: ByteSize,
+        /// RAM that is lent.
+        lent: ByteSize,
+    },
+    /// Neither trims nor balloons nor lent RAM suffice.
+    NothingLeft {
+        /// What is missing.
+        shortage: ByteSize,
+    },
+    /// The brake on copy-on-write debt is on.
+    Braked,
+    /// A lower rung would suffice; the host goes down soon.
+    Recovering {
+        /// The rung that would suffice.
+        suffices: Rung,
+    },
+}
+
+impl fmt::Display for RungReason {
+    /// Writes one sentence without a full stop.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Room { available, reserve } => write!(
+                f,
+                "{available} are available and {reserve} must stay so, so the host has room"
+            ),
+            Self::NearReserve { available, reserve } => write!(
+                f,
+                "{available} are available and {reserve} must stay so, so page cache is trimmed in \
+                 larger steps"
+            ),
+            Self::TrimsDoNotSuffice {
+                shortage,
+                balloonable,
+            } => write!(
+                f,
+                "{shortage} are missing and trims do not suffice, so VMs give up to {balloonable} \
+                 by balloon"
+            ),
+            Self::BalloonsDoNotSuffice { shortage, lent } => write!(
+                f,
+                "{shortage} are missing and balloons do not suffice, so lent RAM is called back \
+                 ({lent} are lent)"
+            ),
+            Self::NothingLeft { shortage } => write!(
+                f,
+                "{shortage} are missing and nothing else is left to take, so the brake stops \
+                 sharing and starts of VMs"
+            ),
+            Self::Braked => {
+                f.write_str("shared memory could need more than is available, so the brake is on")
+            }
+            Self::Recovering { suffices } => write!(
+                f,
+                "the host recovers, and the rung '{suffices}' would suffice"
+            ),
+        }
+    }
+}
+
+/// The host's place on the ladder.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Ladder {
+    rung: Rung,
+    /// When the host came to this rung.
+    since: Duration,
+    /// When a lower rung began to suffice.
+    calm_since: Option<Duration>,
+}
+
+impl Ladder {
+    /// Moves the host by at most one rung. `trimmable` and `balloonable` are what these rungs could
+    /// still bring.
+    pub(crate) fn step(
+        &mut self,
+        clock: Duration,
+        host: &HostState,
+        trimmable: u64,
+        balloonable: u64,
+    ) -> (Rung, RungReason) {
+        let (wanted, why) = self.wanted(clock, host, trimmable, balloonable);
+        if wanted >= self.rung {
+            self.calm_since = None;
+            if wanted > self.rung {
+                self.rung = self.rung.above();
+                self.since = clock;
+            }
+            return (self.rung, why);
+        }
+        let calm_since = *self.calm_since.get_or_insert(clock);
+        if clock.saturating_sub(calm_since) >= CALM {
+            self.rung = self.rung.below();
+            self.since = clock;
+            self.calm_since = Some(clock);
+        }
+        if self.rung == wanted {
+            (wanted, why)
+        } else {
+            (self.rung, RungReason::Recovering { suffices: wanted })
+        }
+    }
+
+    /// Returns how long the host has been on its rung.
+    pub(crate) fn time_on_rung(&self, clock: Duration) -> Duration {
+        clock.saturating_sub(self.since)
+    }
+
+    fn wanted(
+        &self,
+        clock: Duration,
+        host: &HostState,
+        trimmable: u64,
+        balloonable: u64,
+    ) -> (Rung, RungReason) {
+        let HostState {
+            available, reserve, ..
+        } = *host;
+        let short = shortage(host);
+        let nothing_left = RungReason::NothingLeft { shortage: short };
+        if host.brake == BrakeLevel::Braked {
+            return (Rung::Brake, RungReason::Braked);
+        }
+        if available.0 < reserve.0 / 4 {
+            return (Rung::Brake, nothing_left);
+        }
+        if short.0 == 0 {
+            return (Rung::Ample, RungReason::Room { available, reserve });
+        }
+        let near = RungReason::NearReserve { available, reserve };
+        let waited = self.time_on_rung(clock) >= PATIENCE;
+        let trims_suffice = trimmable >= short.0 && !(self.rung == Rung::Trim && waited);
+        if available >= reserve || (self.rung <= Rung::Trim && trims_suffice) {
+            return (Rung::Trim, near);
+        }
+        let balloons = RungReason::TrimsDoNotSuffice {
+            shortage: short,
+            balloonable: ByteSize(balloonable),
+        };
+        let lent = RungReason::BalloonsDoNotSuffice {
+            shortage: short,
+            lent: host.lent,
+        };
+        let far = available.0 < reserve.0 / 2;
+        let waited = self.rung == Rung::Balloon && waited;
+        if balloonable > 0 && !far && !waited && self.rung <= Rung::Balloon {
+            return (Rung::Balloon, balloons);
+        }
+        if host.lent.0 > 0 {
+            return (Rung::Lent, lent);
+        }
+        if balloonable > 0 || trimmable > 0 {
+            return (Rung::Balloon, balloons);
+        }
+        (Rung::Brake, nothing_left)
+    }
+}
+
+/// Returns how much the host lacks to have its reserve and a quarter of it more.
+pub(crate) fn shortage(host: &HostState) -> ByteSize {
+    let goal = host.reserve.0.saturating_add(host.reserve.0 / 4);
+    ByteSize(goal.saturating_sub(host.available.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(available_mib: u64, lent_mib: u64) -> HostState {
+        HostState {
+            available: ByteSize::mib(available_mib),
+            reserve: ByteSize::mib(2000),
+            lent: ByteSize::mib(lent_mib),
+            ..HostState::default()
+        }
+    }
+
+    #[test]
+    fn the_host_climbs_one_rung_a_step_and_names_each() {
+        let mut ladder = Ladder::default();
+        let mut rungs = Vec::new();
+        for second in 0..5 {
+            let host = host(400, 100);
+            rungs.push(ladder.step(Duration::from_secs(second), &host, 0, 0).0);
+        }
+        assert_eq!(
+            rungs,
+            [
+                Rung::Trim,
+                Rung::Balloon,
+                Rung::Lent,
+                Rung::Brake,
+                Rung::Brake
+            ]
+        );
+    }
+
+    #[test]
+    fn the_host_goes_down_one_rung_after_ten_calm_seconds() {
+        let mut ladder = Ladder::default();
+        for second in 0..3 {
+            ladder.step(Duration::from_secs(second), &host(900, 100), 0, 0);
+        }
+        assert_eq!(ladder.rung, Rung::Lent);
+        let at = |second: u64, ladder: &mut Ladder| {
+            ladder.step(Duration::from_secs(second), &host(4000, 0), 0, 0)
+        };
+        assert_eq!(at(10, &mut ladder).0, Rung::Lent);
+        assert_eq!(
+            at(19, &mut ladder).1,
+            RungReason::Recovering {
+                suffices: Rung::Ample
+            }
+        );
+        assert_eq!(at(20, &mut ladder).0, Rung::Balloon);
+        assert_eq!(at(30, &mut ladder).0, Rung::Trim);
+        assert_eq!(at(40, &mut ladder).0, Rung::Ample);
+    }
+
+    #[test]
+    fn a_host_whose_trims_suffice_waits_for_them_before_it_balloons() {
+        let mut ladder = Ladder::default();
+        let plenty = 4 << 30;
+        let mut rung_at = |second| {
+            let at = Duration::from_secs(second);
+            ladder.step(at, &host(1900, 0), plenty, plenty).0
+        };
+        assert_eq!(rung_at(0), Rung::Trim);
+        assert_eq!(rung_at(15), Rung::Trim);
+        assert_eq!(rung_at(25), Rung::Balloon);
+    }
+
+    #[test]
+    fn the_debt_brake_leads_to_the_highest_rung() {
+        let mut ladder = Ladder::default();
+        let mut state = host(9000, 0);
+        state.brake = BrakeLevel::Braked;
+        for second in 0..4 {
+            ladder.step(Duration::from_secs(second), &state, 0, 0);
+        }
+        assert_eq!(ladder.rung, Rung::Brake);
+    }
+}

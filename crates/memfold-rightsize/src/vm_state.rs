@@ -1,0 +1,690 @@
+//! One VM over time: what it needs, what may be taken from it, and what the last order did.
+
+use std::time::Duration;
+
+use memfold_units::{ByteSize, PAGE_SIZE};
+
+use crate::decision::{Action, Basis, Order, Reason};
+use crate::estimate::{Estimate, Heard, Parts};
+use crate::input::{Limits, Signals, Source, VmId};
+use crate::ladder::Rung;
+use crate::policy::Policy;
+
+/// Differences of sizes below this are no reason for an order.
+const SMALLEST_CHANGE: u64 = 16 << 20;
+
+/// Least memory that a VM under pressure gets, and least that a balloon takes in one step.
+const SMALLEST_GIVE: u64 = 256 << 20;
+const SMALLEST_BALLOON_STEP: u64 = 128 << 20;
+
+/// Time within which an order must show an effect.
+const EFFECT: Duration = Duration::from_secs(20);
+
+/// Gives within this time of each other grow.
+const REPEATED: Duration = Duration::from_secs(60);
+
+/// Time without a give after which the wait before takes is at its shortest again.
+const FORGOTTEN: Duration = Duration::from_secs(2 * 3600);
+
+/// What the controller remembers of one VM.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct VmState {
+    estimate: Estimate,
+    /// The last step's order; it takes effect on this state at the next step.
+    issued: Option<Issued>,
+    /// The last order that was carried out, until its effect was seen.
+    watched: Option<Issued>,
+    /// Takes that may still be ordered at once, and when that was counted.
+    tokens: Option<(f64, Duration)>,
+    next_take: Duration,
+    /// After an order without effect: no further one before this time, and the wait that follows
+    /// the next failure.
+    blocked_until: Duration,
+    fail_wait: Duration,
+    /// No balloon and no unplug takes memory before this time.
+    settled_at: Duration,
+    settle: Duration,
+    last_take: Option<Duration>,
+    last_give: Option<Duration>,
+    gives_in_a_row: u32,
+    idle_since: Option<Duration>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Issued {
+    order: Order,
+    at: Duration,
+    is_give: bool,
+    size: u64,
+    cache: u64,
+    pgsteal: Option<u64>,
+    /// What `hot` becomes, and what it was.
+    hot: Option<u64>,
+    hot_before: Option<u64>,
+}
+
+/// What is known of one VM in one step.
+#[derive(Clone, Debug)]
+pub(crate) struct Assessment {
+    pub(crate) vm: VmId,
+    pub(crate) weight: u64,
+    pub(crate) parts: Parts,
+    pub(crate) working_set: u64,
+    pub(crate) basis: Basis,
+    pub(crate) target: u64,
+    pub(crate) pressure: Option<f64>,
+    pub(crate) pressure_now: f64,
+    /// Memory that the VM needs and can be given; 0 if it needs none.
+    pub(crate) lacks: u64,
+    /// The VM needs memory because tasks wait for it, not only because of its working set.
+    is_pressing: bool,
+    /// Page cache that trims could take.
+    pub(crate) trimmable: u64,
+    /// Why the VM gets no order at all.
+    pub(crate) keeps: Option<Reason>,
+    fresh: bool,
+    /// Why nothing may be taken now, although the guest is believed.
+    unwilling: Option<Reason>,
+    /// The working set and its buffer, not limited by the operator's maximum.
+    need: u64,
+    buffer_percent: u64,
+    hot: u64,
+    min: u64,
+    max: u64,
+    held: u64,
+    pluggable: u64,
+    plugged: u64,
+    block: u64,
+    has_balloon: bool,
+    can_balloon: bool,
+    trims: bool,
+    pgsteal: Option<u64>,
+}
+
+/// What should be done with one VM, and why.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call {
+    pub(crate) order: Option<Order>,
+    pub(crate) reason: Reason,
+    /// What the host is expected to gain.
+    pub(crate) gain: u64,
+    /// What the needed page cache becomes if the order is carried out.
+    pub(crate) hot: Option<u64>,
+}
+
+impl Call {
+    pub(crate) fn none(reason: Reason) -> Self {
+        Self {
+            order: None,
+            reason,
+            gain: 0,
+            hot: None,
+        }
+    }
+
+    fn order(action: Action, bytes: u64, reason: Reason) -> Self {
+        Self {
+            order: Some(Order {
+                action,
+                bytes: ByteSize(bytes),
+            }),
+            reason,
+            gain: bytes,
+            hot: None,
+        }
+    }
+}
+
+/// Returns `percent` of `bytes`.
+fn percent_of(bytes: u64, percent: u64) -> u64 {
+    let product = u128::from(bytes) * u128::from(percent) / 100;
+    u64::try_from(product).unwrap_or(u64::MAX)
+}
+
+/// Returns a share (0 to 1) of `bytes`.
+// The result does not exceed `bytes`.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+fn share_of(bytes: u64, share: f64) -> u64 {
+    ((bytes as f64 * share.clamp(0.0, 1.0)) as u64).min(bytes)
+}
+
+impl Assessment {
+    /// What the host would gain if the balloon took all that the VM does not need.
+    pub(crate) fn balloonable(&self) -> u64 {
+        if !self.can_balloon || self.keeps.is_some() || self.unwilling.is_some() {
+            return 0;
+        }
+        let takeable = self.parts.size.saturating_sub(self.floor());
+        let gain = takeable.saturating_sub(self.parts.free);
+        if gain < SMALLEST_CHANGE { 0 } else { gain }
+    }
+
+    /// How much each byte that is taken hurts: pressure, weighted by priority, for each byte that
+    /// the VM does not need.
+    pub(crate) fn harm(&self) -> f64 {
+        let pressure = self.pressure.unwrap_or(0.0).max(self.pressure_now) + 1e-4;
+        pressure * self.weight as f64 / (self.balloonable() as f64 + 1.0)
+    }
+
+    /// Sets the working set, and what follows from it, for `hot` bytes of needed page cache.
+    pub(crate) fn count_as_needed(&mut self, hot: u64) {
+        self.hot = hot;
+        self.working_set = self.parts.used_hard.saturating_add(hot);
+        let buffer = percent_of(self.working_set, self.buffer_percent);
+        self.need = self.working_set.saturating_add(buffer);
+        self.target = self.need.clamp(self.min, self.max);
+    }
+
+    /// Smallest size that a take may leave.
+    fn floor(&self) -> u64 {
+        self.need.max(self.min)
+    }
+
+    /// Largest size that a give may lead to.
+    fn room(&self) -> u64 {
+        let installable = self.held.saturating_add(self.pluggable);
+        installable.min(self.max.saturating_sub(self.parts.size))
+    }
+
+    pub(crate) fn idle_reason(&self) -> Reason {
+        if let Some(reason) = self.keeps.or(self.unwilling) {
+            return reason;
+        }
+        if !self.trims && !self.has_balloon && self.block == 0 {
+            return Reason::NoMeans;
+        }
+        if !self.trims && self.has_balloon && !self.can_balloon {
+            return Reason::NoDeflateOnOom;
+        }
+        Reason::AtTarget
+    }
+
+    /// Gives the VM what it lacks, as far as the host has `headroom`.
+    pub(crate) fn call_to_give(&self, headroom: u64) -> Call {
+        let bytes = self.lacks.min(headroom);
+        let exhausted = Call::none(Reason::HostExhausted {
+            needs: ByteSize(self.lacks),
+        });
+        let Some((action, bytes)) = self.growth(bytes, headroom) else {
+            return exhausted;
+        };
+        let given = ByteSize(bytes);
+        let reason = match self.is_pressing {
+            true => Reason::GivePressure {
+                bytes: given,
+                pressure: self.pressure_now,
+            },
+            false => Reason::GiveNeeded { bytes: given },
+        };
+        Call::order(action, bytes, reason)
+    }
+
+    /// Gives the VM a part of what its balloon holds, because the host has `spare` memory.
+    pub(crate) fn call_to_give_back(&self, spare: u64, policy: &Policy) -> Option<Call> {
+        if self.keeps.is_some() || self.held == 0 {
+            return None;
+        }
+        let step = share_of(self.parts.size, policy.balloon_step).max(SMALLEST_BALLOON_STEP);
+        let bytes = step.min(self.held).min(self.room());
+        if bytes < SMALLEST_CHANGE.min(self.held) || bytes > spare || bytes < PAGE_SIZE {
+            return None;
+        }
+        let target = ByteSize(self.parts.size + bytes);
+        let given = ByteSize(bytes);
+        let action = Action::Balloon { target };
+        Some(Call::order(
+            action,
+            bytes,
+            Reason::GiveBack { bytes: given },
+        ))
+    }
+
+    /// Chooses how the VM grows by about `bytes`: by its balloon, or by plugging.
+    fn growth(&self, bytes: u64, headroom: u64) -> Option<(Action, u64)> {
+        let room = self.room();
+        let deflated = bytes.min(self.held).min(room) / PAGE_SIZE * PAGE_SIZE;
+        if deflated > 0 {
+            let target = ByteSize(self.parts.size.saturating_add(deflated));
+            return Some((Action::Balloon { target }, deflated));
+        }
+        if self.block == 0 || bytes == 0 {
+            return None;
+        }
+        let most = room.min(self.pluggable).min(headroom) / self.block * self.block;
+        let blocks = bytes.div_ceil(self.block).saturating_mul(self.block);
+        let plugged = blocks.min(most);
+        (plugged > 0).then_some((
+            Action::Plug {
+                bytes: ByteSize(plugged),
+            },
+            plugged,
+        ))
+    }
+}
+
+impl VmState {
+    /// Applies the last step's order to this state. Called at the beginning of each step.
+    pub(crate) fn settle_last_order(&mut self, clock: Duration, policy: &Policy) {
+        self.refill(clock, policy);
+        let Some(issued) = self.issued.take() else {
+            return;
+        };
+        self.watched = Some(issued);
+        if issued.is_give {
+            self.record_give(issued.at, policy);
+            return;
+        }
+        if let Some((tokens, _)) = &mut self.tokens {
+            *tokens -= 1.0;
+        }
+        self.last_take = Some(issued.at);
+        self.next_take = issued.at.saturating_add(policy.take_interval);
+        if let Some(hot) = issued.hot {
+            self.estimate.lower_to(hot, policy);
+        }
+    }
+
+    pub(crate) fn discard_order(&mut self) {
+        self.issued = None;
+    }
+
+    /// Remembers an order of this step.
+    pub(crate) fn expect(&mut self, clock: Duration, vm: &Assessment, call: &Call) {
+        let Some(order) = call.order else { return };
+        self.issued = Some(Issued {
+            order,
+            at: clock,
+            is_give: order.is_give(ByteSize(vm.parts.size)),
+            size: vm.parts.size,
+            cache: vm.parts.cache,
+            pgsteal: vm.pgsteal,
+            hot: call.hot,
+            hot_before: self.estimate.hot,
+        });
+    }
+
+    /// Says whether memory may be given back to this VM without need.
+    pub(crate) fn may_get_back(&self, clock: Duration) -> bool {
+        let long_ago = |at: Option<Duration>, time| {
+            at.is_none_or(|at| clock.saturating_sub(at) >= Duration::from_secs(time))
+        };
+        let no_balloon_order = self
+            .watched
+            .is_none_or(|last| matches!(last.order.action, Action::Trim { .. }));
+        no_balloon_order && long_ago(self.last_give, 60)
+    }
+
+    fn record_give(&mut self, at: Duration, policy: &Policy) {
+        let since = |then: Option<Duration>| then.map(|then| at.saturating_sub(then));
+        let is_repeated = since(self.last_give).is_some_and(|time| time <= REPEATED);
+        self.gives_in_a_row = if is_repeated {
+            self.gives_in_a_row.saturating_add(1)
+        } else {
+            0
+        };
+        if since(self.last_give).is_none_or(|time| time >= FORGOTTEN) {
+            self.settle = policy.settle;
+        } else if self.last_take > self.last_give {
+            self.settle = self.settle.saturating_mul(2).min(FORGOTTEN);
+        }
+        self.settled_at = at.saturating_add(self.settle);
+        self.last_give = Some(at);
+        self.idle_since = None;
+    }
+
+    fn refill(&mut self, clock: Duration, policy: &Policy) {
+        let most = f64::from(policy.takes_an_hour) / 2.0;
+        let (tokens, at) = self.tokens.unwrap_or((most, clock));
+        let passed = clock.saturating_sub(at).as_secs_f64();
+        let new = passed * f64::from(policy.takes_an_hour) / 3600.0;
+        self.tokens = Some(((tokens + new).min(most), clock));
+    }
+
+    /// Checks the signals and estimates what the VM needs.
+    pub(crate) fn assess(
+        &mut self,
+        clock: Duration,
+        now: Duration,
+        (vm, limits, signals): (VmId, &Limits, &Signals),
+        policy: &Policy,
+    ) -> Assessment {
+        let heard = self.estimate.hear(clock, now, signals, policy);
+        let min = limits.min.0;
+        let max = limits.max.0.max(min);
+        let size = signals.size().0;
+        let balloon = signals.balloon;
+        let device = signals.virtio_mem;
+        let mut assessment = Assessment {
+            vm,
+            weight: u64::from(limits.priority.max(1)),
+            parts: Parts::unknown(size),
+            working_set: size,
+            basis: Basis::Unknown,
+            target: size.clamp(min, max),
+            pressure: None,
+            pressure_now: 0.0,
+            lacks: 0,
+            is_pressing: false,
+            trimmable: 0,
+            keeps: limits.pinned.then_some(Reason::Pinned),
+            fresh: false,
+            unwilling: None,
+            need: size,
+            buffer_percent: u64::from(limits.buffer_percent),
+            hot: 0,
+            min,
+            max,
+            held: balloon.map_or(0, |balloon| balloon.held.0),
+            pluggable: device.map_or(0, |d| d.max.0.saturating_sub(d.plugged.0)),
+            plugged: device.map_or(0, |d| d.plugged.0),
+            block: device.map_or(0, |d| d.block.0),
+            has_balloon: balloon.is_some(),
+            can_balloon: balloon.is_some_and(|balloon| balloon.deflate_on_oom),
+            trims: signals.source == Source::Agent { trims: true },
+            pgsteal: signals.guest.as_ref().and_then(|guest| guest.pgsteal),
+        };
+        let (parts, fresh) = match heard {
+            Heard::Nothing(reason) => {
+                assessment.keeps = assessment.keeps.or(Some(reason));
+                self.idle_since = None;
+                return assessment;
+            }
+            Heard::Report { parts, fresh } => (parts, fresh),
+        };
+        let (hot, basis) = self.estimate.hot(&parts, signals);
+        let estimate = &self.estimate;
+        assessment = Assessment {
+            parts,
+            basis,
+            pressure: estimate.pressure,
+            pressure_now: estimate.pressure_now,
+            fresh,
+            trimmable: match estimate.hot {
+                Some(_) => parts.trimmable.min(parts.cache - hot),
+                None => parts.trimmable / 2,
+            },
+            ..assessment
+        };
+        assessment.count_as_needed(hot);
+        if !assessment.trims || assessment.keeps.is_some() {
+            assessment.trimmable = 0;
+        }
+        self.watch_effect(clock, &assessment);
+        self.weigh(clock, &mut assessment, policy);
+        assessment
+    }
+
+    /// Finds out what the VM lacks, and whether anything may be taken from it.
+    fn weigh(&mut self, clock: Duration, vm: &mut Assessment, policy: &Policy) {
+        let estimate = &self.estimate;
+        let Parts {
+            size,
+            available,
+            free,
+            ..
+        } = vm.parts;
+        let waits = estimate.pressure_now >= policy.pressure_give;
+        let is_pressing = waits || estimate.stalled;
+        let is_curable =
+            estimate.stalled || available < size / 4 || (free < size / 20 && estimate.missed > 0);
+        let pressure = vm.pressure.unwrap_or(0.0).max(vm.pressure_now);
+        vm.unwilling = if is_pressing && !is_curable {
+            Some(Reason::PressureNotCured {
+                available: ByteSize(available),
+            })
+        } else if estimate.is_missing {
+            Some(Reason::Missed {
+                bytes: ByteSize(estimate.missed),
+                wait: estimate.next_probe.saturating_sub(clock),
+            })
+        } else if is_pressing || pressure > policy.pressure_target {
+            Some(Reason::UnderPressure { pressure })
+        } else {
+            None
+        };
+        if vm.keeps.is_some() {
+            return;
+        }
+        let mut lacks = vm.target.saturating_sub(size);
+        if lacks < SMALLEST_CHANGE.max(size / 64) {
+            lacks = 0;
+        }
+        if is_pressing && is_curable {
+            let more = (size / 8).max(SMALLEST_GIVE) << self.gives_in_a_row.min(3);
+            lacks = lacks.max(more);
+            vm.is_pressing = true;
+        }
+        // A give takes a moment: QEMU and the guest carry it out.
+        let is_coming = self.watched.is_some_and(|last| last.is_give);
+        vm.lacks = if is_coming { 0 } else { lacks.min(vm.room()) };
+        let wants = vm
+            .target
+            .saturating_add(vm.target / 4)
+            .saturating_add(vm.block);
+        if size > wants && vm.unwilling.is_none() {
+            self.idle_since.get_or_insert(clock);
+        } else {
+            self.idle_since = None;
+        }
+    }
+
+    /// Looks whether the last order has shown an effect.
+    fn watch_effect(&mut self, clock: Duration, vm: &Assessment) {
+        let Some(last) = self.watched else { return };
+        let quarter = last.order.bytes.0 / 4;
+        let has_effect = match last.order.action {
+            Action::Trim { .. } => match last.pgsteal.zip(vm.pgsteal) {
+                Some((before, now)) => now.saturating_sub(before) >= quarter / PAGE_SIZE,
+                None => vm.parts.cache.saturating_add(quarter) <= last.cache,
+            },
+            _ if last.is_give => vm.parts.size >= last.size.saturating_add(quarter),
+            _ => vm.parts.size.saturating_add(quarter) <= last.size,
+        };
+        if has_effect {
+            self.watched = None;
+            self.fail_wait = Duration::ZERO;
+        } else if clock.saturating_sub(last.at) >= EFFECT {
+            self.watched = None;
+            if !last.is_give {
+                self.fail_wait = (self.fail_wait.saturating_mul(2))
+                    .clamp(Duration::from_secs(60), Duration::from_secs(900));
+                self.blocked_until = clock.saturating_add(self.fail_wait);
+                self.estimate.hot = last.hot_before;
+            }
+        }
+    }
+
+    /// Returns why no take is due now, if that is so.
+    fn not_yet(&self, clock: Duration, vm: &Assessment) -> Option<Reason> {
+        if let Some(reason) = vm.keeps.or(vm.unwilling) {
+            return Some(reason);
+        }
+        if clock < self.blocked_until {
+            let wait = self.blocked_until.saturating_sub(clock);
+            return Some(Reason::Ineffective { wait });
+        }
+        let tokens = self.tokens.map_or(0.0, |(tokens, _)| tokens);
+        let is_due = clock >= self.next_take && tokens >= 1.0 && vm.fresh;
+        if is_due && self.watched.is_none() {
+            return None;
+        }
+        let wait = self.next_take.saturating_sub(clock);
+        Some(Reason::Waiting { wait })
+    }
+
+    /// Trims page cache that the guest does not miss, if its agent can. `None` if trimming has
+    /// nothing to say about this VM.
+    pub(crate) fn call_to_trim(
+        &self,
+        clock: Duration,
+        vm: &Assessment,
+        rung: Rung,
+        policy: &Policy,
+    ) -> Option<Call> {
+        if !vm.trims {
+            return None;
+        }
+        if let Some(reason) = self.not_yet(clock, vm) {
+            return Some(Call::none(reason));
+        }
+        let is_short = rung >= Rung::Trim;
+        let (largest, interval) = if is_short {
+            (policy.largest_step_short, policy.take_interval)
+        } else {
+            (policy.largest_step, policy.regrown_interval)
+        };
+        let cap = share_of(vm.parts.in_use(), largest).max(policy.smallest_trim.0);
+        let cache = vm.parts.cache;
+        let base = self.estimate.hot.unwrap_or(cache).min(cache);
+        let grown = cache - base;
+        let trim = |bytes: u64, may_drop_folded| Action::Trim {
+            bytes: ByteSize(bytes),
+            may_drop_folded,
+        };
+        if clock >= self.estimate.next_probe {
+            let step = self
+                .estimate
+                .next_step(&vm.parts, largest)
+                .max(policy.smallest_trim.0);
+            let bytes = grown.saturating_add(step).min(cap).min(vm.parts.trimmable);
+            if bytes >= policy.smallest_trim.0 {
+                let reason = Reason::CacheNotMissed {
+                    bytes: ByteSize(bytes),
+                };
+                let mut call = Call::order(trim(bytes, false), bytes, reason);
+                call.hot = Some(base.min(cache - bytes));
+                return Some(call);
+            }
+        }
+        let regrown = grown.min(cap).min(vm.parts.trimmable);
+        let is_worth_it = regrown >= policy.smallest_trim.0.saturating_mul(2)
+            && regrown >= vm.parts.in_use() / 20;
+        let rested = self
+            .last_take
+            .is_none_or(|last| clock.saturating_sub(last) >= interval);
+        if is_worth_it && rested {
+            let reason = Reason::CacheGrewBack {
+                bytes: ByteSize(regrown),
+            };
+            return Some(Call::order(trim(regrown, false), regrown, reason));
+        }
+        let droppable = vm.parts.folded.min(cap);
+        if rung >= Rung::Lent && droppable >= policy.smallest_trim.0 && base == 0 {
+            let reason = Reason::DropFolded {
+                bytes: ByteSize(droppable),
+            };
+            return Some(Call::order(trim(droppable, true), droppable, reason));
+        }
+        None
+    }
+
+    /// Shrinks a VM that is larger than its maximum, or whose plugged memory has been idle.
+    pub(crate) fn call_to_shrink(
+        &self,
+        clock: Duration,
+        vm: &Assessment,
+        policy: &Policy,
+    ) -> Option<Call> {
+        if clock < self.settled_at || self.not_yet(clock, vm).is_some() {
+            return None;
+        }
+        let size = vm.parts.size;
+        let is_idle = self
+            .idle_since
+            .is_some_and(|since| clock.saturating_sub(since) >= policy.idle);
+        if is_idle && vm.block > 0 && vm.plugged > 0 {
+            let wants = vm.target.saturating_add(vm.target / 4).max(vm.floor());
+            // Only free memory is unplugged, and the buffer stays.
+            let buffer = vm.need.saturating_sub(vm.working_set);
+            let free = vm.parts.free.saturating_sub(buffer);
+            let most = (vm.plugged / 4).max(vm.block);
+            let bytes = size
+                .saturating_sub(wants)
+                .min(free)
+                .min(most)
+                .min(vm.plugged);
+            let bytes = bytes / vm.block * vm.block;
+            if bytes > 0 {
+                let bytes = ByteSize(bytes);
+                let action = Action::Unplug { bytes };
+                return Some(Call::order(action, bytes.0, Reason::IdleMemory { bytes }));
+            }
+        }
+        if size > vm.max && vm.can_balloon {
+            let smallest = vm.max.max(vm.floor());
+            let bytes = size
+                .saturating_sub(smallest)
+                .min(self.balloon_step(vm, policy));
+            if bytes >= SMALLEST_CHANGE {
+                let action = Action::Balloon {
+                    target: ByteSize(size - bytes),
+                };
+                let bytes = ByteSize(bytes);
+                return Some(Call::order(action, bytes.0, Reason::AboveMaximum { bytes }));
+            }
+        }
+        None
+    }
+
+    /// Takes memory by balloon because the host lacks `missing` more bytes, of `short` in all.
+    pub(crate) fn call_to_balloon(
+        &self,
+        clock: Duration,
+        vm: &Assessment,
+        missing: u64,
+        short: u64,
+        policy: &Policy,
+    ) -> Call {
+        if let Some(reason) = self.not_yet(clock, vm) {
+            return Call::none(reason);
+        }
+        if clock < self.settled_at {
+            let wait = self.settled_at.saturating_sub(clock);
+            return Call::none(Reason::Waiting { wait });
+        }
+        let size = vm.parts.size;
+        let mut floor = vm.floor();
+        let mut hot = None;
+        let at_floor = size.saturating_sub(floor) < SMALLEST_CHANGE;
+        if at_floor && !vm.trims && clock >= self.estimate.next_probe {
+            // Without trims, a smaller size is the only way to learn what is not missed.
+            let step = self
+                .estimate
+                .next_step(&vm.parts, policy.largest_step_short);
+            let lower = vm.hot.saturating_sub(step.max(SMALLEST_CHANGE));
+            let mut probed = vm.clone();
+            probed.count_as_needed(lower);
+            floor = probed.floor();
+            hot = Some(lower);
+        }
+        let useful = missing.saturating_add(vm.parts.free);
+        let bytes = size
+            .saturating_sub(floor)
+            .min(self.balloon_step(vm, policy))
+            .min(useful)
+            / PAGE_SIZE
+            * PAGE_SIZE;
+        let gain = bytes.saturating_sub(vm.parts.free);
+        if bytes < SMALLEST_CHANGE || gain == 0 {
+            return Call::none(Reason::AtTarget);
+        }
+        let action = Action::Balloon {
+            target: ByteSize(size - bytes),
+        };
+        let reason = Reason::HostShort {
+            bytes: ByteSize(bytes),
+            shortage: ByteSize(short),
+        };
+        Call {
+            gain,
+            hot,
+            ..Call::order(action, bytes, reason)
+        }
+    }
+
+    /// Largest take by balloon: free memory, and a part of the rest.
+    fn balloon_step(&self, vm: &Assessment, policy: &Policy) -> u64 {
+        let step = share_of(vm.parts.size, policy.balloon_step).max(SMALLEST_BALLOON_STEP);
+        step.saturating_add(vm.parts.free)
+    }
+}
