@@ -120,6 +120,8 @@ impl Controller {
     /// Gives memory to the VMs that need it, within what the host has.
     fn give(&self, host: &HostState, vms: &[Assessment], calls: &mut [Option<Call>]) {
         let mut headroom = host.available.0.saturating_sub(host.reserve.0 / 4);
+        let mut last_resort = host.available.0.min(host.reserve.0 / 4);
+        last_resort = last_resort.saturating_add(host.swap_free.0 / 2);
         let mut asking: Vec<usize> = (0..vms.len()).filter(|&i| vms[i].lacks > 0).collect();
         let urgency = |vm: &Assessment| vm.pressure.unwrap_or(0.0).max(vm.pressure_now);
         asking.sort_by(|&a, &b| {
@@ -132,8 +134,14 @@ impl Controller {
         });
         for index in asking {
             let vm = &vms[index];
-            let call = vm.call_to_give(headroom);
-            headroom = headroom.saturating_sub(call.order.map_or(0, |order| order.bytes.0));
+            let most = match vm.is_at_risk {
+                true => headroom.saturating_add(last_resort),
+                false => headroom,
+            };
+            let call = vm.call_to_give(most);
+            let bytes = call.order.map_or(0, |order| order.bytes.0);
+            last_resort = last_resort.saturating_sub(bytes.saturating_sub(headroom));
+            headroom = headroom.saturating_sub(bytes);
             calls[index] = Some(call);
         }
 

@@ -24,6 +24,9 @@ const AVERAGE: f64 = 10.0;
 /// Misses that follow each other within this time are one episode.
 const EPISODE: Duration = Duration::from_secs(30);
 
+/// Smallest change of the memory in use that is a new phase of the guest.
+const CHANGE: u64 = 64 << 20;
+
 /// Probes without a miss after which the wait after a miss starts at its shortest again.
 const CALM_PROBES: u32 = 6;
 
@@ -52,6 +55,9 @@ pub(crate) struct Estimate {
     step: f64,
     calm_probes: u32,
     last_miss: Option<Duration>,
+    last_probe: Option<Duration>,
+    /// Memory in use without page cache, at the last miss.
+    used_at_miss: u64,
     miss_wait: Duration,
     /// No probe before this time.
     pub(crate) next_probe: Duration,
@@ -180,6 +186,8 @@ impl Estimate {
             self.last = Some(guest.clone());
             if self.is_missing {
                 self.miss(clock, &parts, policy);
+            } else {
+                self.notice_change(clock, &parts, policy);
             }
         }
         Heard::Report {
@@ -218,28 +226,45 @@ impl Estimate {
         ];
         self.stalled = stalls.into_iter().any(|count| count > 0);
         let is_slow = self.pressure.is_some_and(|p| p > policy.pressure_target);
-        self.is_missing = self.missed as f64 > policy.miss_rate.0 as f64 * seconds
-            || (is_slow && self.missed > 0)
-            || grown(before.pswpin, guest.pswpin) > 0;
+        let tolerated = policy.miss_rate.0 as f64 * if is_slow { 0.125 } else { 1.0 };
+        self.is_missing =
+            self.missed as f64 > tolerated * seconds || grown(before.pswpin, guest.pswpin) > 0;
     }
 
     /// Takes back what turned out to be needed, and waits before the next probe.
     fn miss(&mut self, clock: Duration, parts: &Parts, policy: &Policy) {
         if let Some(hot) = self.hot {
-            let raised = hot.max(parts.cache).saturating_add(self.missed);
-            self.hot = Some(raised.min(parts.size));
+            // What was read again is needed beyond what was left.
+            let raised = hot.min(parts.cache).saturating_add(self.missed);
+            self.hot = Some(raised.max(hot).min(parts.size));
             self.probed = true;
         }
-        let is_new = self
-            .last_miss
-            .is_none_or(|last| clock.saturating_sub(last) > EPISODE);
-        if is_new && self.last_miss.is_some() {
-            self.miss_wait = self.miss_wait.saturating_mul(2).min(policy.longest_wait);
+        let within = |then: Option<Duration>, time: Duration| {
+            then.is_some_and(|then| clock.saturating_sub(then) <= time)
+        };
+        if !within(self.last_miss, EPISODE) {
+            // A miss without a probe is the guest's own change: the wait starts at its shortest.
+            self.miss_wait = if within(self.last_probe, EPISODE) && self.last_miss.is_some() {
+                self.miss_wait.saturating_mul(2).min(policy.longest_wait)
+            } else {
+                policy.miss_wait
+            };
         }
         self.last_miss = Some(clock);
+        self.used_at_miss = parts.used_hard;
         self.calm_probes = 0;
         self.step = policy.first_step;
         self.next_probe = clock.saturating_add(self.miss_wait);
+    }
+
+    /// Probes again soon if the guest's need has changed since its last miss.
+    fn notice_change(&mut self, clock: Duration, parts: &Parts, policy: &Policy) {
+        let change = parts.used_hard.abs_diff(self.used_at_miss);
+        if self.next_probe > clock && change > (parts.size / 20).max(CHANGE) {
+            self.miss_wait = policy.miss_wait;
+            self.next_probe = clock.saturating_add(policy.take_interval);
+            self.used_at_miss = parts.used_hard;
+        }
     }
 
     /// Returns by how much the next probe may lower `hot`, in bytes.
@@ -250,8 +275,9 @@ impl Estimate {
     }
 
     /// Records that a take has left `hot` bytes of page cache, and enlarges the next step.
-    pub(crate) fn lower_to(&mut self, hot: u64, policy: &Policy) {
+    pub(crate) fn lower_to(&mut self, hot: u64, at: Duration, policy: &Policy) {
         self.hot = Some(hot);
+        self.last_probe = Some(at);
         self.step = (self.step * 2.0).min(policy.largest_step_short);
         self.calm_probes = self.calm_probes.saturating_add(1);
         if self.calm_probes >= CALM_PROBES {

@@ -181,6 +181,8 @@ pub struct HostState {
     pub available: ByteSize,
     /// Memory that must stay available: the reserve of the brake.
     pub reserve: ByteSize,
+    /// `SwapFree`. Half of it is given to guests that would otherwise lose a process.
+    pub swap_free: ByteSize,
     /// Level of the brake on copy-on-write debt.
     pub brake: BrakeLevel,
     /// RAM of this host that is lent to VMs of other hosts.

@@ -22,10 +22,12 @@
 //! - A VM that is pinned, does not answer or contradicts itself gets no order. It keeps its size.
 //! - No order takes memory from the working set, and none makes a VM smaller than its working set
 //!   plus its buffer, or than its minimum.
-//! - What one step gives never exceeds the host's available memory less the emergency reserve.
+//! - What one step gives never exceeds the host's available memory less a quarter of the reserve.
+//!   Only a guest whose OOM killer could run soon gets more: the rest, and half of the free swap.
 //! - No input makes the controller panic.
 //!
-//! [`advice`] says from recorded history what each VM should be given.
+//! [`advice`] says from recorded history what each VM should be given. With the feature `sim`,
+//! [`sim`] has model guests and hosts for tests and studies.
 
 mod advise;
 mod check;
@@ -35,6 +37,8 @@ mod estimate;
 mod input;
 mod ladder;
 mod policy;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod vm_state;
 
 pub use advise::{Advice, HostAdvice, WorkingSetSample, advice, host_advice};

@@ -21,7 +21,8 @@ pub struct Policy {
     pub pressure_target: f64,
     /// The same, above which a VM gets memory at once.
     pub pressure_give: f64,
-    /// Files that a guest reads again, in bytes a second, above which trimming has gone too far.
+    /// Files that a guest reads again, in bytes a second, above which trimming has gone too far. An
+    /// eighth of it suffices if the pressure is above `pressure_target`.
     pub miss_rate: ByteSize,
     /// First and smallest trim, and the largest, as shares of the memory in use.
     pub first_step: f64,
@@ -35,9 +36,10 @@ pub struct Policy {
     pub take_interval: Duration,
     /// Time between two trims of page cache that grew back.
     pub regrown_interval: Duration,
-    /// Time without trims after a miss. Each further miss doubles it, up to `longest_wait`.
+    /// Time without probes after a miss. Each further miss that follows a probe doubles it, up to
+    /// `longest_wait`.
     pub miss_wait: Duration,
-    /// Longest time without trims, and without tries of orders that had no effect.
+    /// Longest time without probes after misses.
     pub longest_wait: Duration,
     /// Time without takes by balloon or unplug after a VM was given memory. Doubled at each further
     /// give that follows a take.
@@ -49,6 +51,9 @@ pub struct Policy {
     pub balloon_step: f64,
     /// Time that plugged memory must have been idle before it is unplugged.
     pub idle: Duration,
+    /// Memory that stays free beyond the buffer when memory is unplugged, for spikes: plugging
+    /// takes longer than a program needs to allocate.
+    pub unplug_leaves_free: ByteSize,
     /// Time in which the host must have had room before balloons are deflated without need.
     pub give_back_after: Duration,
 }
@@ -61,18 +66,19 @@ impl Default for Policy {
             pressure_target: 0.001,
             pressure_give: 0.01,
             miss_rate: ByteSize::kib(512),
-            first_step: 0.005,
+            first_step: 0.0025,
             largest_step: 0.04,
             largest_step_short: 0.08,
             smallest_trim: ByteSize::mib(16),
             take_interval: Duration::from_secs(10),
             regrown_interval: Duration::from_secs(60),
             miss_wait: Duration::from_secs(60),
-            longest_wait: Duration::from_secs(900),
+            longest_wait: Duration::from_secs(240),
             settle: Duration::from_secs(300),
             takes_an_hour: 60,
             balloon_step: 0.05,
             idle: Duration::from_secs(600),
+            unplug_leaves_free: ByteSize::mib(512),
             give_back_after: Duration::from_secs(600),
         }
     }

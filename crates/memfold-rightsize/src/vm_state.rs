@@ -78,6 +78,8 @@ pub(crate) struct Assessment {
     pub(crate) lacks: u64,
     /// The VM needs memory because tasks wait for it, not only because of its working set.
     is_pressing: bool,
+    /// The guest's OOM killer could run soon.
+    pub(crate) is_at_risk: bool,
     /// Page cache that trims could take.
     pub(crate) trimmable: u64,
     /// Why the VM gets no order at all.
@@ -280,7 +282,7 @@ impl VmState {
         self.last_take = Some(issued.at);
         self.next_take = issued.at.saturating_add(policy.take_interval);
         if let Some(hot) = issued.hot {
-            self.estimate.lower_to(hot, policy);
+            self.estimate.lower_to(hot, issued.at, policy);
         }
     }
 
@@ -365,6 +367,7 @@ impl VmState {
             pressure_now: 0.0,
             lacks: 0,
             is_pressing: false,
+            is_at_risk: false,
             trimmable: 0,
             keeps: limits.pinned.then_some(Reason::Pinned),
             fresh: false,
@@ -454,6 +457,7 @@ impl VmState {
             lacks = lacks.max(more);
             vm.is_pressing = true;
         }
+        vm.is_at_risk = available < size / 32;
         // A give takes a moment: QEMU and the guest carry it out.
         let is_coming = self.watched.is_some_and(|last| last.is_give);
         vm.lacks = if is_coming { 0 } else { lacks.min(vm.room()) };
@@ -595,8 +599,8 @@ impl VmState {
         if is_idle && vm.block > 0 && vm.plugged > 0 {
             let wants = vm.target.saturating_add(vm.target / 4).max(vm.floor());
             // Only free memory is unplugged, and the buffer stays.
-            let buffer = vm.need.saturating_sub(vm.working_set);
-            let free = vm.parts.free.saturating_sub(buffer);
+            let stays = (vm.need - vm.working_set).saturating_add(policy.unplug_leaves_free.0);
+            let free = vm.parts.free.saturating_sub(stays);
             let most = (vm.plugged / 4).max(vm.block);
             let bytes = size
                 .saturating_sub(wants)
