@@ -231,7 +231,7 @@ mod tests {
                 g.pressure = Some(PressureTotals {
                     some_us: 1,
                     full_us: 2,
-                })
+                });
             },
             "all tasks waited",
         );

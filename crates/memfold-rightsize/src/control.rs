@@ -79,7 +79,7 @@ impl Controller {
 
         let sum =
             |part: fn(&Assessment) -> u64| assessed.iter().map(part).fold(0, u64::saturating_add);
-        let (trimmable, balloonable) = (sum(|vm| vm.trimmable), sum(|vm| vm.balloonable()));
+        let (trimmable, balloonable) = (sum(|vm| vm.trimmable), sum(Assessment::balloonable));
         let (rung, why) = self.ladder.step(self.clock, &host, trimmable, balloonable);
         match rung {
             Rung::Ample => {
@@ -134,9 +134,10 @@ impl Controller {
         });
         for index in asking {
             let vm = &vms[index];
-            let most = match vm.is_at_risk {
-                true => headroom.saturating_add(last_resort),
-                false => headroom,
+            let most = if vm.is_at_risk {
+                headroom.saturating_add(last_resort)
+            } else {
+                headroom
             };
             let call = vm.call_to_give(most);
             let bytes = call.order.map_or(0, |order| order.bytes.0);

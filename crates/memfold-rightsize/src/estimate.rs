@@ -24,6 +24,12 @@ const AVERAGE: f64 = 10.0;
 /// Misses that follow each other within this time are one episode.
 const EPISODE: Duration = Duration::from_secs(30);
 
+/// Misses within this time after a take may be its fault.
+const BLAMED: Duration = Duration::from_secs(60);
+
+/// Misses and pressure that exceed this multiple of what was usual are worse than usual.
+const WORSE: f64 = 1.25;
+
 /// Smallest change of the memory in use that is a new phase of the guest.
 const CHANGE: u64 = 64 << 20;
 
@@ -31,6 +37,8 @@ const CHANGE: u64 = 64 << 20;
 const CALM_PROBES: u32 = 6;
 
 /// What one VM's reports say, over time.
+// Each flag is one fact of its own; together they make no state.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Estimate {
     last: Option<GuestSignals>,
@@ -45,8 +53,16 @@ pub(crate) struct Estimate {
     /// The guest swapped out, waited in allocations, or lost a process to its OOM killer between
     /// the last two reports.
     pub(crate) stalled: bool,
-    /// The last two reports show a miss.
+    /// Files that the guest read again forbid takes.
     pub(crate) is_missing: bool,
+    /// The guest reads more files again than is tolerated, for whatever reason.
+    misses_files: bool,
+    swaps_in: bool,
+    /// Bytes of files that are read again a second, averaged; and that, and the pressure, before
+    /// the first of the takes that follow each other.
+    miss_rate: f64,
+    usual_miss_rate: f64,
+    usual_pressure: f64,
     /// Page cache that is needed, as far as takes have shown it.
     pub(crate) hot: Option<u64>,
     /// A miss has been seen since the first take.
@@ -55,9 +71,9 @@ pub(crate) struct Estimate {
     step: f64,
     calm_probes: u32,
     last_miss: Option<Duration>,
-    last_probe: Option<Duration>,
-    /// Memory in use without page cache, at the last miss.
-    used_at_miss: u64,
+    last_take: Option<Duration>,
+    /// Memory in use without page cache, when it last changed much.
+    used_before: u64,
     miss_wait: Duration,
     /// No probe before this time.
     pub(crate) next_probe: Duration,
@@ -175,20 +191,18 @@ impl Estimate {
                 miss_wait: policy.miss_wait,
                 ..Self::default()
             };
-            return Heard::Nothing(match restarted {
-                true => Reason::Restarted,
-                false => Reason::FirstReport,
-            });
+            let reason = if restarted {
+                Reason::Restarted
+            } else {
+                Reason::FirstReport
+            };
+            return Heard::Nothing(reason);
         }
         let parts = Parts::of(signals, guest);
         if let Some(elapsed) = changed {
-            self.measure(guest, elapsed, policy);
+            self.measure(guest, elapsed);
             self.last = Some(guest.clone());
-            if self.is_missing {
-                self.miss(clock, &parts, policy);
-            } else {
-                self.notice_change(clock, &parts, policy);
-            }
+            self.judge_misses(clock, elapsed, &parts, policy);
         }
         Heard::Report {
             parts,
@@ -197,7 +211,7 @@ impl Estimate {
     }
 
     /// Derives rates from the last report and `guest`.
-    fn measure(&mut self, guest: &GuestSignals, elapsed: Duration, policy: &Policy) {
+    fn measure(&mut self, guest: &GuestSignals, elapsed: Duration) {
         let Some(before) = &self.last else { return };
         let seconds = elapsed.as_secs_f64().max(0.001);
         let pages = match (
@@ -225,45 +239,90 @@ impl Estimate {
             grown(before.oom_kill, guest.oom_kill),
         ];
         self.stalled = stalls.into_iter().any(|count| count > 0);
-        let is_slow = self.pressure.is_some_and(|p| p > policy.pressure_target);
-        let tolerated = policy.miss_rate.0 as f64 * if is_slow { 0.125 } else { 1.0 };
-        self.is_missing =
-            self.missed as f64 > tolerated * seconds || grown(before.pswpin, guest.pswpin) > 0;
+        self.swaps_in = grown(before.pswpin, guest.pswpin) > 0;
+        self.miss_rate += (self.missed as f64 / seconds - self.miss_rate) * share;
     }
 
-    /// Takes back what turned out to be needed, and waits before the next probe.
-    fn miss(&mut self, clock: Duration, parts: &Parts, policy: &Policy) {
+    /// Finds out whether files that the guest reads again say that too much was taken.
+    ///
+    /// Shortly after takes, they do if there are more of them than before these takes. Long after
+    /// the last take, the guest has begun to use files that it did not use before: takes pause for
+    /// a moment, and then go on as long as that makes it no worse.
+    fn judge_misses(&mut self, clock: Duration, elapsed: Duration, parts: &Parts, policy: &Policy) {
+        let seconds = elapsed.as_secs_f64().max(0.001);
+        let rate = self.missed as f64 / seconds;
+        let is_slow = self.pressure.is_some_and(|p| p > policy.pressure_target);
+        let tolerated = policy.miss_rate.0 as f64 * if is_slow { 0.125 } else { 1.0 };
+        self.misses_files = rate > tolerated;
+        self.is_missing = self.swaps_in;
+        self.notice_change(clock, parts, policy);
+        if !self.misses_files && !self.swaps_in {
+            return;
+        }
+        self.raise(parts);
+        let is_new = !is_within(clock, self.last_miss, EPISODE);
+        self.last_miss = Some(clock);
+        if self.takes_are_recent(clock) {
+            if self.swaps_in || rate > self.usual_miss_rate * WORSE + tolerated {
+                self.is_missing = true;
+                self.back_off(clock, is_new, policy);
+            }
+        } else {
+            if is_new {
+                self.miss_wait = policy.miss_wait;
+                self.step = policy.first_step;
+                self.next_probe = clock.saturating_add(EPISODE);
+            }
+            self.is_missing = self.swaps_in || clock < self.next_probe;
+        }
+    }
+
+    fn takes_are_recent(&self, clock: Duration) -> bool {
+        is_within(clock, self.last_take, BLAMED)
+    }
+
+    /// Returns the pressure above which nothing may be taken.
+    pub(crate) fn pressure_limit(&self, clock: Duration, policy: &Policy) -> f64 {
+        if self.takes_are_recent(clock) {
+            policy.pressure_target.max(self.usual_pressure * WORSE)
+        } else if self.misses_files && clock >= self.next_probe {
+            policy.pressure_give
+        } else {
+            policy.pressure_target
+        }
+    }
+
+    /// Counts what was read again as needed, beyond what was left.
+    fn raise(&mut self, parts: &Parts) {
         if let Some(hot) = self.hot {
-            // What was read again is needed beyond what was left.
             let raised = hot.min(parts.cache).saturating_add(self.missed);
             self.hot = Some(raised.max(hot).min(parts.size));
             self.probed = true;
         }
-        let within = |then: Option<Duration>, time: Duration| {
-            then.is_some_and(|then| clock.saturating_sub(then) <= time)
-        };
-        if !within(self.last_miss, EPISODE) {
-            // A miss without a probe is the guest's own change: the wait starts at its shortest.
-            self.miss_wait = if within(self.last_probe, EPISODE) && self.last_miss.is_some() {
-                self.miss_wait.saturating_mul(2).min(policy.longest_wait)
-            } else {
-                policy.miss_wait
-            };
+    }
+
+    /// Stops probing for a while.
+    fn back_off(&mut self, clock: Duration, is_new: bool, policy: &Policy) {
+        if is_new {
+            self.miss_wait = self.miss_wait.saturating_mul(2).min(policy.longest_wait);
         }
-        self.last_miss = Some(clock);
-        self.used_at_miss = parts.used_hard;
         self.calm_probes = 0;
         self.step = policy.first_step;
         self.next_probe = clock.saturating_add(self.miss_wait);
     }
 
-    /// Probes again soon if the guest's need has changed since its last miss.
+    /// Probes again soon if the guest does something else now: its use of other memory than page
+    /// cache has changed. What it misses then is not the fault of earlier takes.
     fn notice_change(&mut self, clock: Duration, parts: &Parts, policy: &Policy) {
-        let change = parts.used_hard.abs_diff(self.used_at_miss);
-        if self.next_probe > clock && change > (parts.size / 20).max(CHANGE) {
+        let change = parts.used_hard.abs_diff(self.used_before);
+        if change > (parts.size / 20).max(CHANGE) {
+            self.used_before = parts.used_hard;
+            self.last_take = None;
+            self.last_miss = None;
+            self.step = self.step.max(policy.first_step);
             self.miss_wait = policy.miss_wait;
-            self.next_probe = clock.saturating_add(policy.take_interval);
-            self.used_at_miss = parts.used_hard;
+            let soon = clock.saturating_add(policy.take_interval);
+            self.next_probe = self.next_probe.min(soon);
         }
     }
 
@@ -274,10 +333,22 @@ impl Estimate {
         (parts.in_use() as f64 * self.step.clamp(0.0, largest)) as u64
     }
 
-    /// Records that a take has left `hot` bytes of page cache, and enlarges the next step.
-    pub(crate) fn lower_to(&mut self, hot: u64, at: Duration, policy: &Policy) {
-        self.hot = Some(hot);
-        self.last_probe = Some(at);
+    /// Records a take. If it was a probe, it left `hot` bytes of page cache, and the
+    /// next step is larger.
+    pub(crate) fn record_take(&mut self, hot: Option<u64>, at: Duration, policy: &Policy) {
+        let pressure = self.pressure.unwrap_or(0.0).max(self.pressure_now);
+        if self.takes_are_recent(at) {
+            self.usual_miss_rate = self.usual_miss_rate.min(self.miss_rate);
+            self.usual_pressure = self.usual_pressure.min(pressure);
+        } else {
+            self.usual_miss_rate = self.miss_rate;
+            self.usual_pressure = pressure;
+        }
+        self.last_take = Some(at);
+        if hot.is_none() {
+            return;
+        }
+        self.hot = hot;
         self.step = (self.step * 2.0).min(policy.largest_step_short);
         self.calm_probes = self.calm_probes.saturating_add(1);
         if self.calm_probes >= CALM_PROBES {
@@ -302,4 +373,9 @@ impl Estimate {
             _ => (guess, basis),
         }
     }
+}
+
+/// Says whether `then` was at most `time` before `clock`.
+fn is_within(clock: Duration, then: Option<Duration>, time: Duration) -> bool {
+    then.is_some_and(|then| clock.saturating_sub(then) <= time)
 }

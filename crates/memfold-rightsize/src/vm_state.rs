@@ -64,6 +64,8 @@ struct Issued {
 }
 
 /// What is known of one VM in one step.
+// Each flag is one fact of its own; together they make no state.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Clone, Debug)]
 pub(crate) struct Assessment {
     pub(crate) vm: VmId,
@@ -182,7 +184,13 @@ impl Assessment {
         self.need.max(self.min)
     }
 
-    /// Largest size that a give may lead to.
+    /// Largest take by balloon: free memory, and a part of the rest.
+    fn balloon_step(&self, policy: &Policy) -> u64 {
+        let step = share_of(self.parts.size, policy.balloon_step).max(SMALLEST_BALLOON_STEP);
+        step.saturating_add(self.parts.free)
+    }
+
+    /// How much more memory a give may lead to.
     fn room(&self) -> u64 {
         let installable = self.held.saturating_add(self.pluggable);
         installable.min(self.max.saturating_sub(self.parts.size))
@@ -211,12 +219,13 @@ impl Assessment {
             return exhausted;
         };
         let given = ByteSize(bytes);
-        let reason = match self.is_pressing {
-            true => Reason::GivePressure {
+        let reason = if self.is_pressing {
+            Reason::GivePressure {
                 bytes: given,
                 pressure: self.pressure_now,
-            },
-            false => Reason::GiveNeeded { bytes: given },
+            }
+        } else {
+            Reason::GiveNeeded { bytes: given }
         };
         Call::order(action, bytes, reason)
     }
@@ -281,9 +290,7 @@ impl VmState {
         }
         self.last_take = Some(issued.at);
         self.next_take = issued.at.saturating_add(policy.take_interval);
-        if let Some(hot) = issued.hot {
-            self.estimate.lower_to(hot, issued.at, policy);
-        }
+        self.estimate.record_take(issued.hot, issued.at, policy);
     }
 
     pub(crate) fn discard_order(&mut self) {
@@ -440,7 +447,7 @@ impl VmState {
                 bytes: ByteSize(estimate.missed),
                 wait: estimate.next_probe.saturating_sub(clock),
             })
-        } else if is_pressing || pressure > policy.pressure_target {
+        } else if is_pressing || pressure > estimate.pressure_limit(clock, policy) {
             Some(Reason::UnderPressure { pressure })
         } else {
             None
@@ -616,9 +623,7 @@ impl VmState {
         }
         if size > vm.max && vm.can_balloon {
             let smallest = vm.max.max(vm.floor());
-            let bytes = size
-                .saturating_sub(smallest)
-                .min(self.balloon_step(vm, policy));
+            let bytes = size.saturating_sub(smallest).min(vm.balloon_step(policy));
             if bytes >= SMALLEST_CHANGE {
                 let action = Action::Balloon {
                     target: ByteSize(size - bytes),
@@ -664,7 +669,7 @@ impl VmState {
         let useful = missing.saturating_add(vm.parts.free);
         let bytes = size
             .saturating_sub(floor)
-            .min(self.balloon_step(vm, policy))
+            .min(vm.balloon_step(policy))
             .min(useful)
             / PAGE_SIZE
             * PAGE_SIZE;
@@ -684,11 +689,5 @@ impl VmState {
             hot,
             ..Call::order(action, bytes, reason)
         }
-    }
-
-    /// Largest take by balloon: free memory, and a part of the rest.
-    fn balloon_step(&self, vm: &Assessment, policy: &Policy) -> u64 {
-        let step = share_of(vm.parts.size, policy.balloon_step).max(SMALLEST_BALLOON_STEP);
-        step.saturating_add(vm.parts.free)
     }
 }

@@ -138,12 +138,15 @@ fn brake() -> impl Strategy<Value = BrakeLevel> {
 }
 
 fn any_host() -> impl Strategy<Value = HostState> {
-    (size(), size(), brake(), size()).prop_map(|(available, reserve, brake, lent)| HostState {
-        available,
-        reserve,
-        brake,
-        lent,
-    })
+    (size(), size(), size(), brake(), size()).prop_map(
+        |(available, reserve, swap_free, brake, lent)| HostState {
+            available,
+            reserve,
+            swap_free,
+            brake,
+            lent,
+        },
+    )
 }
 
 prop_compose! {
@@ -244,7 +247,15 @@ fn check(host: HostState, vms: &[(VmId, Limits, Signals)], decision: &Decision) 
             }
         }
     }
-    let headroom = host.available.0.saturating_sub(host.reserve.0 / 4);
+    let at_risk = vms.iter().any(|(_, _, signals)| {
+        let available = signals.guest.as_ref().map(|guest| guest.available);
+        available.is_some_and(|available| available.0 < signals.size().0 / 32)
+    });
+    let headroom = if at_risk {
+        host.available.0.saturating_add(host.swap_free.0 / 2)
+    } else {
+        host.available.0.saturating_sub(host.reserve.0 / 4)
+    };
     assert!(
         given <= u128::from(headroom),
         "one step gives {given} of {headroom} bytes"
