@@ -15,7 +15,7 @@ use super::spec::VmSpec;
 use super::workload::Phase;
 use crate::input::{Balloon, GuestSignals, PressureTotals, Signals, Source, VirtioMem};
 
-const MIB: f64 = 1048576.0;
+const MIB: f64 = 1_048_576.0;
 const PAGE: f64 = PAGE_SIZE as f64;
 
 /// Time that a task waits for one page that is read again, and for one that is swapped.
@@ -95,8 +95,7 @@ pub struct ModelGuest {
     killed: bool,
     uptime: f64,
     noise: Random,
-    /// When the anonymous memory of the running phase was complete, since its beginning.
-    pub(crate) served_after: Option<f64>,
+    served_after: Option<f64>,
     /// What the kernel counted.
     pub counters: Counters,
 }
@@ -179,6 +178,12 @@ impl ModelGuest {
     #[must_use]
     pub fn phase_time(&self) -> f64 {
         self.phase_time
+    }
+
+    /// Time from the beginning of the running phase until it had all its anonymous memory.
+    #[must_use]
+    pub fn served_after(&self) -> Option<f64> {
+        self.served_after
     }
 
     fn is_frozen(&self) -> bool {
@@ -337,9 +342,10 @@ impl ModelGuest {
 
     fn allocate(&mut self, dt: f64) -> f64 {
         let phase = self.phase();
-        let wanted = match self.killed {
-            true => self.spec.workload.base,
-            false => phase.anonymous + phase.leak * self.phase_time,
+        let wanted = if self.killed {
+            self.spec.workload.base
+        } else {
+            phase.anonymous + phase.leak * self.phase_time
         };
         let has = self.anonymous + self.swapped;
         if wanted < has {
@@ -505,42 +511,37 @@ impl ModelGuest {
         }
     }
 
-    fn falsify(&mut self, lie: Lie, honest: GuestSignals) -> GuestSignals {
-        let total = honest.total;
+    fn falsify(&mut self, lie: Lie, mut told: GuestSignals) -> GuestSignals {
+        let total = told.total;
         match lie {
-            Lie::NeedsAll => GuestSignals {
-                free: ByteSize(total.0 / 100),
-                available: ByteSize(total.0 / 50),
-                file_cache: ByteSize(total.0 / 50),
-                anonymous: ByteSize(total.0 / 100 * 95),
-                dirty: ByteSize(0),
-                pressure: Some(PressureTotals {
+            Lie::NeedsAll => {
+                told.free = ByteSize(total.0 / 100);
+                told.available = ByteSize(total.0 / 50);
+                told.file_cache = ByteSize(total.0 / 50);
+                told.anonymous = ByteSize(total.0 / 100 * 95);
+                told.dirty = ByteSize(0);
+                told.pressure = Some(PressureTotals {
                     some_us: count(self.uptime * 0.5e6),
                     full_us: count(self.uptime * 0.3e6),
-                }),
-                allocstall: Some(count(self.uptime * 100.0)),
-                ..honest
-            },
-            Lie::NeedsNothing => GuestSignals {
-                free: total,
-                available: total,
-                anonymous: ByteSize(0),
-                file_cache: ByteSize(0),
-                dirty: ByteSize(0),
-                ..honest
-            },
-            Lie::Contradicts => GuestSignals {
-                available: ByteSize(total.0 * 2),
-                ..honest
-            },
-            Lie::Noise => GuestSignals {
-                free: ByteSize(self.noise.next_u64()),
-                available: ByteSize(self.noise.next_u64() >> 30),
-                file_cache: ByteSize(self.noise.next_u64() >> 31),
-                workingset_refault_file: Some(self.noise.next_u64()),
-                ..honest
-            },
+                });
+                told.allocstall = Some(count(self.uptime * 100.0));
+            }
+            Lie::NeedsNothing => {
+                told.free = total;
+                told.available = total;
+                told.anonymous = ByteSize(0);
+                told.file_cache = ByteSize(0);
+                told.dirty = ByteSize(0);
+            }
+            Lie::Contradicts => told.available = ByteSize(total.0 * 2),
+            Lie::Noise => {
+                told.free = ByteSize(self.noise.next_u64());
+                told.available = ByteSize(self.noise.next_u64() >> 30);
+                told.file_cache = ByteSize(self.noise.next_u64() >> 31);
+                told.workingset_refault_file = Some(self.noise.next_u64());
+            }
         }
+        told
     }
 }
 

@@ -14,7 +14,7 @@ use crate::input::{BrakeLevel, HostState, Signals, VmId};
 use crate::ladder::Rung;
 use crate::policy::Policy;
 
-const MIB: f64 = 1048576.0;
+const MIB: f64 = 1_048_576.0;
 
 /// Rate at which lent RAM comes back, in bytes a second.
 const RECALL_RATE: f64 = 100.0 * MIB;
@@ -53,7 +53,8 @@ pub struct Outcome {
     pub refaults: f64,
     /// Bytes that guests swapped, in and out.
     pub swapped: f64,
-    /// Share of time that guests waited for memory, their own or the host's, on average of the guests.
+    /// Share of time that guests waited for memory, their own or the host's, on average of the
+    /// guests.
     pub waited: f64,
     /// Processes ended by OOM killers of guests, for each VM.
     pub guest_kills: Vec<u32>,

@@ -6,8 +6,8 @@ use super::workload::Workload;
 use crate::input::{Limits, Source};
 use memfold_units::ByteSize;
 
-const GIB: f64 = 1073741824.0;
-const MIB: f64 = 1048576.0;
+const GIB: f64 = 1_073_741_824.0;
+const MIB: f64 = 1_048_576.0;
 
 /// One VM. All amounts are bytes.
 #[derive(Clone, Debug)]

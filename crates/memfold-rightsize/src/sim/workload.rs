@@ -2,7 +2,7 @@
 
 use super::random::Random;
 
-const MIB: f64 = 1048576.0;
+const MIB: f64 = 1_048_576.0;
 
 /// Files that a program reads again and again.
 #[derive(Clone, Copy, Debug)]
