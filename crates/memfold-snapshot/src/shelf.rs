@@ -172,6 +172,12 @@ impl Shelf {
         Draft::resume(&self.root, self.path(name)?, name)
     }
 
+    /// Returns the directory of the draft of snapshot `name`, if it comes from elsewhere.
+    pub fn pull_place(&self, name: &str) -> Result<PathBuf, SnapshotError> {
+        self.path(name)?;
+        Ok(Draft::of_pull(&self.root, name))
+    }
+
     /// Returns the directory for disks that several pulled snapshots have in common, `.bases`.
     #[must_use]
     pub fn bases(&self) -> PathBuf {

@@ -1,7 +1,7 @@
 //! Errors of copying snapshots to and from object stores.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use memfold_snapshot::SnapshotError;
 
@@ -59,4 +59,13 @@ pub enum TransferError {
     },
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+}
+
+/// Returns a function that adds a path of this host to an I/O error.
+pub(super) fn files(path: &Path) -> impl Fn(io::Error) -> TransferError + use<> {
+    let path = path.to_owned();
+    move |source| TransferError::Files {
+        path: path.clone(),
+        source,
+    }
 }

@@ -17,6 +17,7 @@ mod bring;
 pub mod chunk;
 mod description;
 mod error;
+mod kept;
 pub mod nbd;
 mod pull;
 mod push;
@@ -27,6 +28,7 @@ mod stream;
 
 pub use description::{Description, FileEntry};
 pub use error::TransferError;
+pub use kept::FetchedSnapshot;
 pub use pull::{PullReport, PullRequest, pull};
 pub use push::{PushReport, PushRequest, push};
 pub use remote::{Remote, RemoteSnapshot};

@@ -19,7 +19,8 @@ use utoipa::ToSchema;
 
 use super::chunk::{self, CHUNK_BYTES, ChunkName};
 use super::description::{Description, FileEntry};
-use super::error::TransferError;
+use super::error::{TransferError, files};
+use super::kept::{self, Described, FetchedSnapshot};
 use super::push::blocking;
 use super::remote::{AT_ONCE, MISSING, Remote, damaged, is_base, most_packed};
 
@@ -83,7 +84,7 @@ pub(crate) struct Fetched {
 /// A pull whose files are ready to receive what arrives.
 #[derive(Debug)]
 pub(crate) struct Begun {
-    pub(crate) description: Description,
+    pub(crate) described: Described,
     pub(crate) draft: Draft,
     pub(crate) arriving: Vec<Arriving>,
 }
@@ -106,35 +107,33 @@ pub fn pull(
     Ok(description.report(remote, request, &fetched, began))
 }
 
-/// Reads what a snapshot in an object store consists of, and prepares its files on this host. If
-/// `expected` names an index, a snapshot with another one is refused before any file is touched.
+/// Reads what a snapshot in an object store consists of, and prepares its files on this host. What
+/// an earlier fetch of the snapshot `expected` has kept is not read again. A snapshot with another
+/// list of chunks than `expected` is refused before any file is touched.
 pub(crate) fn begin(
     shelf: &Shelf,
     remote: &Remote,
     request: &PullRequest,
-    expected: Option<&str>,
+    expected: Option<&FetchedSnapshot>,
 ) -> Result<Begun, TransferError> {
-    let (description, index) = remote.wait(async {
-        let (description, bytes) = remote.describe(&request.from).await?;
-        let trust = request.trust.as_deref();
-        remote.check(&request.from, &bytes, trust).await?;
-        let index = remote.read_index(&description).await?;
-        Ok::<_, TransferError>((description, index))
-    })?;
-    if expected.is_some_and(|expected| expected != description.index) {
+    let place = shelf.pull_place(&request.name)?;
+    let source = (request.from.as_str(), request.trust.as_deref());
+    let kept = expected.and_then(|expected| kept::read(&place, source, expected));
+    let described = kept.map_or_else(|| kept::describe(remote, source), Ok)?;
+    if expected.is_some_and(|expected| expected.index != described.description.index) {
         return Err(SnapshotError::Impossible(format!(
             "the object store has another snapshot under the name '{}' now, and VMs run from the one before; put that one back, or stop these VMs and remove snapshot '{}'",
             request.from, request.name
         ))
         .into());
     }
-    check_arguments(&description, request)?;
+    check_arguments(&described.description, request)?;
     let draft = shelf.pull_draft(&request.name)?;
     let domain = request.domain.as_deref();
-    let arriving = prepare(shelf, &draft, (&description, domain), &index)?;
+    let arriving = prepare(shelf, &draft, &described, domain)?;
     check_space(draft.path(), request, &arriving)?;
     Ok(Begun {
-        description,
+        described,
         draft,
         arriving,
     })
@@ -189,7 +188,7 @@ pub(crate) fn complete(
     request: &PullRequest,
 ) -> Result<Description, TransferError> {
     let Begun {
-        description,
+        described: Described { description, .. },
         draft,
         arriving,
     } = begun;
@@ -229,9 +228,10 @@ fn check_arguments(description: &Description, request: &PullRequest) -> Result<(
 fn prepare(
     shelf: &Shelf,
     draft: &Draft,
-    (description, domain): (&Description, Option<&str>),
-    index: &[ChunkName],
+    described: &Described,
+    domain: Option<&str>,
 ) -> Result<Vec<Arriving>, TransferError> {
+    let (description, index) = (&described.description, &described.index);
     let (mut arriving, mut next, mut bases) = (Vec::new(), 0, 0);
     let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
     for entry in &description.files {
@@ -405,7 +405,9 @@ fn settle(shelf: &Shelf, draft: &Draft, arriving: &[Arriving]) -> Result<(), Tra
     for entry in fs::read_dir(draft.path()).map_err(files(draft.path()))? {
         let entry = entry.map_err(files(draft.path()))?;
         let is_wanted = |file: &Arriving| entry.file_name() == file.entry.name.as_str();
-        if !arriving.iter().any(is_wanted) {
+        if entry.file_name() == kept::PLACE {
+            fs::remove_dir_all(entry.path()).map_err(files(&entry.path()))?;
+        } else if !arriving.iter().any(is_wanted) {
             fs::remove_file(entry.path()).map_err(files(&entry.path()))?;
         }
     }
@@ -434,12 +436,4 @@ fn settle(shelf: &Shelf, draft: &Draft, arriving: &[Arriving]) -> Result<(), Tra
 fn is_qcow2(file: &File) -> bool {
     let mut magic = [0; 4];
     file.read_exact_at(&mut magic, 0).is_ok() && &magic == b"QFI\xfb"
-}
-
-fn files(path: &Path) -> impl Fn(io::Error) -> TransferError + use<> {
-    let path = path.to_owned();
-    move |source| TransferError::Files {
-        path: path.clone(),
-        source,
-    }
 }

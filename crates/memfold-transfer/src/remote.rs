@@ -71,12 +71,23 @@ impl Remote {
     /// [`TransferError::Address`] if the URL is of another kind, the directory of a `file://` URL
     /// does not exist, or the settings are not valid, for example because credentials are missing.
     pub fn open(url: &str) -> Result<Self, TransferError> {
+        check_directory(url)?;
+        Self::reopen(url)
+    }
+
+    /// Opens an object store from which a snapshot is being fetched, as [`Remote::open`] does. The
+    /// directory of a `file://` URL may be missing for now.
+    ///
+    /// # Errors
+    ///
+    /// [`TransferError::Address`] if the URL is of another kind, or the settings are not valid.
+    pub fn reopen(url: &str) -> Result<Self, TransferError> {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
         let settings = variables.map(|(name, value)| (name.to_ascii_lowercase(), value));
         let is_ours = |name: &str| PREFIXES.iter().any(|prefix| name.starts_with(prefix));
-        Self::open_with(url, settings.filter(|(name, _)| is_ours(name)))
+        Self::open_any(url, settings.filter(|(name, _)| is_ours(name)))
     }
 
     /// Opens the object store at a URL with `settings` instead of environment variables. A setting
@@ -89,6 +100,14 @@ impl Remote {
         url: &str,
         settings: impl Iterator<Item = (String, String)>,
     ) -> Result<Self, TransferError> {
+        check_directory(url)?;
+        Self::open_any(url, settings)
+    }
+
+    fn open_any(
+        url: &str,
+        settings: impl Iterator<Item = (String, String)>,
+    ) -> Result<Self, TransferError> {
         let bad = |why: String| TransferError::Address {
             url: url.to_owned(),
             why,
@@ -96,13 +115,6 @@ impl Remote {
         let parsed = Url::parse(url).map_err(|error| bad(error.to_string()))?;
         if parsed.password().is_some() {
             return Err(bad("a password does not belong into a URL".into()));
-        }
-        if parsed.scheme() == "file" {
-            // It may be a file system that is not mounted.
-            let is_there = parsed.to_file_path().is_ok_and(|path| path.is_dir());
-            if !is_there {
-                return Err(bad("there is no such directory".into()));
-            }
         }
         // Whoever names a URL without TLS wants none.
         let is_plain = parsed.scheme() == "http";
@@ -314,14 +326,15 @@ impl Remote {
         })
     }
 
-    /// Checks the signature of a description, if `trust` (a public key in PEM form) is given.
+    /// Checks the signature of a description, and returns it, if `trust` (a public key in PEM form)
+    /// is given.
     pub(crate) async fn check(
         &self,
         name: &str,
         bytes: &[u8],
         trust: Option<&str>,
-    ) -> Result<(), TransferError> {
-        let Some(key) = trust else { return Ok(()) };
+    ) -> Result<Option<Vec<u8>>, TransferError> {
+        let Some(key) = trust else { return Ok(None) };
         let found = self.get(&self.signature(bytes), signature::BYTES).await?;
         let Some(found) = found else {
             return Err(TransferError::Unsigned {
@@ -330,13 +343,27 @@ impl Remote {
             });
         };
         if signature::is_right(bytes, &found, key)? {
-            Ok(())
+            Ok(Some(found))
         } else {
             Err(TransferError::Signature {
                 name: name.to_owned(),
             })
         }
     }
+}
+
+/// Checks that the directory of a `file://` URL exists. It may be a file system that is not
+/// mounted.
+fn check_directory(url: &str) -> Result<(), TransferError> {
+    let of_files = Url::parse(url).ok().filter(|url| url.scheme() == "file");
+    let is_there = |url: Url| url.to_file_path().is_ok_and(|place| place.is_dir());
+    if of_files.is_none_or(is_there) {
+        return Ok(());
+    }
+    Err(TransferError::Address {
+        url: url.to_owned(),
+        why: "there is no such directory".into(),
+    })
 }
 
 /// Reason why an object that a description names cannot be read.

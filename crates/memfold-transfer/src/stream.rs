@@ -40,6 +40,7 @@ use tokio::time::{sleep, timeout};
 use super::chunk::CHUNK_BYTES;
 use super::description::FileEntry;
 use super::error::TransferError;
+use super::kept::FetchedSnapshot;
 use super::nbd::Exports;
 use super::pull::{self, Arriving, Begun, PullRequest, fetch_chunk};
 use super::remote::{AT_ONCE, Remote};
@@ -75,7 +76,7 @@ struct Shared {
     /// `None` for a snapshot that is complete already.
     remote: Option<Remote>,
     request: PullRequest,
-    index: String,
+    identity: FetchedSnapshot,
     files: Vec<Arriving>,
     begun: Mutex<Option<Begun>>,
     manifest: Manifest,
@@ -121,18 +122,18 @@ pub struct StreamStatus {
 }
 
 impl StreamedSnapshot {
-    /// Begins to fetch a snapshot, and returns when a VM can be started from it. Then
-    /// [`Self::run`] has to be called, on another thread. `expected`: the [`Self::index`] of the
-    /// snapshot that an earlier daemon began to fetch.
+    /// Begins to fetch a snapshot, and returns when a VM can be started from it. Then [`Self::run`]
+    /// has to be called, on another thread. `expected`: the [`Self::identity`] of the snapshot that
+    /// an earlier daemon began to fetch. Its fetch goes on although the store is gone.
     pub fn begin(
         shelf: &Shelf,
         remote: Remote,
         request: &PullRequest,
-        expected: Option<&str>,
+        expected: Option<&FetchedSnapshot>,
     ) -> Result<Self, TransferError> {
         let mut begun = pull::begin(shelf, &remote, request, expected)?;
-        let index = begun.description.index.clone();
-        let mut manifest = begun.description.manifest_for(request);
+        let identity = begun.described.identity();
+        let mut manifest = begun.described.description.manifest_for(request);
         if let Some(why) = obstacle(&manifest) {
             return Err(SnapshotError::Impossible(format!(
                 "snapshot '{}' cannot be used while it is being fetched: {why}; pull it without --stream",
@@ -164,7 +165,7 @@ impl StreamedSnapshot {
         })?;
         let places_of = (begun.draft.path(), begun.draft.place());
         let known_as = (request.name.as_str(), request.domain.as_deref());
-        let bases = begun.description.bases();
+        let bases = begun.described.description.bases();
         let chains = portable::adapt_arriving(&mut manifest, places_of, &bases, known_as)?;
         let draft = begun.draft.path().to_owned();
         let image = shelf.arriving_image(&draft, &manifest)?;
@@ -177,12 +178,13 @@ impl StreamedSnapshot {
         let disks = chains.into_iter().map(disk).collect();
         let opened = File::open(draft.join(memfold_snapshot::manifest::DEVICES));
         let devices = opened.map_err(TransferError::Local)?;
+        begun.described.keep(&draft)?;
         begun.draft.show()?;
         let shared = Shared {
             of_pieces: of_pieces(&manifest, &files),
             remote: Some(remote),
             request: request.clone(),
-            index,
+            identity,
             begun: Mutex::new(Some(begun)),
             state: Mutex::default(),
             arrived: Condvar::new(),
@@ -244,7 +246,10 @@ impl StreamedSnapshot {
                 name: name.to_owned(),
                 ..PullRequest::default()
             },
-            index: String::new(),
+            identity: FetchedSnapshot {
+                index: String::new(),
+                description: None,
+            },
             begun: Mutex::default(),
             state: Mutex::default(),
             arrived: Condvar::new(),
@@ -281,11 +286,10 @@ impl StreamedSnapshot {
         self.0.remote.as_ref().map_or("", Remote::url)
     }
 
-    /// Returns the name of the snapshot's list of chunks, by which a repeated fetch recognizes the
-    /// snapshot; an empty text for a complete snapshot.
+    /// Returns what a repeated fetch recognizes the snapshot by; empty for a complete snapshot.
     #[must_use]
-    pub fn index(&self) -> &str {
-        &self.0.index
+    pub fn identity(&self) -> &FetchedSnapshot {
+        &self.0.identity
     }
 
     /// Returns, for each disk, how a VM reads it over the NBD server at `socket`; `None` for disks
@@ -410,7 +414,7 @@ fn obstacle(manifest: &Manifest) -> Option<&'static str> {
 /// Returns the numbers of the files that are fetched while VMs run: memory, and disks that VMs
 /// write to. A file that QEMU opens itself is fetched before.
 fn lazy_files(manifest: &Manifest, begun: &Begun) -> Vec<usize> {
-    let bases = begun.description.bases();
+    let bases = begun.described.description.bases();
     let disks = manifest.disks.iter().filter(|disk| !disk.read_only);
     let files = disks.flat_map(SavedDisk::files);
     let name_of = |path: &PathBuf| match bases.get(path) {

@@ -1,7 +1,8 @@
 //! VMs that run from a snapshot while it is being fetched from an object store.
 //!
 //! ```text
-//!   NAME.stream    the request, beside the snapshots: the next daemon goes on fetching
+//!   NAME.stream    the request, beside the snapshots: the next daemon goes on fetching, also while the store is gone,
+//!                  because the draft holds the snapshot's description and list of chunks
 //!   stream         fetches chunks (memfold-transfer), and says which have arrived
 //!   VM             pages: over a socket to the library in QEMU; disks: over an NBD server of this daemon
 //!   at the end     VM's disks are switched to the snapshot's files, and the VM is one like any other
@@ -64,7 +65,7 @@ impl Snapshots {
             let saved = SavedRequest {
                 url,
                 request,
-                index: stream.index().to_owned(),
+                snapshot: stream.identity().clone(),
             };
             write_json(&path, &saved).map_err(|source| SnapshotError::Files { path, source })?;
             self.begin_fetching(name, &stream)?;
@@ -348,8 +349,8 @@ impl Snapshots {
                 if !path.exists() {
                     return;
                 }
-                let begun = Remote::open(&saved.url).and_then(|remote| {
-                    let expected = Some(saved.index.as_str());
+                let begun = Remote::reopen(&saved.url).and_then(|remote| {
+                    let expected = Some(&saved.snapshot);
                     StreamedSnapshot::begin(&this.below.snapshots, remote, &saved.request, expected)
                 });
                 match begun.map_err(DaemonError::from) {

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memfold_snapshot::restore::{PageSource, Piece};
 use memfold_transfer::nbd::{self, Exports};
-use memfold_transfer::{PullRequest, StreamedSnapshot};
+use memfold_transfer::{FetchedSnapshot, PullRequest, StreamedSnapshot};
 use memfold_vm::{
     LibraryError, MachineError, RamBlock, RamLayout, Vm, VmDirectory, VmSpec, overlay,
 };
@@ -74,8 +74,9 @@ impl Note {
 pub(super) struct SavedRequest {
     pub(super) url: String,
     pub(super) request: PullRequest,
-    /// The list of chunks of the snapshot that was begun: the next daemon fetches no other.
-    pub(super) index: String,
+    /// The snapshot that was begun: the next daemon fetches no other.
+    #[serde(flatten)]
+    pub(super) snapshot: FetchedSnapshot,
 }
 
 /// A VM that is being started, as the source of its pages.

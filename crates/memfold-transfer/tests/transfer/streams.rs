@@ -2,11 +2,15 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use memfold_host::progress::Progress;
 use memfold_testkit::wait_until;
-use memfold_transfer::{PullRequest, PushRequest, StreamedSnapshot, TransferError, push, remove};
+use memfold_transfer::{
+    FetchedSnapshot, PullRequest, PushRequest, Remote, StreamedSnapshot, TransferError, push,
+    remove,
+};
 use serde_json::json;
 
 use super::hosts::{Hosts, MIB, overlay, random};
@@ -20,8 +24,19 @@ fn request(name: &str) -> PullRequest {
     }
 }
 
-fn begin(hosts: &Hosts, expected: Option<&str>) -> Result<StreamedSnapshot, TransferError> {
+fn begin(
+    hosts: &Hosts,
+    expected: Option<&FetchedSnapshot>,
+) -> Result<StreamedSnapshot, TransferError> {
     StreamedSnapshot::begin(&hosts.there, hosts.remote(), &request("warm"), expected)
+}
+
+/// Returns what was kept of the description: the description, the index, a signature.
+fn kept(hosts: &Hosts) -> Vec<PathBuf> {
+    let place = hosts.path("there/.warm.pull/.store");
+    let parts = fs::read_dir(&place).unwrap().flatten();
+    let files = parts.flat_map(|part| fs::read_dir(part.path()).unwrap().flatten());
+    files.map(|file| file.path()).collect()
 }
 
 #[test]
@@ -30,7 +45,7 @@ fn a_fetch_that_was_stopped_goes_on_later_and_ends_with_a_whole_snapshot() {
     hosts.save("warm", 2, |_| {});
     hosts.push("warm");
     let stream = begin(&hosts, None).unwrap();
-    let index = stream.index().to_owned();
+    let index = stream.identity().clone();
     let before = stream.status();
     assert!(before.here_bytes < before.total_bytes, "{before:?}");
     assert!(hosts.pulled().is_empty());
@@ -69,7 +84,7 @@ fn a_fetch_does_not_go_on_with_another_snapshot_of_the_same_name() {
     hosts.save("warm", 2, |_| {});
     hosts.push("warm");
     let stream = begin(&hosts, None).unwrap();
-    let index = stream.index().to_owned();
+    let index = stream.identity().clone();
     drop(stream);
     remove(&hosts.remote(), "warm").unwrap();
     hosts.save("other", 7, |_| {});
@@ -82,9 +97,87 @@ fn a_fetch_does_not_go_on_with_another_snapshot_of_the_same_name() {
     let place = hosts.there.path("warm").unwrap();
     let bytes = || fs::read(place.join("disk0.qcow2")).unwrap();
     let before = bytes();
+    // What was kept of the first one is still that.
+    let again = begin(&hosts, Some(&index)).unwrap();
+    assert_eq!(*again.identity(), index);
+    drop(again);
+    assert!(bytes() == before);
+    for file in kept(&hosts) {
+        fs::write(file, "{}").unwrap();
+    }
     let told = begin(&hosts, Some(&index)).unwrap_err().to_string();
     assert!(told.contains("has another snapshot"), "{told}");
     assert!(bytes() == before);
+}
+
+#[test]
+fn a_fetch_goes_on_while_the_store_is_gone_with_the_description_that_was_kept_and_checked() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    let (private, public) = super::keys();
+    let to_warm = PushRequest {
+        name: "warm".into(),
+        to: "warm".into(),
+        key: Some(private),
+    };
+    push(&hosts.here, &hosts.remote(), &to_warm, &Progress::default()).unwrap();
+    let request = PullRequest {
+        trust: Some(public),
+        ..request("warm")
+    };
+    let url = format!("file://{}", hosts.path("store").display());
+    let begin = |expected: Option<&FetchedSnapshot>| {
+        let remote = Remote::reopen(&url).unwrap();
+        StreamedSnapshot::begin(&hosts.there, remote, &request, expected)
+    };
+    let first = begin(None).unwrap();
+    let identity = first.identity().clone();
+    drop(first);
+    fs::rename(hosts.path("store"), hosts.path("gone")).unwrap();
+    let told = Remote::open(&url).unwrap_err().to_string();
+    assert!(told.contains("no such directory"), "{told}");
+    assert!(begin(None).is_err(), "a new fetch needs the store");
+    let is_refused = |expected: &FetchedSnapshot| begin(Some(expected)).is_err();
+    // An earlier version of memfold has noted no hash of the description.
+    let older = FetchedSnapshot {
+        description: None,
+        ..identity.clone()
+    };
+    assert!(is_refused(&older));
+    let files = kept(&hosts);
+    assert_eq!(
+        files.len(),
+        3,
+        "description, index and signature: {files:?}"
+    );
+    for file in &files {
+        let good = fs::read(file).unwrap();
+        for place in [0, good.len() / 2, good.len() - 1] {
+            let mut bad = good.clone();
+            bad[place] ^= 1;
+            fs::write(file, &bad).unwrap();
+            assert!(is_refused(&identity), "byte {place} of {}", file.display());
+        }
+        fs::write(file, &good[..good.len() - 1]).unwrap();
+        assert!(is_refused(&identity), "{} is shorter", file.display());
+        fs::remove_file(file).unwrap();
+        assert!(is_refused(&identity), "{} is missing", file.display());
+        fs::write(file, &good).unwrap();
+    }
+    let next = begin(Some(&identity)).unwrap();
+    let place = hosts.there.path("warm").unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| assert!(next.run(&hosts.there, &Progress::default()).unwrap()));
+        wait_until("the fetch fails", Duration::from_secs(10), || {
+            next.status().trouble.is_some()
+        });
+        assert!(hosts.pulled().is_empty());
+        fs::rename(hosts.path("gone"), hosts.path("store")).unwrap();
+    });
+    assert_eq!(hosts.pulled(), ["warm"]);
+    let ram = |place: PathBuf| fs::read(place.join("ram")).unwrap();
+    assert!(ram(place.clone()) == ram(hosts.here.path("warm").unwrap()));
+    assert!(!place.join(".store").exists(), "not a part of the snapshot");
 }
 
 #[test]
