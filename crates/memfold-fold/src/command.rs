@@ -11,6 +11,7 @@ use memfold_wire::library::{Advice, MapRun, Range};
 use super::cached_pages::CachedPages;
 use super::debt::Owed;
 use super::file_uses::{CachedFiles, FileUse};
+use super::fold_onto::FoldedOnto;
 use super::guest::{Guest, VmId};
 use super::stats::EngineStats;
 
@@ -80,9 +81,14 @@ pub enum Command {
     /// Stops a VM for a snapshot, until [`Command::GoOn`] or [`Command::Release`]. The engine does
     /// not fold the VM until [`Command::Release`]. The VM also resumes if this daemon dies.
     Hold(VmId, SyncSender<Result<(), String>>),
-    /// Folds ranges of a VM onto a file that held the same bytes a moment ago. The answer is the
-    /// number of folded pages.
-    FoldOnto(VmId, File, Vec<MapRun>, SyncSender<Result<u64, String>>),
+    /// Folds ranges of a VM onto a file that held the same bytes a moment ago. The VM is stopped
+    /// once, for about 10 ms at most; the answer contains the ranges that are left.
+    FoldOnto(
+        VmId,
+        File,
+        Vec<MapRun>,
+        SyncSender<Result<FoldedOnto, String>>,
+    ),
     /// Ends the effects of all commands for a snapshot: the VM runs, and the engine may fold it
     /// again.
     Release(VmId),

@@ -1,11 +1,14 @@
 //! Makes a VM share memory with its newest fork: folds the VM's pages onto the fork's RAM image,
-//! which holds the same bytes. memfold's library in QEMU stops the VM for each order, compares each
-//! page again, and leaves alone the pages that the VM has written meanwhile.
+//! which holds the same bytes. memfold's library in QEMU stops the VM, compares each page again,
+//! and leaves alone the pages that the VM has written meanwhile. One command stops the VM once and
+//! for a short time; whoever sent it sends another one for what is left, so that the VM runs and
+//! the engine does other work in between.
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::mpsc::SyncSender;
+use std::time::Duration;
 
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::{
@@ -16,20 +19,30 @@ use super::guest::VmId;
 use super::image::file_number;
 use super::state::Engine;
 
-/// Time after the stop of the VM at which an order starts no further run, in microseconds.
-const LIMIT_US: u32 = 50_000;
+/// Time after the stop of the VM at which an order starts no further run, in microseconds. A run
+/// has at most 2 MiB, which are compared and mapped in about a millisecond. The stop for a fork
+/// itself shall take less than 30 ms, and those that follow it are shorter.
+const LIMIT_US: u32 = 10_000;
 
-/// Maximum number of orders for one file, each of which stops the VM.
-const MAX_ORDERS: usize = 16;
+/// Result of one attempt to fold ranges of a VM onto a file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FoldedOnto {
+    /// Number of pages that are folded.
+    pub pages: u64,
+    /// Ranges for which the time did not suffice.
+    pub left: Vec<MapRun>,
+    /// How long the VM stood still.
+    pub stopped: Duration,
+}
 
 impl Engine {
-    /// Folds ranges of a VM onto `file`, and answers how many pages are folded.
+    /// Folds ranges of a VM onto `file` while the VM is stopped once, and answers what is left.
     pub(super) fn fold_onto(
         &mut self,
         id: VmId,
         file: &File,
         ranges: &[MapRun],
-        answer: &SyncSender<Result<u64, String>>,
+        answer: &SyncSender<Result<FoldedOnto, String>>,
     ) {
         let folded = self.try_to_fold_onto(id, file, ranges);
         if let Some(vm) = self.vms.get_mut(&id) {
@@ -44,7 +57,7 @@ impl Engine {
         id: VmId,
         file: &File,
         ranges: &[MapRun],
-    ) -> Result<u64, String> {
+    ) -> Result<FoldedOnto, String> {
         let facts = file.metadata().map_err(|error| error.to_string())?;
         let store = file_number(facts.dev(), facts.ino());
         let max_pages = facts.len() / PAGE_SIZE;
@@ -62,37 +75,38 @@ impl Engine {
         folded
     }
 
-    fn fold_runs(&mut self, id: VmId, mut runs: Vec<FoldRun>) -> Result<u64, String> {
-        let mut folded = 0;
-        for _ in 0..MAX_ORDERS {
-            if runs.is_empty() {
-                break;
-            }
-            let now: Vec<FoldRun> = runs.drain(..runs.len().min(MAX_RUNS)).collect();
-            let freeze = Freeze::Stopped { limit_us: LIMIT_US };
-            let order = Order::Fold {
-                freeze,
-                runs: now.clone(),
-            };
-            let Reply::Outcomes {
-                outcomes,
-                cpu_ns,
-                stopped_ns,
-            } = self.ask_library(id, &order, None)?
-            else {
-                break;
-            };
-            self.library_cpu_ns += cpu_ns;
-            if let Some(vm) = self.vms.get_mut(&id) {
-                vm.note_pause(stopped_ns);
-            }
-            for (run, outcome) in now.iter().zip(outcomes) {
-                let done = outcome.pages_done(run.pages);
-                folded += u64::from(done);
-                runs.extend(rest(run, outcome, stopped_ns > 0));
-            }
+    fn fold_runs(&mut self, id: VmId, mut runs: Vec<FoldRun>) -> Result<FoldedOnto, String> {
+        if runs.is_empty() {
+            return Ok(FoldedOnto::default());
         }
-        Ok(folded)
+        let later = runs.split_off(runs.len().min(MAX_RUNS));
+        let order = Order::Fold {
+            freeze: Freeze::Stopped { limit_us: LIMIT_US },
+            runs: runs.clone(),
+        };
+        let Reply::Outcomes {
+            outcomes,
+            cpu_ns,
+            stopped_ns,
+        } = self.ask_library(id, &order, None)?
+        else {
+            return Ok(FoldedOnto::default());
+        };
+        self.library_cpu_ns += cpu_ns;
+        if let Some(vm) = self.vms.get_mut(&id) {
+            vm.note_pause(stopped_ns);
+        }
+        let mut done = FoldedOnto {
+            stopped: Duration::from_nanos(stopped_ns),
+            left: later.iter().map(range_of).collect(),
+            pages: 0,
+        };
+        for (run, outcome) in runs.iter().zip(outcomes) {
+            done.pages += u64::from(outcome.pages_done(run.pages));
+            let rest = rest(run, outcome, stopped_ns > 0);
+            done.left.extend(rest.as_ref().map(range_of));
+        }
+        Ok(done)
     }
 
     fn ask_library(
@@ -128,6 +142,14 @@ fn runs_of(ranges: &[MapRun], store: u32) -> Vec<FoldRun> {
         }
     }
     runs
+}
+
+fn range_of(run: &FoldRun) -> MapRun {
+    MapRun {
+        hva: run.hva,
+        pages: run.pages.into(),
+        file_page: run.store_page,
+    }
 }
 
 /// Returns the part of a run that is tried again: behind a page that differs, or all of a run for

@@ -69,6 +69,7 @@ pub use cached_pages::{CachedPages, PageRun};
 pub use command::Command;
 pub use debt::{Owed, VmOwed};
 pub use file_uses::{CachedFiles, FileUse};
+pub use fold_onto::FoldedOnto;
 pub use guest::{Guest, GuestError, Refold, VmId};
 pub use huge::HUGE_SPLIT_PAGES;
 pub use qemu_guest::{LibraryState, NO_LIBRARY, QemuGuest, SharedLibraryState, Unfolded};

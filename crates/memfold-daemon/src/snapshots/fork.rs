@@ -35,6 +35,13 @@ const PREFIX: &str = "fork-";
 /// Most letters of a VM's name in the name of its layer.
 const MOST_OF_NAME: usize = 32;
 
+/// Most time for which a forked VM stands still in all so that it shares its memory: enough for
+/// about 2 GiB. It runs at least half of the time meanwhile.
+const MOST_STOPPED: Duration = Duration::from_millis(800);
+
+/// Least time that a stop counts for, so that the number of stops is bounded, too.
+const LEAST_STOPPED: Duration = Duration::from_millis(1);
+
 /// How often unused layers are looked for, and the least age of one.
 const LOOK_EVERY: Duration = Duration::from_secs(20);
 const LEAST_AGE: Duration = Duration::from_secs(30);
@@ -172,7 +179,16 @@ fn fold_onto(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<
     let file = below.snapshots.file(&layer.name, shelf::RAM);
     let file = file.map_err(|error| text(&error))?;
     let runs = restore::own_runs(layer, &file, &machine.layout());
-    let runs = runs.map_err(|error| text(&error))?;
-    let fold = |answer| Command::FoldOnto(machine.id(), file, runs, answer);
-    below.folding.ask(fold).map_err(|error| text(&error))?
+    let mut left = runs.map_err(|error| text(&error))?;
+    let (mut pages, mut stopped) = (0, Duration::ZERO);
+    while !left.is_empty() && stopped < MOST_STOPPED {
+        let file = file.try_clone().map_err(|error| text(&error))?;
+        let fold = |answer| Command::FoldOnto(machine.id(), file, left, answer);
+        let done = below.folding.ask(fold).map_err(|error| text(&error))??;
+        pages += done.pages;
+        stopped += done.stopped.max(LEAST_STOPPED);
+        left = done.left;
+        std::thread::sleep(done.stopped);
+    }
+    Ok(pages)
 }

@@ -3,10 +3,14 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
-use memfold_fold::EngineSettings;
+use memfold_fold::{Command, EngineSettings, FoldedOnto};
+use memfold_units::PAGE_SIZE;
 use memfold_wire::agent::FromAgent;
+use memfold_wire::library::MapRun;
 
 use super::harness::{RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
 
@@ -170,4 +174,47 @@ fn a_clone_folds_file_pages_read_after_the_snapshot_and_no_pages_of_the_snapshot
     assert_eq!(vm(&stats, 1).mapped_pages, 264);
     assert!(a.holds(100, 200, 25) && b.holds(100, 200, 25));
     assert_eq!(a.frames(100, 200), b.frames(100, 200));
+}
+
+#[test]
+fn each_command_to_share_memory_with_a_fork_stops_the_forked_vm_once_and_tells_what_is_left() {
+    let (domain, image) = (domain("onto"), image(41));
+    let mut ram = Ram::new();
+    ram.fill(0, RAM_PAGES, 41);
+    // Written after the fork was saved.
+    ram.page(8).fill(7);
+    let engine = Running::start();
+    engine.add(1, &domain, &ram, true);
+    let hva = ram.hva();
+    let fold = |ranges: Vec<MapRun>| -> FoldedOnto {
+        let (answer, done) = sync_channel(1);
+        let file = image.try_clone().unwrap();
+        let command = Command::FoldOnto(1, file, ranges, answer);
+        engine.commands.send(command).unwrap();
+        done.recv().unwrap().unwrap()
+    };
+    // Twice as many runs as an order takes, none beside another.
+    let ranges = (0..RAM_PAGES as u64).step_by(2).map(|page| MapRun {
+        hva: hva.0 + page * PAGE_SIZE,
+        pages: 1,
+        file_page: page,
+    });
+    let ranges: Vec<MapRun> = ranges.collect();
+    let first = fold(ranges.clone());
+    assert_eq!((first.pages, first.left.len()), (1023, 1024));
+    assert_eq!(first.left, ranges[1024..]);
+    assert_eq!(ram.pauses.load(Ordering::SeqCst), 1);
+    let second = fold(first.left);
+    assert_eq!((second.pages, second.left.len()), (1024, 0));
+    assert_eq!(ram.pauses.load(Ordering::SeqCst), 2);
+    assert_eq!(fold(Vec::new()), FoldedOnto::default());
+    assert_eq!(ram.pauses.load(Ordering::SeqCst), 2, "nothing to stop for");
+    for page in 0..RAM_PAGES {
+        let is_right = if page == 8 {
+            ram.page(page).iter().all(|&byte| byte == 7)
+        } else {
+            ram.page(page) == pattern(41, page)
+        };
+        assert!(is_right, "page {page}");
+    }
 }
