@@ -16,6 +16,7 @@ mod chain_check;
 pub mod clock;
 pub mod compact;
 mod compare;
+mod copy_budget;
 pub mod cpu;
 mod disk_chain;
 mod disk_copy;

@@ -12,6 +12,7 @@ use memfold_units::{Hva, PAGE_BYTES};
 use parking_lot::Mutex;
 use rustix::process::Pid;
 
+use super::copy_budget::CopyShare;
 use super::image::{Ranges, Source, bytes};
 use super::pipeline;
 
@@ -21,22 +22,27 @@ const TASK_PAGES: u64 = 1024;
 
 /// Memory for copies of pages, which the kernel has allocated already.
 #[derive(Debug)]
-pub(super) struct Room(Vec<u8>);
+pub(super) struct Room {
+    bytes: Vec<u8>,
+    share: CopyShare,
+}
 
 impl Room {
-    /// Allocates room for `pages` pages, while the VM still runs.
-    pub(super) fn new(pages: u64) -> Self {
-        let mut room = vec![0; bytes(pages)];
+    /// Allocates room for as many pages as the share allows, while the VM still runs.
+    pub(super) fn new(mut share: CopyShare) -> Self {
+        let mut room = vec![0; bytes(share.pages())];
         if memory::populate(&mut room).is_err() {
             // The kernel allocates a page when it is written for the first time.
             (room.iter_mut().step_by(PAGE_BYTES)).for_each(|byte| *byte = 1);
         }
-        Self(room)
+        share.note_allocated();
+        Self { bytes: room, share }
     }
 
-    /// Returns the number of pages for which there is room.
-    pub(super) fn pages(&self) -> u64 {
-        (self.0.len() / PAGE_BYTES) as u64
+    /// Makes room for `pages` pages. Returns whether there is room; there is none for more than
+    /// twice as many pages as at first, which would take long to allocate now.
+    pub(super) fn fits(&mut self, pages: u64) -> io::Result<bool> {
+        Ok(pages <= 2 * self.share.pages() && self.share.grow_to(pages)?)
     }
 }
 
@@ -44,17 +50,21 @@ impl Room {
 #[derive(Debug)]
 pub(super) struct PageCopies {
     bytes: Vec<u8>,
+    _share: CopyShare,
     /// For each block and each of its ranges, the number of pages copied before it.
     before: Vec<Vec<u64>>,
 }
 
 impl PageCopies {
-    /// Copies pages of a stopped process into `room`, which grows if needed. `ranges` are the pages
-    /// of each block.
+    /// Copies pages of a stopped process into `room`, where they fit. `ranges` are the pages of
+    /// each block.
     pub(super) fn take(
         pid: Pid,
         (blocks, ranges): (&[Source], &[Ranges]),
-        Room(mut room): Room,
+        Room {
+            bytes: mut room,
+            share,
+        }: Room,
     ) -> io::Result<Self> {
         let pages = ranges.iter().flatten().map(|(from, to)| to - from);
         room.resize(bytes(pages.sum()), 0);
@@ -75,6 +85,7 @@ impl PageCopies {
         copy(pid, &parts, &mut room)?;
         Ok(Self {
             bytes: room,
+            _share: share,
             before,
         })
     }

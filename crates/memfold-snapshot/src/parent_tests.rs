@@ -14,6 +14,7 @@ use rustix::process::Pid;
 
 use super::*;
 use crate::candidates::Candidates;
+use crate::copy_budget::COPIES;
 use crate::image::bytes;
 use crate::page_copies::{PageCopies, Room};
 use crate::plan::Plan;
@@ -63,7 +64,11 @@ impl Image {
         let mut plan = Plan::new(me(), sources.to_vec(), free, parent.as_deref()).unwrap();
         if is_copied {
             // The room is too small, so that it has to grow.
-            let room = Room::new(plan.pages() / 2);
+            let share = COPIES
+                .take(plan.pages().div_ceil(2), 4, Duration::ZERO)
+                .unwrap();
+            let mut room = Room::new(share.unwrap());
+            assert!(room.fits(plan.pages()).unwrap());
             plan.copied =
                 Some(PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).unwrap());
         }

@@ -186,7 +186,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let live = !still.later.is_empty();
         let (writer, plan) = (&mut still.writer, &still.plan);
         // The old contents of the VM's RAM were protected, or copied, before the VM resumed.
-        let past = still.past.as_ref();
+        let past = still.past.as_ref().map(|(past, _)| past);
         let copied = if live {
             let pages = still.later.iter().map(|&number| plan.blocks[number].pages);
             progress.begin("RAM copied", pages.sum::<u64>() * PAGE_SIZE);

@@ -16,13 +16,13 @@ use rustix::io::Errno;
 use serde_json::json;
 
 use super::candidates::Candidates;
+use super::copy_budget::{COPIES, CopyShare};
 use super::disk_copy::{self, Copied};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::file_facts::facts;
 use super::free::{self, Frames};
 use super::freeze::{self, Frozen};
-use super::host_memory::host_available_pages;
 use super::image::Source;
 use super::manifest::{DEVICES, FileFacts, RAM, Steps};
 use super::page_copies::{PageCopies, Room};
@@ -33,8 +33,14 @@ use super::request::{Request, milliseconds};
 use super::subject::Subject;
 use super::writer::Writer;
 
-/// Part of the host's available memory that copies of a layer's pages may take.
+/// Parts of the memory that no other save has, of what the host has available: the part that copies
+/// of a layer's pages may take, and the part for old contents of a live save's pages. The rest is
+/// for the guests.
 const COPIED_PART: u64 = 4;
+const PAST_PART: u64 = 2;
+
+/// Longest wait for memory of other saves that run at once.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Pages that a VM is expected to write between a look at it and its stop.
 const MORE_PAGES: u64 = 2048;
@@ -62,6 +68,9 @@ pub trait Hold {
     fn let_go(&self);
 }
 
+/// Protected memory of a live save, and its share of the host's memory for old contents.
+type KeptPast = (Past, CopyShare);
+
 /// Parts of a snapshot that were saved while the VM was stopped.
 pub(super) struct Still<'a> {
     pub(super) steps: Steps,
@@ -69,7 +78,7 @@ pub(super) struct Still<'a> {
     pub(super) free_kept: Option<String>,
     pub(super) plan: Plan,
     /// For a live save, the protected memory.
-    pub(super) past: Option<Past>,
+    pub(super) past: Option<KeptPast>,
     /// Numbers of the blocks that must still be written.
     pub(super) later: Vec<usize>,
     pub(super) writer: Writer<'a>,
@@ -106,8 +115,8 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         }
         // Some more, because the VM goes on writing.
         let pages = self.request.changed + self.request.changed / 8 + MORE_PAGES;
-        let is_small = pages <= host_available_pages()? / COPIED_PART;
-        let room = is_small.then(|| thread::Builder::new().spawn(move || Room::new(pages)));
+        let share = COPIES.take(pages, COPIED_PART, PATIENCE)?;
+        let room = share.map(|share| thread::Builder::new().spawn(move || Room::new(share)));
         room.transpose()
     }
 
@@ -161,10 +170,11 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let plan = Plan::with_maps(vm.pid(), &maps, blocks, given, parent.as_deref());
         let mut plan = plan.map_err(&failed)?;
         // A VM that has written much more since the look is written to the disk at once.
-        if let Some(room) = room.filter(|room| plan.pages() <= 2 * room.pages()) {
-            plan.copied = Some(
-                PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room).map_err(&failed)?,
-            );
+        if let Some(mut room) = room {
+            if room.fits(plan.pages()).map_err(&failed)? {
+                let copied = PageCopies::take(plan.pid, (&plan.blocks, &plan.ranges), room);
+                plan.copied = Some(copied.map_err(&failed)?);
+            }
         }
         let protect = || keep_past(vm, &vm.layout(qmp)?, &plan, hold);
         let past = (request.live && plan.copied.is_none()).then(protect);
@@ -214,14 +224,14 @@ pub fn changed_pages(vm: &Vm, qmp: &mut Qmp, parent: &Parent) -> Result<u64, Sna
     Ok(plan.map_err(failed(RAM))?.pages())
 }
 
-/// Makes the library keep old contents of the VM's RAM. Returns the protected memory, and the
-/// numbers of its blocks.
+/// Makes the library keep old contents of the VM's RAM. Returns the protected memory with the share
+/// of the host's memory for its old contents, and the numbers of its blocks.
 fn keep_past(
     vm: &Vm,
     layout: &RamLayout,
     plan: &Plan,
     hold: &impl Hold,
-) -> Result<Option<(Past, Vec<usize>)>, SnapshotError> {
+) -> Result<Option<(KeptPast, Vec<usize>)>, SnapshotError> {
     let failed = |error: io::Error| {
         let why = format!("no space for copies of pages that the VM writes to: {error}");
         SnapshotError::Impossible(why)
@@ -233,15 +243,19 @@ fn keep_past(
     let ends = |block: &Source| block.hva..block.hva.add_pages(block.pages);
     let blocks: Vec<_> = live.iter().map(|(_, block)| ends(block)).collect();
     let wanted: Vec<_> = live.iter().flat_map(|(n, _)| plan.wanted(*n)).collect();
-    // The other half of the available memory is for the guests.
-    let room = host_available_pages().map_err(failed)? / 2;
-    let Some(past) = Past::new(vm.pid(), &blocks, &wanted, room).map_err(failed)? else {
+    let most = wanted
+        .iter()
+        .map(|range| range.end.pages_since(range.start));
+    let share = COPIES.take_up_to(most.sum(), PAST_PART).map_err(failed)?;
+    let past = Past::new(vm.pid(), &blocks, &wanted, share.pages());
+    let Some(past) = past.map_err(failed)? else {
         return Ok(None);
     };
     let file = past.descriptor().map_err(failed)?;
     hold.keep_past(past.ranges(), file)
         .map_err(SnapshotError::Impossible)?;
-    Ok(Some((past, live.into_iter().map(|(n, _)| n).collect())))
+    let numbers = live.into_iter().map(|(number, _)| number).collect();
+    Ok(Some(((past, share), numbers)))
 }
 
 /// Makes QEMU write its device state into the draft.
