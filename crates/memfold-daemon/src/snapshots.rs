@@ -26,13 +26,14 @@ mod fork;
 mod hold;
 mod parent;
 mod restore_vm;
+mod save_kind;
 mod save_vm;
 mod streaming;
 mod streams;
 mod transfer;
 mod verify;
 
-pub(crate) use self::save_vm::SaveKind;
+pub(crate) use self::save_kind::SaveKind;
 use self::streams::Streams;
 pub(crate) use self::verify::clear_trials;
 

@@ -47,6 +47,7 @@ mod ranges;
 pub mod refer;
 mod request;
 pub mod restore;
+mod room;
 pub mod save;
 mod saved_disks;
 pub mod shelf;

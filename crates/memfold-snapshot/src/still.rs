@@ -218,9 +218,14 @@ impl<M, H: Hold> Attempt<'_, M, H> {
     }
 }
 
-/// Returns how many pages of a running VM are not its parent's now.
-pub fn changed_pages(vm: &Vm, qmp: &mut Qmp, parent: &Parent) -> Result<u64, SnapshotError> {
-    let plan = Plan::new(vm.pid(), sources(qmp)?, &[], Some(parent));
+/// Returns how many pages of a running VM are not its parent's now; without a parent, how many
+/// pages it has.
+pub fn changed_pages(
+    vm: &Vm,
+    qmp: &mut Qmp,
+    parent: Option<&Parent>,
+) -> Result<u64, SnapshotError> {
+    let plan = Plan::new(vm.pid(), sources(qmp)?, &[], parent);
     Ok(plan.map_err(failed(RAM))?.pages())
 }
 

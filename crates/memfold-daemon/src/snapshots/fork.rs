@@ -26,7 +26,7 @@ use crate::error::DaemonError;
 use crate::machine::Machine;
 use crate::mechanisms::Mechanisms;
 use crate::snapshots::Snapshots;
-use crate::snapshots::save_vm::SaveKind;
+use crate::snapshots::save_kind::SaveKind;
 use crate::threads::{self, unix_time};
 
 /// Beginning of the names of layers that forks start from.
@@ -56,7 +56,7 @@ impl Snapshots {
             ..SaveRequest::new(vm, format!("{PREFIX}{short}-{:x}", overlay::unique()))
         };
         let kind = if request.keep {
-            SaveKind::Asked
+            SaveKind::KeptFork
         } else {
             SaveKind::Fork
         };

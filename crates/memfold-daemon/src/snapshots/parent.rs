@@ -15,6 +15,7 @@ use crate::error::DaemonError;
 use crate::machine::Machine;
 use crate::snapshot_locks::Use;
 use crate::snapshots::Snapshots;
+use crate::snapshots::save_kind::SaveKind;
 
 /// Changed pages of a VM that are saved sooner than the guest answers questions about its page
 /// cache and its free pages (128 MiB, about 0.1 s).
@@ -52,11 +53,12 @@ impl Snapshots {
     ///
     /// Errors for a parent that the user named. One that was not named is left out if it cannot be
     /// used, but not because it is locked: a removal of the snapshot from which a VM runs is
-    /// refused soon.
+    /// refused soon. A fork is refused if the snapshot from which the VM runs was changed.
     pub(super) fn base(
         &self,
         machine: &Machine,
         request: &SaveRequest,
+        kind: &SaveKind,
         progress: &Progress,
     ) -> Result<(Option<Base<'_>>, Option<String>), DaemonError> {
         if let Some(name) = &request.parent {
@@ -81,8 +83,15 @@ impl Snapshots {
         let opened = if let Some(why) = origin.no_parent() {
             Err(format!("snapshot '{name}' cannot be the parent: {why}"))
         } else {
-            let opened = self.open_base(machine, used, (name, true), progress);
-            opened.map_err(|error| chain(&error))
+            match self.open_base(machine, used, (name, true), progress) {
+                // The VM maps these bytes, too, so its forks would begin with wrong memory.
+                Err(error @ DaemonError::Snapshot(SnapshotError::Broken { .. }))
+                    if kind.is_fork() =>
+                {
+                    return Err(error);
+                }
+                opened => opened.map_err(|error| chain(&error)),
+            }
         };
         match opened {
             Ok(base) => Ok((Some(base), None)),
@@ -118,7 +127,7 @@ impl Snapshots {
             .into());
         }
         let parent = Arc::new(shelf.parent(&manifest, progress)?);
-        let changed = save::changed_pages(machine.vm(), &mut machine.monitor(), &parent)?;
+        let changed = save::changed_pages(machine.vm(), &mut machine.monitor(), Some(&parent))?;
         Ok(Base {
             parent,
             is_origin,

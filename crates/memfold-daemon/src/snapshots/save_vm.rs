@@ -25,6 +25,7 @@ use crate::snapshots::candidates;
 use crate::snapshots::choose::{Facts, disk_speed, drop_limit};
 use crate::snapshots::hold::{HeldVm, NOT_ASKED};
 use crate::snapshots::parent::Base;
+use crate::snapshots::save_kind::SaveKind;
 use crate::snapshots::{Snapshots, subject};
 
 /// Time limit for a guest to report whether it has a VM generation ID.
@@ -32,17 +33,6 @@ const ASK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time for which a measured throughput of the disk is valid.
 const SPEED_LASTS: Duration = Duration::from_secs(600);
-
-/// Why a VM is saved.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum SaveKind {
-    /// Somebody asked for the snapshot.
-    Asked,
-    /// The snapshot of a VM that has just booted; the text marks the VM's process.
-    Boot(Option<String>),
-    /// VMs that fork from this one start from the snapshot.
-    Fork,
-}
 
 /// Result of preparing the guest for a save.
 struct Prepared {
@@ -113,12 +103,19 @@ impl Snapshots {
         let _segments = segments.iter().map(kept).collect::<Result<Vec<_>, _>>()?;
         let (mended, base) = std::thread::scope(|scope| {
             let mended = scope.spawn(|| save::mend(&subject, || machine.monitor()));
-            let base = self.base(&machine, request, &progress);
+            let base = self.base(&machine, request, kind, &progress);
             (mended.join(), base)
         });
         mended.unwrap_or_else(|panic| resume_unwind(panic))?;
         let (base, whole_reason) = base?;
         let base = base.as_ref();
+        if kind.is_fork() {
+            let pages = match base {
+                Some(base) => base.changed,
+                None => save::changed_pages(machine.vm(), &mut machine.monitor(), None)?,
+            };
+            save::check_room(&self.below.snapshots, machine.name(), pages, base.is_some())?;
+        }
         let save = |prepared| {
             let of = (&machine, &subject, &right);
             self.save_prepared(of, request, (kind, base), began, prepared, &progress)
@@ -281,7 +278,7 @@ impl Snapshots {
             whole_reason: prepared.whole_reason,
             of_boot: match kind {
                 SaveKind::Boot(mark) => mark.clone(),
-                SaveKind::Asked | SaveKind::Fork => None,
+                SaveKind::Asked | SaveKind::Fork | SaveKind::KeptFork => None,
             },
             fork: *kind == SaveKind::Fork,
             live: request.live,
