@@ -69,6 +69,10 @@ impl Boots {
     /// Starts a VM even while the brake is on.
     pub fn run_despite_brake(self: &Arc<Self>, spec: VmSpec) -> Result<VmInfo, DaemonError> {
         check_segments(&spec)?;
+        // Snapshots whose files the description names are not removed until QEMU runs.
+        let named = restore::named_by(&self.below.snapshots, &spec).into_iter();
+        let named = named.map(|name| self.below.snapshot_locks.begin(&name));
+        let _named = named.collect::<Result<Vec<_>, _>>()?;
         let boots = spec.boot_snapshot;
         let name = spec.name.clone();
         let info = self.vms.launch(spec, |state, spec, cancel| {

@@ -10,12 +10,11 @@ use memfold_snapshot::save::Subject;
 use memfold_snapshot::{
     Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, restore, save,
 };
-use memfold_vm::Definition;
 use parking_lot::Mutex;
 use rustix::process::Pid;
 use tracing::{info, warn};
 
-use crate::error::{DaemonError, refused};
+use crate::error::DaemonError;
 use crate::machine::Machine;
 use crate::mechanisms::Mechanisms;
 use crate::vms::Vms;
@@ -24,6 +23,7 @@ mod candidates;
 mod choose;
 mod fork;
 mod hold;
+mod needed;
 mod parent;
 mod restore_vm;
 mod save_kind;
@@ -144,26 +144,15 @@ impl Snapshots {
         Ok(manifest)
     }
 
-    /// Refuses the removal of a snapshot from which a defined VM starts.
-    pub fn refuse_if_defined(&self, name: &str) -> Result<(), DaemonError> {
-        let is_it = |definition: &Definition| definition.snapshot.as_deref() == Some(name);
-        let users = self.below.definitions.users(is_it)?;
-        if users.is_empty() {
-            return Ok(());
-        }
-        Err(refused(
-            format!("snapshot '{name}' is needed by {}", users.join(", ")),
-            "change 'snapshot' there (memfold vm edit), or undefine the VM",
-        ))
-    }
-
     /// Removes a snapshot.
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::InUse`] if a VM runs from the snapshot, [`SnapshotError::BuiltOn`] if other
-    /// snapshots need it.
+    /// [`SnapshotError::InUse`] if a VM runs from the snapshot or names its files,
+    /// [`SnapshotError::Named`] if a definition does, [`SnapshotError::BuiltOn`] if other snapshots
+    /// need it.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
+        self.refuse_if_defined(name)?;
         self.stop_stream(name)?;
         let _removal = self.below.snapshot_locks.remove(name)?;
         self.refuse_if_used(name)?;
@@ -179,53 +168,11 @@ impl Snapshots {
         Ok(())
     }
 
-    /// Refuses a snapshot whose files VMs map, or other snapshots need.
-    fn refuse_if_used(&self, name: &str) -> Result<(), DaemonError> {
-        self.refuse_if_mapped(name)?;
-        self.refuse_if_built_on(name)
-    }
-
-    /// Refuses a snapshot on which other snapshots are built.
-    fn refuse_if_built_on(&self, name: &str) -> Result<(), DaemonError> {
-        let others = restore::built_on(&self.below.snapshots, name)?;
-        if !others.is_empty() {
-            let (name, others) = (name.to_owned(), others.join(", "));
-            return Err(SnapshotError::BuiltOn { name, others }.into());
-        }
-        Ok(())
-    }
-
-    /// Refuses a snapshot whose files VMs map.
-    fn refuse_if_mapped(&self, name: &str) -> Result<(), DaemonError> {
-        self.refuse_users(name, &restore::holders(&self.below.snapshots, name)?)
-    }
-
-    /// Refuses a snapshot whose files would be replaced while processes use them.
-    fn refuse_if_open(&self, manifest: &Manifest) -> Result<(), DaemonError> {
-        let users = compact::users(&self.below.snapshots, manifest)?;
-        self.refuse_users(&manifest.name, &users)
-    }
-
-    /// Refuses a snapshot that these processes use.
-    fn refuse_users(&self, name: &str, pids: &[Pid]) -> Result<(), DaemonError> {
-        if pids.is_empty() {
-            return Ok(());
-        }
-        let machines = self.below.registry.machines();
-        let called = |pid: &Pid| match machines.iter().find(|vm| vm.pid() == *pid) {
-            Some(machine) => format!("VM '{}'", machine.name()),
-            None => format!("process {}", pid.as_raw_nonzero()),
-        };
-        let users = pids.iter().map(called).collect::<Vec<_>>().join(", ");
-        let name = name.to_owned();
-        Err(SnapshotError::InUse { name, users }.into())
-    }
-
     /// Makes a layer complete, so that it needs no other snapshot.
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::BuiltOn`] if other snapshots are built on it, [`SnapshotError::InUse`] if a
+    /// [`SnapshotError::BuiltOn`] if other snapshots are built on it, [`SnapshotError::Open`] if a
     /// process uses files that would be replaced: a VM that runs from the layer, or whose disk is
     /// built on it.
     pub fn compact(&self, name: &str) -> Result<CompactReport, DaemonError> {
@@ -256,7 +203,8 @@ impl Snapshots {
     /// Removes a snapshot, after all layers that need it were made complete.
     pub fn remove_and_merge(&self, name: &str) -> Result<(), DaemonError> {
         // Nothing is copied for a snapshot that cannot be removed afterwards.
-        self.refuse_if_mapped(name)?;
+        self.refuse_if_defined(name)?;
+        self.refuse_if_in_vms(name)?;
         let on = |name: &str| restore::built_on(&self.below.snapshots, name);
         let layers = on(name)?;
         for layer in &layers {

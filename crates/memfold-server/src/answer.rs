@@ -125,6 +125,8 @@ impl IntoResponse for Failure {
                 SnapshotError::Taken(_)
                 | SnapshotError::Twin { .. }
                 | SnapshotError::InUse { .. }
+                | SnapshotError::Open { .. }
+                | SnapshotError::Named { .. }
                 | SnapshotError::BuiltOn { .. },
             )
             | DaemonError::Transfer(TransferError::Taken { .. })

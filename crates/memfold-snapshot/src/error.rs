@@ -41,6 +41,14 @@ pub enum SnapshotError {
     #[error("memory or disks of snapshot '{name}' are needed by {others}; remove {others} first")]
     BuiltOn { name: String, others: String },
     #[error(
+        "files of snapshot '{name}' that would be replaced are in use by {users}; stop {users} first, or save the VM with 'memfold snapshot save VM NAME --whole', which makes a snapshot that needs no other"
+    )]
+    Open { name: String, users: String },
+    #[error(
+        "snapshot '{name}' is needed by {users}; change 'snapshot' or the paths of its files there ('memfold vm edit'), or undefine the VM ('memfold vm undefine')"
+    )]
+    Named { name: String, users: String },
+    #[error(
         "VM '{other}' already runs from snapshot '{name}' or from an ancestor of that snapshot. The guest has neither a driver for VM generation IDs nor memfold's agent, so both VMs would generate the same random numbers and keys. Pass --force to start the new VM anyway"
     )]
     Twin { name: String, other: String },

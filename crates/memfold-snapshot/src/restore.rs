@@ -41,7 +41,8 @@ use super::shelf::{CheckedImage, Shelf};
 
 pub use super::own_disks::OwnDisks;
 pub use super::users::{
-    below, built_on, holders, holders_of_each, in_maps, origin, users, users_of_each,
+    below, built_on, holders, holders_of_each, in_maps, named_by, names_files_of, origin, users,
+    users_of_each,
 };
 
 /// Maximum number of views of an image in one RAM block. Each view takes two mappings (with the gap

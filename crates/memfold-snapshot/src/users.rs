@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use memfold_store::mapped;
-use memfold_vm::VmSpec;
+use memfold_vm::{DiskFormat, VmSpec};
 use rustix::process::Pid;
 
 use super::disk_chain::chain;
@@ -23,6 +23,47 @@ pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     let mut names = shelf.names().unwrap_or_default();
     names.retain(|name| shelf.path(name).is_ok_and(holds));
     names
+}
+
+/// Returns whether a VM's description names files of the snapshot at `place`: as disks or their
+/// backing files, as kernel, initramfs or firmware.
+#[must_use]
+pub fn names_files_of(spec: &VmSpec, place: &Path) -> bool {
+    let place = real(place);
+    named_files(spec)
+        .iter()
+        .any(|file| file.starts_with(&place))
+}
+
+/// Returns the names of the snapshots whose files a VM's description names.
+#[must_use]
+pub fn named_by(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
+    let files = named_files(spec);
+    let root = real(shelf.root());
+    let mut names = shelf.names().unwrap_or_default();
+    names.retain(|name| files.iter().any(|file| file.starts_with(root.join(name))));
+    names
+}
+
+fn real(path: &Path) -> PathBuf {
+    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
+}
+
+/// Returns the files that a VM's description names, and the backing files of its disks.
+fn named_files(spec: &VmSpec) -> Vec<PathBuf> {
+    let boot = [&spec.boot.kernel, &spec.boot.initrd, &spec.boot.firmware];
+    let boot = boot.into_iter().flatten().chain(&spec.files);
+    let mut files: Vec<PathBuf> = boot.map(|file| real(file)).collect();
+    for disk in &spec.disks {
+        files.push(real(&disk.path));
+        // A raw disk has no header, whatever its guest has written there.
+        if disk.format() == DiskFormat::Qcow2 {
+            // An image that cannot be read has no chain, and its own path counts.
+            let chain = chain(&disk.path).unwrap_or_default();
+            files.extend(chain.iter().map(|file| real(file)));
+        }
+    }
+    files
 }
 
 /// Returns the names of the other snapshots that need files of snapshot `name`: as backing files of

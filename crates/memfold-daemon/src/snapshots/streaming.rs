@@ -194,6 +194,10 @@ impl Snapshots {
             .into());
         }
         drop(vms);
+        if self.streamed(name).is_some() {
+            // A VM that was started with a disk of the snapshot.
+            self.refuse_if_in_vms(name)?;
+        }
         // Without this file, nobody begins again.
         let _ = fs::remove_file(self.saved_request(name)?);
         let Some(stream) = self.streamed(name) else {
