@@ -26,7 +26,8 @@ use memfold_store::data_ranges;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_vm::{
-    DiskFormat, DiskSpec, Forward, Network, Qmp, RamBlock, RamLayout, Vm, VmSpec, connection,
+    DiskFormat, DiskSpec, Forward, Network, Qmp, QmpError, RamBlock, RamLayout, Vm, VmSpec,
+    connection,
 };
 use memfold_wire::library::{MAX_RUNS, MapRun, Order};
 use rustix::process::Pid;
@@ -477,8 +478,19 @@ fn load(qmp: &mut Qmp, devices: &File, limit: Duration) -> Result<(), SnapshotEr
     });
     qmp.take_back(&place)?;
     loaded?;
-    qmp.query("cont")?;
-    Ok(())
+    resume(qmp, limit)
+}
+
+/// Resumes a VM whose state is loaded. QEMU activates the VM's disks first, and answers late if its
+/// host is busy or if a disk is still being fetched.
+fn resume(qmp: &mut Qmp, limit: Duration) -> Result<(), SnapshotError> {
+    match qmp.execute_within(limit, "cont", serde_json::Value::Null) {
+        Err(QmpError::Timeout { .. }) => Err(SnapshotError::Qemu(format!(
+            "QEMU has loaded the VM's state, and did not resume the VM within {} s; the host or the VM's disks are too slow, or the object store is gone: try again when they are not",
+            limit.as_secs_f64()
+        ))),
+        resumed => Ok(resumed.map(drop)?),
+    }
 }
 
 /// Reads the disks in a snapshot's directory, and returns a message for each disk that was changed
@@ -544,6 +556,38 @@ mod tests {
                 (98, 2, 0, 610)
             ]
         );
+    }
+
+    #[test]
+    fn if_qemu_does_not_resume_a_restored_vm_in_time_the_error_says_so_and_names_the_limit() {
+        use std::io::{BufRead as _, BufReader, Write as _};
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("qmp");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let version = json!({ "qemu": { "major": 10, "minor": 0, "micro": 2 }, "package": "" });
+            let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
+            writeln!(stream, "{greeting}").unwrap();
+            let mut asked = Vec::new();
+            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                let line: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
+                if asked.is_empty() {
+                    let answer = json!({ "return": {}, "id": line["id"] });
+                    writeln!(stream, "{answer}").unwrap();
+                }
+                asked.push(line["execute"].as_str().unwrap().to_owned());
+            }
+            asked
+        });
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(10)).unwrap();
+        let told = resume(&mut qmp, Duration::from_millis(50)).unwrap_err();
+        assert!(
+            matches!(&told, SnapshotError::Qemu(why) if why.contains("did not resume") && why.contains("0.05 s")),
+            "{told}"
+        );
+        drop(qmp);
+        assert_eq!(server.join().unwrap(), ["qmp_capabilities", "cont"]);
     }
 
     #[test]
