@@ -1,13 +1,15 @@
 //! The daemon's main object. It owns all services of the daemon, such as folding and snapshots,
 //! connects them with each other, and starts their background threads.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use memfold_api::VersionInfo;
 use memfold_fold::Command;
 use memfold_pve::Node;
-use tracing::warn;
+use memfold_vm::remove_orphans;
+use tracing::{info, warn};
 
 use crate::boots::Boots;
 use crate::debt::brake::DebtBrake;
@@ -48,6 +50,22 @@ pub struct Daemon {
     below: Arc<Mechanisms>,
 }
 
+/// Removes temporary overlays and swap disks of VMs that ended with the host.
+fn clear_orphans(state: &Path) {
+    let orphans = match remove_orphans(state) {
+        Ok(orphans) => orphans,
+        Err(error) => {
+            return warn!(%error, "cannot look for temporary overlays that VMs of an earlier boot of the host have left; remove files named memfold-VM-... in TMPDIR or /var/tmp by hand");
+        }
+    };
+    for path in orphans.removed {
+        info!(path = %path.display(), "temporary overlay or swap disk removed, because its VM ended with the host");
+    }
+    for (path, error) in orphans.failed {
+        warn!(path = %path.display(), %error, "cannot remove a temporary overlay that a VM of an earlier boot of the host has left; remove the file by hand");
+    }
+}
+
 impl Daemon {
     /// Starts the fold engine and the services, and begins to adopt the VMs that run under the
     /// state directory.
@@ -64,6 +82,7 @@ impl Daemon {
             daemon.below.folding.tell(Command::SetPaused(true))?;
         }
         clear_trials(state);
+        clear_orphans(state);
         daemon.snapshots.find_streaming_vms();
         daemon.snapshots.begin_streams().map_err(files)?;
         daemon.vms.begin_adoption().map_err(files)?;
