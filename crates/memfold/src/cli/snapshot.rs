@@ -96,7 +96,7 @@ pub(super) enum Arguments {
         /// List the snapshots in this object store instead
         #[arg(long, value_name = "URL", conflicts_with = "tree")]
         remote: Option<String>,
-        /// Show each layer below its parent
+        /// Show each layer below its parent, which may be a layer that forks start from
         #[arg(long)]
         tree: bool,
     },
@@ -564,8 +564,14 @@ fn snapshots(list: &[SnapshotInfo], is_tree: bool) -> String {
         list.iter().map(|snapshot| (0, snapshot)).collect()
     };
     let rows = all.into_iter().map(|(depth, snapshot)| {
+        // Nobody has given this snapshot its name.
+        let kind = if snapshot.fork {
+            " (layer of forks)"
+        } else {
+            ""
+        };
         [
-            format!("{}{}", "  ".repeat(depth), snapshot.name),
+            format!("{}{}{kind}", "  ".repeat(depth), snapshot.name),
             snapshot.vm.clone(),
             snapshot.domain.clone().unwrap_or_default(),
             ByteSize(snapshot.memory_bytes).to_string(),
