@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::process::Command;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use memfold_host::progress::Progress;
 use memfold_snapshot::Shelf;
@@ -583,6 +583,13 @@ impl SmallDisk {
         let is_done = command.status().is_ok_and(|status| status.success());
         is_done.then_some(Self(place))
     }
+
+    fn resize(&self, options: &str) {
+        let options = format!("remount,{options}");
+        let mut command = Command::new("mount");
+        let status = command.args(["-o", &options]).arg(&self.0).status();
+        assert!(status.unwrap().success());
+    }
 }
 
 impl Drop for SmallDisk {
@@ -610,4 +617,52 @@ fn a_pull_to_a_full_disk_fails_with_the_missing_space_named_and_leaves_no_snapsh
     hosts.pull("warm").unwrap();
     let ram = |shelf: &Shelf| fs::read(shelf.path("warm").unwrap().join("ram")).unwrap();
     assert!(ram(&hosts.here) == ram(&hosts.there));
+}
+
+#[test]
+fn a_pull_fails_at_every_step_at_which_its_disk_is_full_and_the_next_one_completes_the_snapshot() {
+    let hosts = Hosts::new();
+    let Some(disk) = SmallDisk::mount(hosts.path("there"), 64) else {
+        memfold_testkit::skip!("cannot mount a file system; run as root");
+    };
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let ram = |shelf: &Shelf| fs::read(shelf.path("warm").unwrap().join("ram")).unwrap();
+    let original = ram(&hosts.here);
+    // Each file needs an entry, so that each step that makes one fails in turn.
+    let mut failed = 0;
+    for entries in 2.. {
+        disk.resize(&format!("nr_inodes={entries}"));
+        let Err(told) = hosts.pull("warm") else { break };
+        failed += 1;
+        let told = memfold_host::chain(&told);
+        assert!(told.contains("No space left"), "{entries} entries: {told}");
+        assert!(hosts.pulled().is_empty());
+    }
+    assert!(failed >= 4, "failed {failed} times");
+    assert!(ram(&hosts.there) == original);
+    disk.resize("nr_inodes=1000");
+    // Somebody else fills the disk while chunks arrive.
+    let began = Instant::now();
+    hosts.there.remove("warm").unwrap();
+    hosts.pull("warm").unwrap();
+    let usual = began.elapsed();
+    let moments = std::env::var("MEMFOLD_PULL_FULL_DISKS").map_or(4, |n| n.parse().unwrap());
+    let filler = disk.0.join(".filler");
+    for moment in 0..moments {
+        hosts.there.remove("warm").unwrap();
+        let pulled = std::thread::scope(|scope| {
+            let pull = scope.spawn(|| hosts.pull("warm"));
+            std::thread::sleep(usual * moment / moments);
+            // As much as fits.
+            let _ = fs::write(&filler, vec![1; 80 << 20]);
+            pull.join().unwrap()
+        });
+        assert_eq!(pulled.is_ok(), hosts.pulled() == ["warm"]);
+        fs::remove_file(&filler).unwrap();
+        if pulled.is_err() {
+            hosts.pull("warm").unwrap();
+        }
+        assert!(ram(&hosts.there) == original);
+    }
 }

@@ -11,6 +11,7 @@ mod definitions_need;
 mod estimate;
 mod fake_node;
 mod flood;
+mod forks;
 mod hangs;
 mod iscsi;
 mod ksm;
@@ -30,6 +31,7 @@ mod snapshots;
 mod support;
 mod symbols;
 mod top;
+mod transfers;
 mod user_mode;
 mod vm_logs;
 

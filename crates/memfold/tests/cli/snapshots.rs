@@ -502,3 +502,64 @@ fn a_disk_image_has_the_given_format_and_a_format_that_contradicts_its_header_is
         &["not a qcow2 image", "format=raw"],
     );
 }
+
+#[test]
+fn a_snapshot_whose_disk_a_definition_or_a_running_vm_names_is_not_removed_and_the_user_is_named() {
+    let daemon = Daemon::start();
+    let place = daemon.directory.path();
+    let disk = write(&place.join("disk.img"), &[1].repeat(1 << 20));
+    run(
+        &daemon,
+        "one",
+        &["--disk", &format!("{disk},format=raw"), "--snapshot"],
+        &[],
+    );
+    save(&daemon, "one", "x");
+    stop(&daemon, "one");
+    let of_snapshot = place.join("snapshots/x/disk0.qcow2");
+    let of_snapshot = of_snapshot.to_str().unwrap();
+    // A disk of the user's own, built on the snapshot's.
+    let own = place.join("own.qcow2");
+    let made = Command::new("qemu-img")
+        .args([
+            "create",
+            "-q",
+            "-f",
+            "qcow2",
+            "-F",
+            "qcow2",
+            "-b",
+            of_snapshot,
+        ])
+        .arg(&own)
+        .status();
+    assert!(made.unwrap().success());
+    let file = place.join("web.toml");
+    let remove = |more: &[&str]| daemon.run(&[&["snapshot", "remove", "x"], more].concat());
+    for path in [of_snapshot, own.to_str().unwrap()] {
+        let text = format!(
+            "name = 'web'\nmemory = '32M'\nqemu_args = ['-S']\n[[disks]]\npath = '{path}'\nformat = 'qcow2'\nsnapshot = true\n"
+        );
+        daemon.json(&["vm", "define", &write(&file, text.as_bytes())]);
+        for more in [&[][..], &["--merge"]] {
+            refused(
+                &remove(more),
+                1,
+                &["definition 'web'", "'x'", "vm undefine"],
+            );
+        }
+        // A VM that was started like any other maps nothing of the snapshot.
+        daemon.json(&["vm", "start", "web"]);
+        daemon.json(&["vm", "undefine", "web"]);
+        for more in [&[][..], &["--merge"]] {
+            refused(
+                &remove(more),
+                1,
+                &["in use by VM 'web'", "stop VM 'web' first"],
+            );
+        }
+        stop(&daemon, "web");
+    }
+    assert_eq!(code(&daemon.run(&["snapshot", "verify", "x"])), 0);
+    assert_eq!(code(&remove(&[])), 0);
+}

@@ -1,0 +1,179 @@
+//! Attacks on copies of snapshots to an object store and back, without a guest: daemons that are
+//! killed while they push, pull or stream, and a store that is gone when the next daemon starts.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::forks::{AT, MIB, Memory, random, run, stop};
+use crate::support::{Daemon, code, dose, err, out, wait};
+
+/// Bytes of the VM's memory that do not compress, in MiB.
+const RANDOM_MIB: u64 = 24;
+
+/// Saves a VM as snapshot `warm`, and ends the VM. Returns the URL and the directory of an object
+/// store.
+fn save(daemon: &Daemon) -> (String, PathBuf) {
+    run(daemon, "web", &[]);
+    Memory::of(daemon, "web").write(AT, &random(1, RANDOM_MIB * MIB));
+    daemon.json(&["snapshot", "save", "web", "warm"]);
+    stop(daemon, "web");
+    let store = daemon.directory.path().join("store");
+    fs::create_dir(&store).unwrap();
+    (format!("file://{}", store.display()), store)
+}
+
+fn kill(daemon: &mut Daemon) {
+    kill_process(Pid::from_child(&daemon.child), Signal::KILL).unwrap();
+    daemon.child.wait().unwrap();
+}
+
+fn ram(daemon: &Daemon, name: &str) -> Vec<u8> {
+    let place = daemon.directory.path().join("snapshots").join(name);
+    fs::read(place.join("ram")).unwrap()
+}
+
+/// Returns the problem of a listed snapshot; `None` if it is not listed.
+fn problem(daemon: &Daemon, name: &str) -> Option<Value> {
+    let list = daemon.json(&["snapshot", "list"]);
+    let mut list = list.as_array().unwrap().iter();
+    let found = list.find(|snapshot| snapshot["name"] == name)?;
+    Some(found["problem"].clone())
+}
+
+/// Runs a command `kills` times, whose daemon is killed at another moment each time, and then once
+/// to its end. `usual`: how long the command takes. Checks after each kill.
+fn killed_at_many_moments(
+    daemon: &mut Daemon,
+    (words, usual): (&[&str], Duration),
+    kills: u32,
+    check: impl Fn(&Daemon),
+) {
+    for number in 0..kills {
+        let mut command = daemon.command(words);
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut client = command.spawn().unwrap();
+        std::thread::sleep(usual * (number + 1) / (kills + 1));
+        kill(daemon);
+        client.wait().unwrap();
+        daemon.start_again();
+        check(daemon);
+    }
+    succeeds(daemon, words);
+}
+
+/// Runs a command, which must succeed, and returns how long it took.
+fn succeeds(daemon: &Daemon, words: &[&str]) -> Duration {
+    let began = Instant::now();
+    let output = daemon.run(words);
+    assert_eq!(code(&output), 0, "{words:?}: {}", err(&output));
+    began.elapsed()
+}
+
+#[test]
+fn a_push_or_pull_whose_daemon_is_killed_at_any_moment_shows_no_part_and_the_next_one_completes_it()
+{
+    let mut daemon = Daemon::start();
+    let (url, store) = save(&daemon);
+    let kills = u32::try_from(dose("MEMFOLD_TRANSFER_KILLS", 3)).unwrap();
+    let other = daemon.directory.path().join("other");
+    fs::create_dir(&other).unwrap();
+    let other = format!("file://{}", other.display());
+    let usual = succeeds(&daemon, &["snapshot", "push", "warm", &other]);
+    let push = ["snapshot", "push", "warm", &url];
+    killed_at_many_moments(&mut daemon, (&push, usual), kills, |daemon| {
+        // What the store lists is whole.
+        let remote = daemon.json(&["snapshot", "list", "--remote", &url]);
+        for snapshot in remote.as_array().unwrap() {
+            assert_eq!(snapshot["problem"], Value::Null, "{snapshot}");
+            succeeds(daemon, &["snapshot", "pull", "warm", &url, "--as", "early"]);
+            assert!(ram(daemon, "early") == ram(daemon, "warm"));
+            daemon.json(&["snapshot", "remove", "early"]);
+            // The next push begins anew.
+            daemon.json(&["snapshot", "remove", "warm", "--remote", &url]);
+        }
+    });
+    let objects = fs::read_dir(store.join("snapshots")).unwrap().count();
+    assert_eq!(objects, 1);
+    let usual = succeeds(
+        &daemon,
+        &["snapshot", "pull", "warm", &url, "--as", "timed"],
+    );
+    let pull = ["snapshot", "pull", "warm", &url, "--as", "copy"];
+    killed_at_many_moments(&mut daemon, (&pull, usual), kills, |daemon| {
+        if let Some(problem) = problem(daemon, "copy") {
+            assert_eq!(problem, Value::Null);
+            assert!(ram(daemon, "copy") == ram(daemon, "warm"));
+            daemon.json(&["snapshot", "remove", "copy"]);
+        }
+    });
+    assert!(ram(&daemon, "copy") == ram(&daemon, "warm"));
+    let verified = daemon.run(&["snapshot", "verify", "copy"]);
+    assert_eq!(code(&verified), 0, "{}{}", out(&verified), err(&verified));
+}
+
+/// Moves the chunks that hold random bytes away, and returns where they are.
+fn take_large_chunks(store: &Path) -> PathBuf {
+    let aside = store.with_extension("aside");
+    fs::create_dir(&aside).unwrap();
+    for directory in fs::read_dir(store.join("chunks")).unwrap().flatten() {
+        for chunk in fs::read_dir(directory.path()).unwrap().flatten() {
+            if chunk.metadata().unwrap().len() > MIB * 9 / 10 {
+                fs::rename(chunk.path(), aside.join(chunk.file_name())).unwrap();
+            }
+        }
+    }
+    aside
+}
+
+fn put_back(store: &Path, aside: &Path) {
+    for chunk in fs::read_dir(aside).unwrap().flatten() {
+        let name = chunk.file_name().into_string().unwrap();
+        let place = store.join("chunks").join(&name[..2]);
+        fs::rename(chunk.path(), place.join(&name)).unwrap();
+    }
+}
+
+#[test]
+fn a_killed_daemon_is_followed_by_one_that_goes_on_with_a_streamed_snapshot_while_the_store_is_gone()
+ {
+    let mut daemon = Daemon::start();
+    let (url, store) = save(&daemon);
+    succeeds(&daemon, &["snapshot", "push", "warm", &url]);
+    let aside = take_large_chunks(&store);
+    assert!(fs::read_dir(&aside).unwrap().count() >= 8);
+    let stream = ["snapshot", "pull", "warm", &url, "--as", "copy", "--stream"];
+    succeeds(&daemon, &stream);
+    let says = |daemon: &Daemon, words: &str| {
+        problem(daemon, "copy").is_some_and(|why| why.as_str().unwrap_or("").contains(words))
+    };
+    wait("the fetch waits for missing chunks", || {
+        says(&daemon, "is missing")
+    });
+    let gone = store.with_extension("gone");
+    fs::rename(&store, &gone).unwrap();
+    kill(&mut daemon);
+    daemon.start_again();
+    wait("the next daemon goes on", || {
+        says(&daemon, "being fetched from")
+    });
+    assert!(
+        !daemon
+            .directory
+            .path()
+            .join("snapshots/copy/manifest.json")
+            .exists()
+    );
+    fs::rename(&gone, &store).unwrap();
+    put_back(&store, &aside);
+    wait("the snapshot is whole", || {
+        problem(&daemon, "copy") == Some(Value::Null)
+    });
+    assert!(ram(&daemon, "copy") == ram(&daemon, "warm"));
+    let verified = daemon.run(&["snapshot", "verify", "copy"]);
+    assert_eq!(code(&verified), 0, "{}{}", out(&verified), err(&verified));
+}
