@@ -74,6 +74,10 @@ impl Image {
         }
         let (ram, sums) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
         let mut writer = Writer::new(&plan, &ram, parent).unwrap();
+        if is_copied {
+            // A fork compares few chunks of its parent, as other layers do.
+            writer.trust_parent_if_large(&plan);
+        }
         writer.compare_with(&plan, Candidates::default()).unwrap();
         let progress = Progress::default();
         let numbers: Vec<usize> = (0..sources.len()).collect();

@@ -186,7 +186,7 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let mut writer = Writer::new(&plan, ram, parent).map_err(&failed)?;
         if request.fork {
             // Forks must start soon, and their layer is removed with them.
-            writer.trust_parent();
+            writer.trust_parent_if_large(&plan);
         }
         writer.compare_with(&plan, candidates).map_err(&failed)?;
         // An image that will be compressed should not be written to the disk before.
