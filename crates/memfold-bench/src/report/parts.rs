@@ -214,7 +214,7 @@ fn ksm_obstacle() -> Option<String> {
     match ksm::processes::mergeable("/proc".as_ref()) {
         Ok(others) if others.is_empty() => None,
         Ok(others) => Some(format!(
-            "KSM would also merge memory of {} other processes (QEMUs without mem-merge=off)",
+            "KSM would also merge memory that other processes offer to it, such as QEMUs without mem-merge=off ({})",
             others.len()
         )),
         Err(error) => Some(format!(

@@ -96,6 +96,34 @@ fn memfold_doctor_passes_its_report_on_the_host_to_the_self_test() {
     assert!(rest.starts_with('{'), "{rest}");
 }
 
+#[test]
+fn memfold_self_test_passes_its_options_to_memfold_bench_and_refuses_options_without_a_report() {
+    let (directory, state) = (alone(), tempfile::tempdir().unwrap());
+    put_bench(directory.path(), "echo \"$@\"");
+    let run = |arguments: &[&str]| {
+        let mut memfold = Command::new(directory.path().join("memfold"));
+        memfold.args(arguments).env("MEMFOLD_STATE", state.path());
+        memfold.output().unwrap()
+    };
+    let compared = run(&["self-test", "--compare", "a.json", "b.json"]);
+    assert_eq!(out(&compared), "self-test --compare a.json b.json\n");
+    for wrong in [
+        &["self-test", "--limit", "5"][..],
+        &["self-test", "--report", "r", "--limit", "0"],
+        &["self-test", "--compare", "a.json"],
+        &["self-test", "--report", "r", "--compare", "a", "b"],
+    ] {
+        assert_eq!(code(&run(wrong)), 2, "{wrong:?}");
+    }
+    let options = ["--limit", "5", "--image", "i", "--part", "fold"];
+    let reported = run(&[&["--json", "self-test", "--report", "r"], &options[..]].concat());
+    if code(&reported) == 3 {
+        memfold_testkit::skip!("no VM can run here");
+    }
+    let words = "self-test --report r --limit 5 --image i --part fold --json=-\n";
+    assert_eq!((code(&reported), out(&reported).as_str()), (7, words));
+}
+
 fn own((a, b): (&str, &str)) -> (String, String) {
     (a.to_owned(), b.to_owned())
 }
