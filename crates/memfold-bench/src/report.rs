@@ -151,7 +151,7 @@ pub fn run(arguments: &Arguments, file: &Path, output: &Output) -> anyhow::Resul
         parts.push((part, session.measure(part)));
     }
     let mut claims = claims(&parts);
-    claims.extend(session.left_behind(settings.as_ref()));
+    claims.extend(session.left_behind(&parts, settings.as_ref()));
     let mut document = session.document(machine, kvm, parts, claims);
     document.remove_private(&Private::of_this_host());
     let mut json = serde_json::to_vec_pretty(&document)?;
@@ -417,8 +417,13 @@ impl<'a> Session<'a> {
         )
     }
 
-    /// Checks that no part has left anything: files, QEMUs, settings of KSM.
-    fn left_behind(&self, settings: Option<&ksm::Settings>) -> [ClaimLine; 2] {
+    /// Checks that no part has left anything: files, QEMUs, and settings of KSM, if KSM was
+    /// measured. `settings`: those before the first part.
+    fn left_behind(
+        &self,
+        parts: &[(Part, Ended)],
+        settings: Option<&ksm::Settings>,
+    ) -> Vec<ClaimLine> {
         let files = std::fs::read_dir(self.place.path()).map_or(0, Iterator::count);
         let place = self.place.path().to_string_lossy().into_owned();
         let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -426,29 +431,29 @@ impl<'a> Session<'a> {
         let ours = lines
             .filter(|line| String::from_utf8_lossy(line).contains(&place))
             .count();
-        // A part that had to be killed may have left settings of KSM.
-        if let Err(error) = ksm::restore_leftover(ksm::NOTES.as_ref()) {
-            memfold_host::say!("KSM's settings could not be restored: {error}");
-        }
-        let now = ksm::Controls::default().settings().ok();
-        let is_same = now.as_ref() == settings;
-        [
-            ClaimLine {
-                claim: "the self-test leaves no process and no file behind".into(),
-                holds: files == 0 && ours == 0,
-                seen: format!("{ours} processes, {files} directories of parts"),
-            },
-            ClaimLine {
+        let mut claims = vec![ClaimLine {
+            claim: "the self-test leaves no process and no file behind".into(),
+            holds: files == 0 && ours == 0,
+            seen: format!("{ours} processes, {files} directories of parts"),
+        }];
+        // A part that had to be killed may have left settings of KSM. An error means that another
+        // process of memfold uses KSM now, and changes the settings.
+        let is_used_by_others = ksm::restore_leftover(ksm::NOTES.as_ref()).is_err();
+        let mut all = parts.iter();
+        if all.any(|(_, ended)| ended.results["ksm_us_per_merged_page"].is_number()) {
+            let is_same = ksm::Controls::default().settings().ok().as_ref() == settings;
+            let seen = match (is_same, is_used_by_others) {
+                (true, _) => "all",
+                (false, true) => "another process of memfold uses KSM now",
+                (false, false) => "changed, by this or another program",
+            };
+            claims.push(ClaimLine {
                 claim: "KSM's settings are as before".into(),
-                holds: is_same,
-                seen: if is_same {
-                    "all"
-                } else {
-                    "changed, by this or another program"
-                }
-                .into(),
-            },
-        ]
+                holds: is_same || is_used_by_others,
+                seen: seen.into(),
+            });
+        }
+        claims
     }
 
     fn document(
