@@ -20,7 +20,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use memfold_sys::guest;
-use memfold_wire::agent::{AgentCounters, FromAgent};
+use memfold_wire::agent::{AgentCounters, FromAgent, VERSION};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use self::connection::{PATIENCE, RETRY};
@@ -94,6 +94,7 @@ impl Agent {
             mountinfo: File::open("/proc/self/mountinfo").ok(),
             sink,
             state: State::Absent(Instant::now()),
+            version: VERSION,
             retry: RETRY.0,
             patience: PATIENCE.0,
             heard: Instant::now(),

@@ -4,6 +4,10 @@
 //! the shell's output to the main thread. The shell runs at normal priority (the agent's is lower).
 //! Only little output is buffered: if the daemon reads slowly, the command's pipe fills up and the
 //! command waits.
+//!
+//! `streamed` runs commands whose input and output are sent while they run.
+
+mod streamed;
 
 use std::collections::HashMap;
 use std::io;
@@ -13,10 +17,11 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use memfold_wire::agent::{FromAgent, OutputStream};
+use memfold_wire::agent::{FromAgent, OutputStream, ToAgent};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
+use self::streamed::{Request, Streams};
 use crate::wake::Wake;
 
 /// Largest number of commands that run at the same time.
@@ -42,6 +47,7 @@ pub struct Commands {
     /// Descriptor that is readable when a message of a command may be ready. Make it unreadable
     /// (`Wake::rest`) before calling [`Self::next`].
     pub wake: Arc<Wake>,
+    streams: Streams,
     epoch: u32,
 }
 
@@ -54,6 +60,7 @@ impl Commands {
             sender,
             receiver,
             wake: Arc::new(Wake::new()?),
+            streams: Streams::default(),
             epoch: 0,
         })
     }
@@ -105,9 +112,44 @@ impl Commands {
         }
     }
 
+    /// Carries out the daemon's message about a streamed command. Returns the message if it is
+    /// about something else.
+    pub fn stream(&self, message: ToAgent) -> Option<ToAgent> {
+        let key = |command| (self.epoch, command);
+        match message {
+            ToAgent::Stream {
+                command,
+                script,
+                has_input,
+                terminal,
+            } => {
+                let request = Request {
+                    script,
+                    has_input,
+                    terminal,
+                };
+                let (sender, wake) = (self.sender.clone(), Arc::clone(&self.wake));
+                if let Err(e) = self.streams.start(key(command), request, sender, wake) {
+                    say!("memfold-agent: cannot start a thread for a command: {e}");
+                }
+            }
+            ToAgent::Input { command, bytes } => self.streams.input(key(command), &bytes),
+            ToAgent::EndInput { command } => self.streams.end_input(key(command)),
+            ToAgent::OutputRoom { command, cost } => {
+                self.streams.output_room(key(command), cost);
+            }
+            ToAgent::Resize { command, size } => self.streams.resize(key(command), size),
+            ToAgent::Signal { command, signal } => self.streams.signal(key(command), signal),
+            ToAgent::HangUp { command } => self.streams.hang_up(key(command)),
+            other => return Some(other),
+        }
+        None
+    }
+
     /// Drops the output of the commands that a lost connection has started. These commands keep
-    /// running.
+    /// running, except for the streamed ones, whose clients are gone.
     pub fn forget(&mut self) {
+        self.streams.hang_up_all();
         self.epoch = self.epoch.wrapping_add(1);
     }
 
@@ -124,6 +166,33 @@ impl Commands {
 
 fn lock(running: &Running) -> std::sync::MutexGuard<'_, HashMap<(u32, u32), Option<Pid>>> {
     running.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Sets the shell's script, working directory and environment.
+fn prepare(command: &mut Command, script: &str) {
+    command.arg("-c").arg(script).current_dir("/");
+    if std::env::var_os("PATH").is_none() {
+        command.env(
+            "PATH",
+            "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        );
+    }
+    if std::env::var_os("HOME").is_none() {
+        command.env("HOME", "/root");
+    }
+    // With this variable, a script finds the agent's program wherever the guest keeps it.
+    if let Ok(agent) = std::env::current_exe() {
+        command.env("MEMFOLD_AGENT", agent);
+    }
+}
+
+/// Waits for the end of a command. Returns its exit code, or 128 plus the signal.
+fn exit_code(child: &mut Child) -> i32 {
+    let code = child.wait().ok().and_then(|status| {
+        let signal = status.signal().map(|s| 128 + s);
+        status.code().or(signal)
+    });
+    code.unwrap_or(127)
 }
 
 struct Task {
@@ -162,27 +231,12 @@ impl Task {
         // the calling thread.
         let _ = rustix::process::setpriority_process(None, 0);
         let mut command = Command::new("/bin/sh");
+        prepare(&mut command, script);
         command
-            .arg("-c")
-            .arg(script)
-            .current_dir("/")
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        if std::env::var_os("PATH").is_none() {
-            command.env(
-                "PATH",
-                "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            );
-        }
-        if std::env::var_os("HOME").is_none() {
-            command.env("HOME", "/root");
-        }
-        // With this variable, a script finds the agent's program wherever the guest keeps it.
-        if let Ok(agent) = std::env::current_exe() {
-            command.env("MEMFOLD_AGENT", agent);
-        }
         match command.spawn() {
             Ok(mut child) => {
                 let code = self.follow(&mut child);
@@ -205,11 +259,7 @@ impl Task {
             self.output(OutputStream::Stderr, text.as_bytes());
         }
         lock(&self.running).remove(&self.key);
-        let code = child.wait().ok().and_then(|status| {
-            let signal = status.signal().map(|s| 128 + s);
-            status.code().or(signal)
-        });
-        code.unwrap_or(127)
+        exit_code(child)
     }
 
     fn pass_on(&self, child: &mut Child, pid: Pid) -> io::Result<()> {

@@ -17,6 +17,8 @@ const EVENTS_LIMIT: usize = LIMIT / 2;
 /// Number of bytes in the send queue above which messages that can wait (inventory, output of
 /// commands) are not added.
 const QUIET_LIMIT: usize = 128 << 10;
+/// Number of bytes after which received messages are carried out before more are read.
+const RECEIVE_LIMIT: usize = 64 << 10;
 
 /// Finds the device file of the agent's virtio-serial port, by udev's link or by the port names in
 /// sysfs; `None` if there is no such port.
@@ -94,15 +96,26 @@ impl Port {
         while self.file.read(&mut scrap).is_ok_and(|n| n > 0) {}
     }
 
-    /// Reads data that the daemon has sent. Returns the number of bytes; 0 if there was none.
+    /// Reads data that the daemon has sent, at most 64 KiB. Returns the number of bytes; 0 if there
+    /// was none.
     pub fn receive(&mut self) -> io::Result<usize> {
+        let mut received = 0;
+        // The kernel returns at most 4 KiB at once (`fill_readbuf` in virtio_console.c).
         let mut buffer = [0; 4096];
-        let n = match self.file.read(&mut buffer) {
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => 0,
-            read => read?,
-        };
-        self.decoder.push(&buffer[..n]);
-        Ok(n)
+        while received < RECEIVE_LIMIT {
+            match self.file.read(&mut buffer) {
+                Ok(0) => break,
+                Ok(n) => {
+                    self.decoder.push(&buffer[..n]);
+                    received += n;
+                }
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                    break;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(received)
     }
 
     /// Returns the next complete message from the daemon; `None` if there is none.

@@ -99,14 +99,22 @@ impl Client {
         self.request(Method::DELETE, path, Bytes::new())
     }
 
-    /// Sends `POST path` with the header `upgrade: PROTOCOL`. Returns the connection, which carries
+    /// Sends `POST path` with `body` as JSON and the header `upgrade: PROTOCOL`. Returns the connection, which carries
     /// other bytes than HTTP from then on, and the bytes of these that were received already.
-    pub fn upgrade(&self, path: &str, protocol: &str) -> Result<(UnixStream, Vec<u8>)> {
-        let headers = [("connection", "upgrade"), ("upgrade", protocol)];
+    pub fn upgrade<B: Serialize>(
+        &self,
+        path: &str,
+        protocol: &str,
+        body: &B,
+    ) -> Result<(UnixStream, Vec<u8>)> {
+        let headers = [
+            ("connection", "upgrade"),
+            ("upgrade", protocol),
+            ("content-type", "application/json"),
+        ];
+        let body = Bytes::from(serde_json::to_vec(body)?);
         self.block_on(async {
-            let response = self
-                .send(Method::POST, path, &headers, Bytes::new())
-                .await?;
+            let response = self.send(Method::POST, path, &headers, body).await?;
             if response.status() != StatusCode::SWITCHING_PROTOCOLS {
                 return Err(refusal(response).await?);
             }

@@ -4,6 +4,7 @@
 mod access;
 mod client;
 mod definition;
+mod exec_stream;
 mod lending;
 mod registry;
 mod report;
@@ -15,6 +16,7 @@ mod vm;
 pub use access::*;
 pub use client::*;
 pub use definition::*;
+pub use exec_stream::*;
 pub use lending::*;
 pub use registry::*;
 pub use report::*;

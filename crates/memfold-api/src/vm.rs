@@ -126,6 +126,31 @@ pub struct ExecResult {
     pub code: i32,
 }
 
+/// Request body of `POST /v1/vms/{name}/exec/stream`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExecStreamRequest {
+    /// Text of a shell script, which `/bin/sh -c` runs in the guest.
+    pub script: String,
+    /// Whether the client sends standard input; otherwise the command's input is empty.
+    #[serde(default)]
+    pub input: bool,
+    /// Terminal of the command; null: the command has pipes.
+    pub terminal: Option<ExecTerminal>,
+}
+
+/// Terminal of a command that runs in a guest.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExecTerminal {
+    /// Type of the terminal, for the environment variable `TERM`, such as `xterm-256color`.
+    pub kind: String,
+    /// Number of rows, in characters.
+    pub rows: u16,
+    /// Number of columns, in characters.
+    pub columns: u16,
+}
+
 /// Value of the header `upgrade` of `POST /v1/vms/{name}/console`.
 pub const CONSOLE_PROTOCOL: &str = "memfold-console";
 

@@ -16,7 +16,7 @@ use memfold_snapshot::clock::ClockStep;
 use memfold_store::StoreIdentity;
 use memfold_vm::{
     AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, QmpGuard, RamBlock, RamLayout,
-    SegmentSpec, SharedQmp, Vm, VmConditions,
+    SegmentSpec, SharedQmp, StreamEvent, StreamRequest, StreamedCommand, Vm, VmConditions,
 };
 use memfold_wire::library::Advice;
 use parking_lot::{Condvar, Mutex};
@@ -454,6 +454,14 @@ impl Machine {
 
     pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
         self.agent_or_error()?.run(script, timeout)
+    }
+
+    pub fn stream(
+        &self,
+        request: StreamRequest,
+        sink: impl Fn(StreamEvent) + Send + 'static,
+    ) -> Result<StreamedCommand, AgentError> {
+        self.agent_or_error()?.stream(request, sink)
     }
 
     /// Runs a shell command in the guest, for commands that print a line or two. A command that

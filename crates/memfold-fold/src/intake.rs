@@ -105,7 +105,10 @@ impl Engine {
                 vm.stats.agent_rss_bytes = counters.rss_bytes;
             }
             // The connection to the agent handles sessions and commands.
-            FromAgent::Hello { .. } | FromAgent::Output { .. } | FromAgent::Exited { .. } => {}
+            FromAgent::Hello { .. }
+            | FromAgent::Output { .. }
+            | FromAgent::Exited { .. }
+            | FromAgent::InputRoom { .. } => {}
         }
     }
 }

@@ -4,7 +4,8 @@
 use std::fmt::Debug;
 
 use memfold_wire::agent::{
-    self, AgentCounters, FileFacts, FileRange, FromAgent, HintRun, OutputStream, PfnRun, ToAgent,
+    self, AgentCounters, FileFacts, FileRange, FromAgent, HintRun, OutputStream, PfnRun, Terminal,
+    TerminalSize, ToAgent,
 };
 use memfold_wire::frame::{Decoder, FrameError, HEADER, Validate, decode_body, encode};
 use memfold_wire::library::{
@@ -105,15 +106,20 @@ impl Limited for FromAgent {
             | Self::InventoryBegin
             | Self::InventoryEnd { .. }
             | Self::Counters(_)
-            | Self::Exited { .. } => {}
+            | Self::Exited { .. }
+            | Self::InputRoom { .. } => {}
         }
     }
 }
 
 impl Limited for ToAgent {
     fn assert_limits(&self) {
-        if let Self::Run { script, .. } = self {
-            assert!(script.len() <= agent::MAX_TEXT);
+        match self {
+            Self::Run { script, .. } | Self::Stream { script, .. } => {
+                assert!(script.len() <= agent::MAX_TEXT);
+            }
+            Self::Input { bytes, .. } => assert!(bytes.len() <= agent::MAX_INPUT),
+            _ => {}
         }
     }
 }
@@ -198,11 +204,31 @@ pub fn from_agent() -> Vec<Vec<u8>> {
             bytes: vec![0xFF; 300],
         },
         FromAgent::Exited { command, code },
+        FromAgent::InputRoom {
+            command,
+            bytes: 1 << 16,
+        },
     ])
 }
 
 pub fn to_agent() -> Vec<Vec<u8>> {
-    let (reason, script, command) = ("too old".into(), "uname -r".into(), 1);
+    let (reason, script, command) = ("too old".into(), String::from("uname -r"), 1);
+    let size = TerminalSize {
+        rows: 24,
+        columns: 80,
+    };
+    let kind = "xterm-256color".into();
+    let stream = ToAgent::Stream {
+        command,
+        script: script.clone(),
+        has_input: true,
+        terminal: Some(Terminal { kind, size }),
+    };
+    let input = ToAgent::Input {
+        command,
+        bytes: vec![3; 40],
+    };
+    let signal = 15;
     frames(&[
         ToAgent::Welcome {
             version: agent::VERSION,
@@ -214,6 +240,16 @@ pub fn to_agent() -> Vec<Vec<u8>> {
         ToAgent::Ping,
         ToAgent::Run { command, script },
         ToAgent::Kill { command },
+        stream,
+        input,
+        ToAgent::EndInput { command },
+        ToAgent::OutputRoom {
+            command,
+            cost: 70_000,
+        },
+        ToAgent::Resize { command, size },
+        ToAgent::Signal { command, signal },
+        ToAgent::HangUp { command },
     ])
 }
 

@@ -19,7 +19,7 @@ use memfold_lend::lvm::LvmError;
 use memfold_segment::SegmentError;
 use memfold_snapshot::SnapshotError;
 use memfold_transfer::TransferError;
-use memfold_vm::LaunchError;
+use memfold_vm::{AgentError, LaunchError};
 
 use super::limits::MAX_BODY;
 
@@ -112,6 +112,7 @@ impl IntoResponse for Failure {
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Refused { .. }
+            | DaemonError::Agent(AgentError::NoStreams { .. } | AgentError::TooManyStreams)
             | DaemonError::Lvm(LvmError::Unfit { .. })
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }

@@ -5,6 +5,7 @@
 mod access;
 mod answer;
 mod definitions;
+mod exec_stream;
 mod hosts;
 mod lending;
 mod libvirt;

@@ -18,8 +18,8 @@ use super::answer::{Failure, refusal};
 use super::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use super::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use super::{
-    definitions, hosts, lending, libvirt, live, metrics, planning, reports, segments, session,
-    snapshots, vms, web,
+    definitions, exec_stream, hosts, lending, libvirt, live, metrics, planning, reports, segments,
+    session, snapshots, vms, web,
 };
 
 /// Makes the description of the API and its router from a table of the handlers, one a line:
@@ -56,6 +56,7 @@ api! {
     post "/v1/vms/{name}/resume" vms::resume;
     post "/v1/vms/{name}/reboot" vms::reboot;
     post "/v1/vms/{name}/exec" vms::exec;
+    post "/v1/vms/{name}/exec/stream" exec_stream::exec_stream;
     get "/v1/vms/{name}/logs" vms::logs;
     post "/v1/vms/{name}/console" vms::console;
     get "/v1/definitions" definitions::definitions;

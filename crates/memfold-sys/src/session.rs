@@ -5,6 +5,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use crate::result::check;
+
 /// Makes the child that `command` will start the leader of a session of its own (`setsid(2)`), so
 /// that neither a terminal's hang-up nor Ctrl-C reaches the child.
 pub fn detach(command: &mut Command) -> &mut Command {
@@ -14,6 +16,20 @@ pub fn detach(command: &mut Command) -> &mut Command {
         command.pre_exec(|| {
             rustix::process::setsid()?;
             Ok(())
+        })
+    }
+}
+
+/// Makes the child that `command` will start the leader of a session of its own (`setsid(2)`),
+/// whose terminal is the child's standard input (`TIOCSCTTY`, `ioctl_tty(2)`).
+pub fn lead_terminal(command: &mut Command) -> &mut Command {
+    detach(command);
+    // SAFETY: between fork and exec only ioctl(2) is called, with a number as its argument. It is
+    // async-signal-safe and takes no lock.
+    unsafe {
+        command.pre_exec(|| {
+            let result = libc::ioctl(libc::STDIN_FILENO, libc::TIOCSCTTY, 0);
+            Ok(check(result)?)
         })
     }
 }

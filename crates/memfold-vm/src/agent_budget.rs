@@ -23,7 +23,10 @@ pub(super) fn weight(message: &FromAgent) -> usize {
         FromAgent::Dirty(ranges) | FromAgent::Clean(ranges) => {
             sum(&mut ranges.iter().map(|r| r.pages))
         }
-        FromAgent::Counters(_) | FromAgent::Output { .. } | FromAgent::Exited { .. } => 16,
+        FromAgent::Counters(_)
+        | FromAgent::Output { .. }
+        | FromAgent::Exited { .. }
+        | FromAgent::InputRoom { .. } => 16,
     };
     usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
 }

@@ -19,13 +19,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use memfold_wire::agent::{FromAgent, OutputStream, ToAgent, VERSION};
+use memfold_wire::agent::{
+    FromAgent, INPUT_WINDOW, MAX_STREAMS, OLDEST_VERSION, OUTPUT_COST, OUTPUT_WINDOW, OutputStream,
+    STREAMS_VERSION, ToAgent, VERSION,
+};
 use memfold_wire::{Decoder, encode};
 use serde::Serialize;
 
 use memfold_host::caught::caught;
 
 use super::agent_budget::{Budget, weight};
+use super::agent_stream::{StreamEvent, StreamRequest, StreamedCommand};
 
 /// Shortest and longest wait before a reconnect.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
@@ -143,6 +147,12 @@ pub enum AgentError {
     Frame(#[from] memfold_wire::FrameError),
     #[error("cannot write to the port of the guest's agent")]
     Write(#[source] std::io::Error),
+    #[error("memfold-agent {agent} in the guest is too old to stream a command's input and output")]
+    NoStreams { agent: String },
+    #[error("{MAX_STREAMS} streamed commands run in the guest already")]
+    TooManyStreams,
+    #[error("more than {} KiB of input were sent before the command had taken them", INPUT_WINDOW >> 10)]
+    TooMuchInput,
 }
 
 /// What a command in the guest printed, and its exit code.
@@ -170,7 +180,7 @@ pub struct AgentLink {
 }
 
 #[derive(Debug)]
-struct Shared {
+pub(super) struct Shared {
     path: PathBuf,
     options: AgentOptions,
     state: Mutex<State>,
@@ -180,6 +190,21 @@ struct Shared {
     writer: Mutex<()>,
 }
 
+/// A streamed command that runs in the guest.
+struct LinkStream {
+    sink: Box<dyn Fn(StreamEvent) + Send>,
+    /// Cost of the output that the agent may still send.
+    output_room: usize,
+    /// Number of bytes of input that may still be sent to the agent.
+    input_room: usize,
+}
+
+impl std::fmt::Debug for LinkStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LinkStream").finish_non_exhaustive()
+    }
+}
+
 #[derive(Debug, Default)]
 struct State {
     stop: bool,
@@ -187,7 +212,10 @@ struct State {
     stream: Option<UnixStream>,
     session: Option<AgentFacts>,
     last_error: String,
+    /// Version of the session's protocol.
+    version: u16,
     commands: HashMap<u32, SyncSender<CommandEvent>>,
+    streams: HashMap<u32, LinkStream>,
     next_command: u32,
 }
 
@@ -292,8 +320,7 @@ impl AgentLink {
         let command = {
             let mut state = self.shared.lock();
             state.facts()?;
-            let command = state.next_command;
-            state.next_command = command.wrapping_add(1);
+            let command = state.new_number();
             state.commands.insert(command, sender);
             command
         };
@@ -337,6 +364,48 @@ impl AgentLink {
     }
 }
 
+impl AgentLink {
+    /// Starts a command in the guest whose input and output are sent while it runs. `sink` gets the
+    /// command's events; it must return at once, and must not call this link. If the connection to
+    /// the agent ends, `sink` is dropped without [`StreamEvent::Exited`].
+    ///
+    /// # Errors
+    ///
+    /// [`AgentError::NoStreams`] if the agent is too old; [`AgentError::TooManyStreams`].
+    pub fn stream(
+        &self,
+        request: StreamRequest,
+        sink: impl Fn(StreamEvent) + Send + 'static,
+    ) -> Result<StreamedCommand, AgentError> {
+        let number = {
+            let mut state = self.shared.lock();
+            let agent = state.facts()?.agent.clone();
+            if state.version < STREAMS_VERSION {
+                return Err(AgentError::NoStreams { agent });
+            }
+            if state.streams.len() >= MAX_STREAMS {
+                return Err(AgentError::TooManyStreams);
+            }
+            let number = state.new_number();
+            let stream = LinkStream {
+                sink: Box::new(sink),
+                output_room: OUTPUT_WINDOW,
+                input_room: INPUT_WINDOW,
+            };
+            state.streams.insert(number, stream);
+            number
+        };
+        let command = StreamedCommand::new(self.shared.clone(), number);
+        self.shared.send(&ToAgent::Stream {
+            command: number,
+            script: request.script,
+            has_input: request.has_input,
+            terminal: request.terminal,
+        })?;
+        Ok(command)
+    }
+}
+
 impl Drop for AgentLink {
     fn drop(&mut self) {
         {
@@ -362,6 +431,12 @@ impl State {
         self.session.as_ref().ok_or_else(|| self.no_session())
     }
 
+    fn new_number(&mut self) -> u32 {
+        let number = self.next_command;
+        self.next_command = number.wrapping_add(1);
+        number
+    }
+
     fn no_session(&self) -> AgentError {
         AgentError::NoSession(self.last_error.clone())
     }
@@ -370,6 +445,7 @@ impl State {
     fn end_session(&mut self) {
         self.session = None;
         self.commands.clear();
+        self.streams.clear();
     }
 }
 
@@ -382,7 +458,7 @@ impl Shared {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn send(&self, message: &ToAgent) -> Result<(), AgentError> {
+    pub(super) fn send(&self, message: &ToAgent) -> Result<(), AgentError> {
         memfold_wire::frame::Validate::validate(message)?;
         let bytes = encode(message)?;
         let stream = {
@@ -562,9 +638,9 @@ impl Shared {
                 problems,
             } => {
                 self.lock().end_session();
-                if version != VERSION {
+                if version < OLDEST_VERSION {
                     let reason = format!(
-                        "agent {agent} speaks protocol {version}, this memfold {VERSION}; update the older one"
+                        "agent {agent} speaks protocol {version}, this memfold {OLDEST_VERSION} to {VERSION}; update the agent"
                     );
                     self.lock().last_error.clone_from(&reason);
                     self.answer(&ToAgent::Refused { reason });
@@ -577,9 +653,15 @@ impl Shared {
                     host_name,
                     problems,
                 };
-                self.lock().stats.sessions += 1;
+                // An agent with a newer version speaks the older ones, too.
+                let version = version.min(VERSION);
+                {
+                    let mut state = self.lock();
+                    state.stats.sessions += 1;
+                    state.version = version;
+                }
                 self.answer(&ToAgent::Welcome {
-                    version: VERSION,
+                    version,
                     include: self.options.include.clone(),
                     exclude: self.options.exclude.clone(),
                 });
@@ -594,14 +676,94 @@ impl Shared {
                 command,
                 stream,
                 bytes,
-            } => self.to_command(command, CommandEvent::Output(stream, bytes)),
+            } => {
+                let event = StreamEvent::Output(stream, bytes);
+                if let Some(StreamEvent::Output(stream, bytes)) = self.to_stream(command, event) {
+                    self.to_command(command, CommandEvent::Output(stream, bytes));
+                }
+            }
             FromAgent::Exited { command, code } => {
-                self.to_command(command, CommandEvent::Exited(code));
-                self.lock().commands.remove(&command);
+                if self.to_stream(command, StreamEvent::Exited(code)).is_some() {
+                    self.to_command(command, CommandEvent::Exited(code));
+                    self.lock().commands.remove(&command);
+                }
+            }
+            FromAgent::InputRoom { command, bytes } => {
+                if self
+                    .to_stream(command, StreamEvent::InputRoom(bytes))
+                    .is_some()
+                {
+                    self.lock().stats.dropped += 1;
+                }
             }
             other if self.lock().session.is_some() => sink(AgentEvent::Message(other)),
             _ => self.lock().stats.dropped += 1,
         }
+    }
+
+    /// Passes an event to a streamed command. Returns the event if there is no such streamed
+    /// command. An agent that sends more output than it may loses the command.
+    fn to_stream(&self, number: u32, event: StreamEvent) -> Option<StreamEvent> {
+        let mut state = self.lock();
+        let Some(stream) = state.streams.get_mut(&number) else {
+            return Some(event);
+        };
+        let event = match event {
+            StreamEvent::Output(_, bytes) if bytes.is_empty() => return None,
+            StreamEvent::Output(kind, bytes) => {
+                let cost = bytes.len() + OUTPUT_COST;
+                let Some(left) = stream.output_room.checked_sub(cost) else {
+                    state.streams.remove(&number);
+                    state.stats.protocol_errors += 1;
+                    drop(state);
+                    self.answer(&ToAgent::HangUp { command: number });
+                    return None;
+                };
+                stream.output_room = left;
+                StreamEvent::Output(kind, bytes)
+            }
+            StreamEvent::InputRoom(bytes) => {
+                let bytes = usize::try_from(bytes).unwrap_or(INPUT_WINDOW);
+                let more = bytes.min(INPUT_WINDOW - stream.input_room);
+                stream.input_room += more;
+                // The window is far below 2^32.
+                StreamEvent::InputRoom(u32::try_from(more).unwrap_or(0))
+            }
+            exited @ StreamEvent::Exited(_) => exited,
+        };
+        let has_exited = matches!(event, StreamEvent::Exited(_));
+        (stream.sink)(event);
+        if has_exited {
+            state.streams.remove(&number);
+        }
+        None
+    }
+
+    /// Takes room for `bytes` bytes of input to a streamed command.
+    pub(super) fn take_input_room(&self, number: u32, bytes: usize) -> Result<(), AgentError> {
+        let mut state = self.lock();
+        // A command that has ended takes no input, which is no error.
+        if let Some(stream) = state.streams.get_mut(&number) {
+            let left = stream.input_room.checked_sub(bytes);
+            stream.input_room = left.ok_or(AgentError::TooMuchInput)?;
+        }
+        Ok(())
+    }
+
+    /// Allows the agent to send more output of a streamed command. Returns whether the command
+    /// still runs.
+    pub(super) fn allow_output(&self, number: u32, cost: usize) -> bool {
+        let mut state = self.lock();
+        let stream = state.streams.get_mut(&number);
+        stream.is_some_and(|stream| {
+            stream.output_room = (stream.output_room + cost).min(OUTPUT_WINDOW);
+            true
+        })
+    }
+
+    /// Forgets a streamed command. Returns whether it still runs.
+    pub(super) fn forget_stream(&self, number: u32) -> bool {
+        self.lock().streams.remove(&number).is_some()
     }
 
     fn to_command(&self, command: u32, event: CommandEvent) {

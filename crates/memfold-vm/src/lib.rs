@@ -12,6 +12,7 @@
 
 mod agent_budget;
 pub mod agent_link;
+mod agent_stream;
 pub mod block_device;
 pub mod cloud_init;
 pub mod command_line;
@@ -52,6 +53,7 @@ mod validate;
 pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
 };
+pub use agent_stream::{StreamEvent, StreamRequest, StreamedCommand};
 pub use cloud_init::{CloudInit, Seed};
 pub use conditions::{Reason, VmConditions};
 pub use connection::ConnectionError;
@@ -62,6 +64,7 @@ pub use launch::{Cancel, Incoming, LaunchError, last_words, log_tail, start, sta
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{MachineError, Vm};
+pub use memfold_wire::agent::{INPUT_WINDOW, OutputStream, Terminal, TerminalSize};
 pub use name::{MAX_NAME, check_name, host_name};
 pub use network::{MacAddress, Network};
 pub use orphans::{Orphans, remove_orphans};

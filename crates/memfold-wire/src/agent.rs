@@ -20,9 +20,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
 
-/// Version of the protocol between the daemon and the guest agent. Both sides must have the same
-/// version; otherwise the older side needs an update.
-pub const VERSION: u16 = 1;
+/// Newest version of the protocol between the daemon and the guest agent. A session has the older
+/// one of the two sides' newest versions: [`ToAgent::Welcome`] tells it to the agent. Neither side
+/// sends a message that the session's version does not have.
+///
+/// | version | new messages |
+/// |---|---|
+/// | 1 | |
+/// | 2 | streamed commands, from [`ToAgent::Stream`] on, and [`FromAgent::InputRoom`] |
+pub const VERSION: u16 = 2;
+
+/// Oldest version of the protocol that both sides still speak.
+pub const OLDEST_VERSION: u16 = 1;
+
+/// First version of the protocol that has streamed commands ([`ToAgent::Stream`]).
+pub const STREAMS_VERSION: u16 = 2;
 
 /// Name of the virtio-serial port between the agent and the daemon (`/dev/virtio-ports/<name>` in
 /// the guest).
@@ -36,6 +48,24 @@ pub const MAX_PATH: usize = 4096;
 
 /// Maximum length in bytes of a text that is not a path, and of the command output in one message.
 pub const MAX_TEXT: usize = 64 << 10;
+
+/// Maximum number of bytes of a streamed command's standard input in one message.
+pub const MAX_INPUT: usize = 16 << 10;
+
+/// Number of bytes of standard input that the daemon may send to a streamed command before the
+/// agent allows more by [`FromAgent::InputRoom`]. The agent keeps at most so many bytes.
+pub const INPUT_WINDOW: usize = 128 << 10;
+
+/// Cost of the output that the agent may send from a streamed command before the daemon allows more
+/// by [`ToAgent::OutputRoom`]. The daemon keeps at most so much.
+pub const OUTPUT_WINDOW: usize = 256 << 10;
+
+/// Cost of a message with output of a streamed command, in addition to its bytes: also many short
+/// messages take little memory.
+pub const OUTPUT_COST: usize = 128;
+
+/// Maximum number of streamed commands that run at the same time in a guest.
+pub const MAX_STREAMS: usize = 16;
 
 /// Maximum length of a run in pages: 2^18 pages are 1 GiB, the size of the largest folio.
 pub const MAX_RUN_PAGES: u32 = 1 << 18;
@@ -119,12 +149,30 @@ pub enum OutputStream {
     Stderr,
 }
 
+/// Size of a terminal in characters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TerminalSize {
+    /// Number of rows.
+    pub rows: u16,
+    /// Number of columns.
+    pub columns: u16,
+}
+
+/// Terminal in which a streamed command runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Terminal {
+    /// Type of the terminal, for the environment variable `TERM`.
+    pub kind: String,
+    /// Size of the terminal at the command's start.
+    pub size: TerminalSize,
+}
+
 /// Messages from the agent to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromAgent {
     /// First message of every session.
     Hello {
-        /// [`VERSION`] of the agent.
+        /// [`VERSION`] of the agent; [`OLDEST_VERSION`] after a [`ToAgent::Refused`].
         version: u16,
         /// Package version of the agent.
         agent: String,
@@ -163,22 +211,30 @@ pub enum FromAgent {
     /// Counters of the agent. The agent sends this message after a change, at most once a second,
     /// and as the answer to [`ToAgent::Ping`].
     Counters(AgentCounters),
-    /// Output of a command that the daemon started with [`ToAgent::Run`].
+    /// Output of a command that the daemon started with [`ToAgent::Run`] or [`ToAgent::Stream`].
     Output {
-        /// Number of the command, from [`ToAgent::Run`].
+        /// Number of the command, from [`ToAgent::Run`] or [`ToAgent::Stream`].
         command: u32,
-        /// Stream to which the command wrote: standard output or standard error.
+        /// Stream to which the command wrote: standard output or standard error. What a command
+        /// writes to its terminal is standard output.
         stream: OutputStream,
         /// Bytes that the command wrote, at most [`MAX_TEXT`].
         bytes: Vec<u8>,
     },
-    /// End of a command that the daemon started with [`ToAgent::Run`].
+    /// End of a command that the daemon started with [`ToAgent::Run`] or [`ToAgent::Stream`].
     Exited {
-        /// Number of the command, from [`ToAgent::Run`].
+        /// Number of the command, from [`ToAgent::Run`] or [`ToAgent::Stream`].
         command: u32,
         /// Exit code of the command: 128 + signal number if a signal killed the command; 127, with
         /// a text on stderr, if the agent could not start the command.
         code: i32,
+    },
+    /// Allows the daemon to send more standard input to a streamed command (version 2).
+    InputRoom {
+        /// Number of the command, from [`ToAgent::Stream`].
+        command: u32,
+        /// Number of bytes that the command has taken since the last such message.
+        bytes: u32,
     },
 }
 
@@ -187,7 +243,7 @@ pub enum FromAgent {
 pub enum ToAgent {
     /// Answer to [`FromAgent::Hello`]: the agent may start to report.
     Welcome {
-        /// [`VERSION`] of the daemon.
+        /// Version of the session: at most the agent's and at most the daemon's [`VERSION`].
         version: u16,
         /// Globs for the paths of files that the agent reports; an empty list means all files.
         include: Vec<String>,
@@ -195,8 +251,9 @@ pub enum ToAgent {
         /// an include glob.
         exclude: Vec<String>,
     },
-    /// Refusal of the session because the versions differ. The agent waits until the host side
-    /// opens the port anew.
+    /// Refusal of the session because of the agent's version. An agent that speaks older versions,
+    /// too, sends a Hello with [`OLDEST_VERSION`]: a daemon of version 1 refuses newer agents. Any
+    /// other agent waits until the host side opens the port anew.
     Refused {
         /// Reason of the refusal, for the guest's log.
         reason: String,
@@ -215,6 +272,58 @@ pub enum ToAgent {
     /// Kills a command that [`ToAgent::Run`] started, and its children.
     Kill {
         /// Number of the command, from [`ToAgent::Run`].
+        command: u32,
+    },
+    /// Runs `/bin/sh -c script` as a streamed command (version 2): input and output are sent while
+    /// the command runs. The command leads a session of its own (`setsid(2)`).
+    Stream {
+        /// Number of the command, chosen by the daemon, by which later messages name the command.
+        command: u32,
+        /// Shell script that the guest runs.
+        script: String,
+        /// Whether the daemon will send standard input; otherwise the input is empty.
+        has_input: bool,
+        /// Terminal of the command; `None`: the command has pipes.
+        terminal: Option<Terminal>,
+    },
+    /// Standard input for a streamed command (version 2), within [`INPUT_WINDOW`].
+    Input {
+        /// Number of the command, from [`ToAgent::Stream`].
+        command: u32,
+        /// Bytes for the command to read, at most [`MAX_INPUT`].
+        bytes: Vec<u8>,
+    },
+    /// End of a streamed command's standard input (version 2).
+    EndInput {
+        /// Number of the command, from [`ToAgent::Stream`].
+        command: u32,
+    },
+    /// Allows the agent to send more output of a streamed command (version 2).
+    OutputRoom {
+        /// Number of the command, from [`ToAgent::Stream`].
+        command: u32,
+        /// Cost of the output that the daemon has passed on since the last such message.
+        cost: u32,
+    },
+    /// New size of a streamed command's terminal (version 2).
+    Resize {
+        /// Number of the command, from [`ToAgent::Stream`].
+        command: u32,
+        /// Size of the terminal from now on.
+        size: TerminalSize,
+    },
+    /// Sends a signal to a streamed command's process group, or to the foreground process group of
+    /// its terminal (version 2).
+    Signal {
+        /// Number of the command, from [`ToAgent::Stream`].
+        command: u32,
+        /// Number of the signal in Linux (`signal(7)`).
+        signal: u8,
+    },
+    /// Ends a streamed command whose client is gone (version 2): all processes of its session get
+    /// `SIGHUP`, and `SIGKILL` two seconds later. The agent sends no more about this command.
+    HangUp {
+        /// Number of the command, from [`ToAgent::Stream`].
         command: u32,
     },
 }
@@ -265,7 +374,8 @@ impl Validate for FromAgent {
             Self::InventoryBegin
             | Self::InventoryEnd { .. }
             | Self::Counters(_)
-            | Self::Exited { .. } => Ok(()),
+            | Self::Exited { .. }
+            | Self::InputRoom { .. } => Ok(()),
         }
     }
 }
@@ -281,7 +391,24 @@ impl Validate for ToAgent {
             }
             Self::Refused { reason } => text(reason.len()),
             Self::Run { script, .. } => text(script.len()),
-            Self::Inventory | Self::Ping | Self::Kill { .. } => Ok(()),
+            Self::Stream {
+                script, terminal, ..
+            } => {
+                text(script.len())?;
+                text(terminal.as_ref().map_or(0, |terminal| terminal.kind.len()))
+            }
+            Self::Input { bytes, .. } if bytes.len() > MAX_INPUT => {
+                Err(FrameError::Limit("input of more than 16 KiB"))
+            }
+            Self::Inventory
+            | Self::Ping
+            | Self::Kill { .. }
+            | Self::Input { .. }
+            | Self::EndInput { .. }
+            | Self::OutputRoom { .. }
+            | Self::Resize { .. }
+            | Self::Signal { .. }
+            | Self::HangUp { .. } => Ok(()),
         }
     }
 }

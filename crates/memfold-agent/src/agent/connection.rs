@@ -5,7 +5,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use memfold_wire::agent::{FromAgent, ToAgent, VERSION};
+use memfold_wire::agent::{FromAgent, OLDEST_VERSION, ToAgent, VERSION};
 use rustix::event::PollFlags;
 
 use super::state::{Agent, Sink, State};
@@ -48,7 +48,7 @@ impl Agent {
                 .to_owned()
         };
         let hello = FromAgent::Hello {
-            version: VERSION,
+            version: self.version,
             agent: env!("CARGO_PKG_VERSION").into(),
             kernel: read("/proc/sys/kernel/osrelease"),
             boot_id: read("/proc/sys/kernel/random/boot_id"),
@@ -68,6 +68,7 @@ impl Agent {
         }
         self.worker.cancel();
         self.commands.forget();
+        self.version = VERSION;
         self.cache.reset(Rules::default());
         self.round = Round::default();
         self.gather = None;
@@ -117,14 +118,20 @@ impl Agent {
                 version,
                 include,
                 exclude,
-            } if version == VERSION => {
+            } if (OLDEST_VERSION..=self.version).contains(&version) => {
+                self.version = version;
                 self.welcome(Rules::new(include, exclude));
             }
             ToAgent::Welcome { version, .. } => {
                 say!(
-                    "memfold-agent: the daemon speaks version {version}, this agent {VERSION}: update the older one"
+                    "memfold-agent: the daemon speaks version {version}, this agent {OLDEST_VERSION} to {VERSION}: update the older one"
                 );
                 self.state = State::Refused;
+            }
+            // A daemon of the oldest version refuses an agent of any other version.
+            ToAgent::Refused { .. } if self.version > OLDEST_VERSION => {
+                self.version = OLDEST_VERSION;
+                self.say_hello();
             }
             ToAgent::Refused { reason } => {
                 say!("memfold-agent: the daemon refused: {reason}");
@@ -134,6 +141,7 @@ impl Agent {
             ToAgent::Ping => self.say_counters(true),
             ToAgent::Run { command, script } => self.commands.run(command, script),
             ToAgent::Kill { command } => self.commands.kill(command),
+            other => drop(self.commands.stream(other)),
         }
     }
 

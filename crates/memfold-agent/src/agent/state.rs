@@ -47,6 +47,8 @@ pub struct Agent {
     pub(super) mountinfo: Option<File>,
     pub(super) sink: Sink,
     pub(super) state: State,
+    /// Version of the protocol: of the next Hello, or of the session.
+    pub(super) version: u16,
     pub(super) retry: Duration,
     /// Time to wait for the answer to the next Hello.
     pub(super) patience: Duration,

@@ -3,7 +3,10 @@
 use std::time::{Duration, Instant};
 
 use memfold_api::VmInfo;
-use memfold_vm::{CommandResult, MachineError, Record, StopKind, Stopped, Vm, VmDirectory};
+use memfold_vm::{
+    CommandResult, MachineError, Record, StopKind, Stopped, StreamEvent, StreamRequest,
+    StreamedCommand, Vm, VmDirectory,
+};
 use tracing::warn;
 
 use crate::arrivals::{SETTLE, Way};
@@ -69,6 +72,26 @@ impl Vms {
         machine.wait_clock();
         machine
             .run(script, timeout)
+            .map_err(|error| match machine.stands_still() {
+                Some(state) => state.refusal(name, &error.to_string()),
+                None => error.into(),
+            })
+    }
+
+    /// Starts a command in a guest whose input and output are sent while it runs. `sink` gets the
+    /// command's events, and must return at once. If the guest's clock is about to be set, waits
+    /// for that first.
+    pub fn stream(
+        &self,
+        name: &str,
+        request: StreamRequest,
+        sink: impl Fn(StreamEvent) + Send + 'static,
+    ) -> Result<StreamedCommand, DaemonError> {
+        let machine = self.below.registry.machine(name)?;
+        machine.check_runs("no command was run")?;
+        machine.wait_clock();
+        machine
+            .stream(request, sink)
             .map_err(|error| match machine.stands_still() {
                 Some(state) => state.refusal(name, &error.to_string()),
                 None => error.into(),

@@ -15,10 +15,10 @@ use super::vm_info::segment;
 const END: u8 = 0x1d;
 
 /// Sets the terminal to raw mode until this is dropped, so that each key reaches the guest.
-struct Raw;
+pub(super) struct Raw;
 
 impl Raw {
-    fn set() -> anyhow::Result<Self> {
+    pub(super) fn set() -> anyhow::Result<Self> {
         enable_raw_mode()?;
         Ok(Self)
     }
@@ -35,7 +35,7 @@ impl Drop for Raw {
 /// user types Ctrl-] or the VM ends.
 pub(super) fn console(client: &Client, name: &str) -> anyhow::Result<ExitCode> {
     let path = format!("/v1/vms/{}/console", segment(name)?);
-    let (mut stream, first) = client.upgrade(&path, CONSOLE_PROTOCOL)?;
+    let (mut stream, first) = client.upgrade(&path, CONSOLE_PROTOCOL, &())?;
     let is_terminal = std::io::stdin().is_terminal();
     if is_terminal {
         memfold_host::say!("connected to the console of '{name}'; Ctrl-] ends the connection");

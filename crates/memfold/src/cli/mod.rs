@@ -11,6 +11,7 @@ mod definitions;
 mod demo;
 mod doctor;
 mod estimate;
+mod exec;
 mod failure;
 mod fold;
 mod fork;

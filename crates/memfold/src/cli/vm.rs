@@ -8,17 +8,16 @@ use std::time::Instant;
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 
-use memfold_api::{
-    AttachRequest, Client, ExecRequest, ExecResult, RebootRequest, StopReport, StopRequest, VmInfo,
-};
+use memfold_api::{AttachRequest, Client, RebootRequest, StopReport, StopRequest, VmInfo};
 use memfold_units::ByteSize;
 use memfold_vm::{
     DiskFormat, DiskSpec, Forward, MacAddress, MergeChoice, Network, SegmentSpec, VmSpec,
 };
 
 use super::console;
-use super::context::{Context, write_line};
+use super::context::Context;
 use super::definitions;
+use super::exec;
 use super::table::table;
 use super::vm_info::{describe, segment};
 
@@ -86,16 +85,7 @@ pub(super) enum Arguments {
         domain: Option<String>,
     },
     /// Run a command in a guest through its agent; exit with the command's code
-    Exec {
-        /// Name of the VM
-        name: String,
-        /// Seconds that the command may take
-        #[arg(long, default_value_t = 600.0, value_name = "SECONDS")]
-        timeout: f64,
-        /// One word of shell text ('cd /tmp && ls'), or a command and its arguments
-        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
-        command: Vec<String>,
-    },
+    Exec(exec::Arguments),
 }
 
 #[derive(Args, Debug)]
@@ -334,31 +324,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let info: VmInfo = client.post("/v1/attach", &AttachRequest { qmp, name, domain })?;
             context.print(&info, |vm| describe("attached", vm))
         }
-        Arguments::Exec {
-            name,
-            timeout,
-            command,
-        } => {
-            let request = ExecRequest {
-                script: script(&command),
-                timeout_s: timeout,
-            };
-            let result: ExecResult =
-                client.post(&format!("/v1/vms/{}/exec", segment(&name)?), &request)?;
-            context.write_file(&result)?;
-            if context.json {
-                write_line(&serde_json::to_string_pretty(&result)?)?;
-            } else {
-                use std::io::Write;
-                match std::io::stdout().write_all(result.stdout.as_bytes()) {
-                    Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-                        return Err(error.into());
-                    }
-                    _ => std::io::stderr().write_all(result.stderr.as_bytes())?,
-                }
-            }
-            Ok(ExitCode::from(u8::try_from(result.code).unwrap_or(1)))
-        }
+        Arguments::Exec(arguments) => exec::run(context, &client, &arguments),
     }
 }
 
@@ -414,7 +380,7 @@ fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> 
 
 /// Returns the shell command for the words: a single word is shell text; several words are a
 /// command and its arguments, each quoted.
-fn script(words: &[String]) -> String {
+pub(super) fn script(words: &[String]) -> String {
     if let [text] = words {
         return text.clone();
     }

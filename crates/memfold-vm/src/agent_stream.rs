@@ -1,0 +1,127 @@
+//! Streamed commands in a guest: their input and output are sent while they run.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use memfold_wire::agent::{
+    MAX_INPUT, OUTPUT_COST, OUTPUT_WINDOW, OutputStream, Terminal, TerminalSize, ToAgent,
+};
+
+use super::agent_link::{AgentError, Shared};
+
+/// Cost of passed-on output after which the agent is told that it may send more.
+const TELL_OUTPUT: usize = OUTPUT_WINDOW / 4;
+
+/// What a streamed command is started with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StreamRequest {
+    /// Text of a shell script, which `/bin/sh -c` runs in the guest.
+    pub script: String,
+    /// Whether the command gets standard input; otherwise its input is empty.
+    pub has_input: bool,
+    /// Terminal of the command; `None`: the command has pipes.
+    pub terminal: Option<Terminal>,
+}
+
+/// What a streamed command did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StreamEvent {
+    /// The command wrote these bytes. After they are passed on, call
+    /// [`StreamedCommand::passed_on`].
+    Output(OutputStream, Vec<u8>),
+    /// So many bytes more may be sent to [`StreamedCommand::input`], beside the first 128 KiB
+    /// ([`INPUT_WINDOW`](memfold_wire::agent::INPUT_WINDOW)).
+    InputRoom(u32),
+    /// The command has ended with this exit code; no event follows.
+    Exited(i32),
+}
+
+/// A streamed command that was started in a guest. Dropping this value ends the command's
+/// processes: `SIGHUP`, and `SIGKILL` two seconds later. Each method may block for up to five
+/// seconds if the guest does not read.
+#[derive(Debug)]
+pub struct StreamedCommand {
+    shared: Arc<Shared>,
+    number: u32,
+    /// Cost of output that was passed on, and that the agent does not know yet.
+    passed_on: AtomicUsize,
+}
+
+impl StreamedCommand {
+    pub(super) const fn new(shared: Arc<Shared>, number: u32) -> Self {
+        Self {
+            shared,
+            number,
+            passed_on: AtomicUsize::new(0),
+        }
+    }
+
+    /// Sends standard input to the command.
+    ///
+    /// # Errors
+    ///
+    /// [`AgentError::TooMuchInput`] if there is no room for these bytes
+    /// ([`StreamEvent::InputRoom`]).
+    pub fn input(&self, bytes: &[u8]) -> Result<(), AgentError> {
+        self.shared.take_input_room(self.number, bytes.len())?;
+        for bytes in bytes.chunks(MAX_INPUT) {
+            self.shared.send(&ToAgent::Input {
+                command: self.number,
+                bytes: bytes.to_vec(),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Ends the command's standard input.
+    pub fn end_input(&self) -> Result<(), AgentError> {
+        let command = self.number;
+        self.shared.send(&ToAgent::EndInput { command })
+    }
+
+    /// Changes the size of the command's terminal.
+    pub fn resize(&self, size: TerminalSize) -> Result<(), AgentError> {
+        let command = self.number;
+        self.shared.send(&ToAgent::Resize { command, size })
+    }
+
+    /// Sends a signal to the command.
+    pub fn signal(&self, signal: u8) -> Result<(), AgentError> {
+        let command = self.number;
+        self.shared.send(&ToAgent::Signal { command, signal })
+    }
+
+    /// Notes that the bytes of one [`StreamEvent::Output`] were passed on, so that the command may
+    /// write more.
+    pub fn passed_on(&self, bytes: usize) -> Result<(), AgentError> {
+        let cost = bytes + OUTPUT_COST;
+        let due = self.passed_on.fetch_add(cost, Ordering::Relaxed) + cost;
+        if due < TELL_OUTPUT {
+            return Ok(());
+        }
+        let cost = self.passed_on.swap(0, Ordering::Relaxed);
+        if self.shared.allow_output(self.number, cost) {
+            self.shared.send(&ToAgent::OutputRoom {
+                command: self.number,
+                cost: u32::try_from(cost).unwrap_or(u32::MAX),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Returns whether [`Self::passed_on`] will send a message to the agent, and so may block.
+    #[must_use]
+    pub fn tells_agent(&self, bytes: usize) -> bool {
+        self.passed_on.load(Ordering::Relaxed) + bytes + OUTPUT_COST >= TELL_OUTPUT
+    }
+}
+
+impl Drop for StreamedCommand {
+    fn drop(&mut self) {
+        if self.shared.forget_stream(self.number) {
+            let command = self.number;
+            // If this fails, the connection has ended, and the agent ends the command.
+            let _ = self.shared.send(&ToAgent::HangUp { command });
+        }
+    }
+}
