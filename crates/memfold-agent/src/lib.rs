@@ -15,7 +15,8 @@
 //! | `worker`, `walk`, `residency`, `throttle` | inventories of the page cache, in the background |
 //! | `files`, `resolve`, [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
 //! | `batch`, `port` | messages and their sending |
-//! | `commands` | shell commands that the daemon runs |
+//! | `commands` | shell commands that the daemon runs, at once or with live input and output |
+//! | [`copy`] | copies of files between guest and host |
 //! | [`free_pages`] | free page frames, which a snapshot can leave out |
 //! | [`extents`], `block_devices` | where files are stored on the guest's disks |
 //! | [`drop_caches`] | files are dropped from the page cache, until a deadline |
@@ -37,6 +38,7 @@ mod backoff;
 mod batch;
 mod block_devices;
 mod commands;
+pub mod copy;
 pub mod drop_caches;
 pub mod extents;
 mod file_list;

@@ -9,7 +9,7 @@ use memfold_agent::segment::command;
 const HELP: &str = "\
 memfold-agent: tells the memfold daemon which files this guest's page cache holds, and where.
 
-Usage: memfold-agent [--dump | --free-pages | --extents | --drop-caches SECONDS | --reseed | --segment-... | --version | --help]
+Usage: memfold-agent [--dump | --free-pages | --extents | --drop-caches SECONDS | --reseed | --send PATH | --receive NAME DESTINATION | --segment-... | --version | --help]
 
 Without an option it serves the virtio-serial port org.memfold.agent.0 until SIGTERM.
 
@@ -21,6 +21,9 @@ Without an option it serves the virtio-serial port org.memfold.agent.0 until SIG
                 read paths from standard input as above, and drop these files from the page cache, in this order, for at most so long;
                 exit code 3: the time was too short
   --reseed      mix standard input into the kernel's random number generator and reseed it: for a guest that was restored or cloned
+  --send PATH   write a file or directory to standard output, as an archive for memfold
+  --receive NAME DESTINATION
+                read such an archive from standard input, and make it DESTINATION, or DESTINATION/NAME in a directory: whole or not at all
   --version     the version
   --help        this text
 ";
@@ -50,6 +53,10 @@ fn main() -> ExitCode {
         }
         ["--drop-caches", seconds] => return drop_caches(seconds),
         ["--reseed"] => return ended(memfold_agent::reseed::reseed(&mut std::io::stdin().lock())),
+        ["--send", path] => return ended(memfold_agent::copy::send(path)),
+        ["--receive", name, destination] => {
+            return ended(memfold_agent::copy::receive(name, destination));
+        }
         ["--version" | "-V"] => {
             println!("memfold-agent {}", env!("CARGO_PKG_VERSION"));
             return ExitCode::SUCCESS;

@@ -192,6 +192,8 @@ pub mod signal {
     pub const IO: i32 = libc::SIGIO;
     /// Number of `SIGTERM`, which asks the program to end.
     pub const TERM: i32 = libc::SIGTERM;
+    /// Number of `SIGHUP`, which a process gets when its terminal is closed.
+    pub const HUP: i32 = libc::SIGHUP;
     /// Number of `SIGINT`, which Ctrl-C in a terminal sends.
     pub const INT: i32 = libc::SIGINT;
 }

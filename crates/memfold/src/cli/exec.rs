@@ -1,23 +1,19 @@
 //! `memfold vm exec`: runs a command in a guest, at once or with live input and output.
 
 use std::io::{ErrorKind, IsTerminal as _, Read as _, Write as _};
-use std::net::Shutdown;
-use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::Args;
 use memfold_api::{
-    Client, EXEC_PROTOCOL, ExecEvent, ExecOrder, ExecRequest, ExecResult, ExecStreamRequest,
-    ExecTerminal,
+    Client, ExecEvent, ExecOrder, ExecRequest, ExecResult, ExecStreamRequest, ExecTerminal,
 };
-use tokio::signal::unix::{SignalKind, signal};
 
 use super::console::Raw;
 use super::context::{Context, write_line};
+use super::streamed::{Connection, INPUT_PIECE, Interrupt, Streamed};
 use super::vm_info::segment;
 
 /// Time limit of a command without live streams, in seconds.
@@ -26,8 +22,6 @@ const TIMEOUT_S: f64 = 600.0;
 const ESCAPE: u8 = 0x1d;
 const ESCAPE_TIMES: usize = 3;
 const ESCAPE_TIME: Duration = Duration::from_secs(1);
-/// Most bytes of input in one frame.
-const INPUT_PIECE: usize = 16 << 10;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
@@ -65,12 +59,7 @@ pub(super) fn run(
         input: arguments.interactive,
         terminal: arguments.tty.then(terminal).transpose()?,
     };
-    let mut output = |event: &ExecEvent| match event {
-        ExecEvent::Stdout(bytes) => write_all(&mut std::io::stdout(), bytes),
-        ExecEvent::Stderr(bytes) => write_all(&mut std::io::stderr(), bytes),
-        _ => Ok(()),
-    };
-    stream(client, &arguments.name, &request, &mut output)
+    stream(client, &arguments.name, &request)
 }
 
 fn at_once(
@@ -119,107 +108,25 @@ fn write_all(out: &mut impl std::io::Write, bytes: &[u8]) -> std::io::Result<()>
     out.write_all(bytes).and_then(|()| out.flush())
 }
 
-/// The connection of a streamed command, for the threads that send to it.
-struct Connection {
-    stream: Mutex<UnixStream>,
-    /// Second handle of the connection, which a thread closes while another one writes.
-    closer: UnixStream,
-    /// Number of bytes of input that may be sent.
-    room: Mutex<usize>,
-    has_room: Condvar,
-    /// Number of the signal that ended this client; 0: none.
-    ended_by: AtomicU8,
-}
-
-impl Connection {
-    /// Sends a frame. Returns whether the connection still exists.
-    fn send(&self, order: &ExecOrder) -> bool {
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        stream.write_all(&order.encode()).is_ok()
-    }
-
-    fn close(&self) {
-        // This fails only if the connection is closed already.
-        let _ = self.closer.shutdown(Shutdown::Both);
-    }
-
-    fn add_room(&self, bytes: usize) {
-        *self.room.lock().unwrap_or_else(PoisonError::into_inner) += bytes;
-        self.has_room.notify_all();
-    }
-
-    /// Waits until input may be sent. Returns the number of bytes.
-    fn wait_room(&self) -> usize {
-        let room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
-        let room = self.has_room.wait_while(room, |room| *room == 0);
-        *room.unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take_room(&self, bytes: usize) {
-        *self.room.lock().unwrap_or_else(PoisonError::into_inner) -= bytes;
-    }
-}
-
-/// Runs a streamed command, with standard input if `request` asks for input. Passes the command's
-/// output to `output`, and returns the command's exit code. The command ends with this process.
-fn stream(
-    client: &Client,
-    name: &str,
-    request: &ExecStreamRequest,
-    output: &mut impl FnMut(&ExecEvent) -> std::io::Result<()>,
-) -> anyhow::Result<ExitCode> {
-    let path = format!("/v1/vms/{}/exec/stream", segment(name)?);
-    let (stream, first) = client.upgrade(&path, EXEC_PROTOCOL, request)?;
-    let connection = Arc::new(Connection {
-        stream: Mutex::new(stream.try_clone()?),
-        closer: stream.try_clone()?,
-        room: Mutex::new(0),
-        has_room: Condvar::new(),
-        ended_by: AtomicU8::new(0),
-    });
+/// Runs a streamed command, with standard input if `request` asks for input. Returns the command's
+/// exit code.
+fn stream(client: &Client, name: &str, request: &ExecStreamRequest) -> anyhow::Result<ExitCode> {
+    let streamed = Streamed::start(client, name, request, Interrupt::Command)?;
     let has_keys = request.input && request.terminal.is_some();
     // The terminal is restored at each end of this function.
     let raw = has_keys.then(Raw::set).transpose()?;
-    watch_signals(&connection, request.terminal.is_some())?;
     if request.input {
         // This thread may wait for input when the command has ended; it then ends with the process.
-        let connection = Arc::clone(&connection);
+        let connection = Arc::clone(&streamed.connection);
         std::thread::spawn(move || pass_input(&connection, has_keys));
     }
-    let mut reader = std::io::Cursor::new(first).chain(stream);
-    let result = loop {
-        match ExecEvent::read(&mut reader) {
-            Ok(Some(ExecEvent::Exited(code))) => break Ok(exit_code(code)),
-            Ok(Some(ExecEvent::Failed(why))) => {
-                break Err(anyhow::anyhow!("{why}").context(format!("VM '{name}'")));
-            }
-            Ok(Some(ExecEvent::InputRoom(bytes))) => {
-                connection.add_room(usize::try_from(bytes).unwrap_or(0));
-            }
-            Ok(Some(event)) => match output(&event) {
-                Ok(()) => {}
-                // As if SIGPIPE had ended this program.
-                Err(error) if error.kind() == ErrorKind::BrokenPipe => {
-                    break Ok(exit_code(128 + 13));
-                }
-                Err(error) => break Err(error.into()),
-            },
-            ended => {
-                let signal = connection.ended_by.load(Ordering::Relaxed);
-                if signal != 0 {
-                    break Ok(exit_code(128 + i32::from(signal)));
-                }
-                let lost = "the daemon closed the connection, which ended the command; see the daemon's log";
-                break match ended {
-                    Err(error) => Err(anyhow::Error::new(error).context(lost)),
-                    Ok(_) => Err(anyhow::anyhow!(lost)),
-                };
-            }
-        }
-    };
-    connection.close();
+    let code = streamed.finish(|event| match event {
+        ExecEvent::Stdout(bytes) => write_all(&mut std::io::stdout(), bytes),
+        ExecEvent::Stderr(bytes) => write_all(&mut std::io::stderr(), bytes),
+        _ => Ok(()),
+    });
     drop(raw);
-    result
+    code.map(exit_code)
 }
 
 /// Passes standard input to the command, as far as the command has room for it. `has_keys`: whether
@@ -228,18 +135,15 @@ fn pass_input(connection: &Connection, has_keys: bool) {
     let mut input = std::io::stdin().lock();
     let mut buffer = [0; INPUT_PIECE];
     let mut escapes = Vec::new();
-    loop {
-        let most = connection.wait_room().min(INPUT_PIECE);
-        match input.read(&mut buffer[..most]) {
+    while let Some(room) = connection.wait_room() {
+        match input.read(&mut buffer[..room.min(INPUT_PIECE)]) {
             Ok(read @ 1..) => {
                 let bytes = &buffer[..read];
                 if has_keys && is_escape(bytes, &mut escapes, Instant::now()) {
-                    connection.ended_by.store(1, Ordering::Relaxed);
-                    connection.close();
+                    connection.hang_up();
                     return;
                 }
-                connection.take_room(read);
-                if !connection.send(&ExecOrder::Input(bytes.to_vec())) {
+                if !connection.input(bytes) {
                     return;
                 }
             }
@@ -264,54 +168,6 @@ fn is_escape(keys: &[u8], escapes: &mut Vec<Instant>, now: Instant) -> bool {
     }
     escapes.retain(|&at| now.duration_since(at) < ESCAPE_TIME);
     escapes.len() >= ESCAPE_TIMES
-}
-
-/// Starts a thread that passes signals on: the first SIGINT goes to the command. A second one,
-/// SIGTERM and SIGHUP end the connection, and the command with it. Changes of the terminal's size
-/// go to the command's terminal.
-fn watch_signals(connection: &Arc<Connection>, has_terminal: bool) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?;
-    let mut signals = {
-        let _inside = runtime.enter();
-        [
-            signal(SignalKind::interrupt())?,
-            signal(SignalKind::terminate())?,
-            signal(SignalKind::hangup())?,
-            signal(SignalKind::window_change())?,
-        ]
-    };
-    let connection = Arc::clone(connection);
-    std::thread::spawn(move || {
-        let [interrupt, terminate, hang_up, resize] = &mut signals;
-        let mut interrupted = false;
-        runtime.block_on(async {
-            loop {
-                let ended_by = tokio::select! {
-                    _ = interrupt.recv() => {
-                        if !std::mem::replace(&mut interrupted, true) {
-                            connection.send(&ExecOrder::Signal(2));
-                            continue;
-                        }
-                        2
-                    }
-                    _ = terminate.recv() => 15,
-                    _ = hang_up.recv() => 1,
-                    _ = resize.recv() => {
-                        if let (true, Ok((columns, rows))) = (has_terminal, crossterm::terminal::size()) {
-                            connection.send(&ExecOrder::Resize { rows, columns });
-                        }
-                        continue;
-                    }
-                };
-                connection.ended_by.store(ended_by, Ordering::Relaxed);
-                connection.close();
-                return;
-            }
-        });
-    });
-    Ok(())
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ use memfold_vm::{
 
 use super::console;
 use super::context::Context;
+use super::cp;
 use super::definitions;
 use super::exec;
 use super::table::table;
@@ -86,6 +87,9 @@ pub(super) enum Arguments {
     },
     /// Run a command in a guest through its agent; exit with the command's code
     Exec(exec::Arguments),
+    /// Copy a file or directory between this host and a guest; the copy is there whole or not at
+    /// all
+    Cp(cp::Arguments),
 }
 
 #[derive(Args, Debug)]
@@ -325,6 +329,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             context.print(&info, |vm| describe("attached", vm))
         }
         Arguments::Exec(arguments) => exec::run(context, &client, &arguments),
+        Arguments::Cp(arguments) => cp::run(context, &client, &arguments),
     }
 }
 
@@ -389,7 +394,7 @@ pub(super) fn script(words: &[String]) -> String {
 }
 
 /// Quotes a word so that `/bin/sh` reads it unchanged.
-fn quoted(word: &str) -> String {
+pub(super) fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:@%+,".contains(c);
     // A word with '=' is quoted, because the shell could take it for an assignment.
     if !word.is_empty() && word.chars().all(plain) {

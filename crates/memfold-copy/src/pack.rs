@@ -1,0 +1,155 @@
+//! Writes a file or a directory as an archive.
+
+use std::fs::{self, File, Metadata};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+use tar::{Builder, EntryType, Header};
+
+use crate::{CONTENT, CopyError, END, Summary, failed};
+
+/// Writes the file or directory `source` to `out` as an archive. If `source` itself is a symbolic
+/// link, the link's target is copied.
+///
+/// # Errors
+///
+/// [`CopyError::Kind`] for a device, socket or pipe, also within a directory.
+pub fn pack(source: &Path, out: impl Write) -> Result<Summary, CopyError> {
+    let mut packer = Packer {
+        builder: Builder::new(out),
+        summary: Summary::default(),
+    };
+    let found = fs::metadata(source).map_err(failed("read", source))?;
+    packer.add(source, Path::new(CONTENT), &found)?;
+    let mut end = header(EntryType::Regular, 0, 0, 0);
+    let written = packer.builder.append_data(&mut end, END, io::empty());
+    let written = written.and_then(|()| packer.builder.into_inner());
+    let flushed = written.and_then(|mut out| out.flush());
+    flushed.map_err(CopyError::Write)?;
+    Ok(packer.summary)
+}
+
+struct Packer<W: Write> {
+    builder: Builder<W>,
+    summary: Summary,
+}
+
+fn header(kind: EntryType, mode: u32, mtime: u64, size: u64) -> Header {
+    let mut header = Header::new_gnu();
+    header.set_entry_type(kind);
+    header.set_mode(mode & 0o777);
+    header.set_mtime(mtime);
+    header.set_size(size);
+    header
+}
+
+/// Returns the modification time in seconds since 1970; 0 for an earlier time.
+fn mtime(found: &Metadata) -> u64 {
+    u64::try_from(found.mtime()).unwrap_or(0)
+}
+
+impl<W: Write> Packer<W> {
+    fn add(&mut self, path: &Path, name: &Path, found: &Metadata) -> Result<(), CopyError> {
+        let kind = found.file_type();
+        if kind.is_dir() {
+            self.add_directory(path, name, found)
+        } else if kind.is_file() {
+            self.add_file(path, name)
+        } else if kind.is_symlink() {
+            let target = fs::read_link(path).map_err(failed("read", path))?;
+            self.summary.links += 1;
+            let mut header = header(EntryType::Symlink, 0o777, mtime(found), 0);
+            let added = self.builder.append_link(&mut header, name, target);
+            added.map_err(CopyError::Write)
+        } else {
+            Err(CopyError::Kind(path.to_owned()))
+        }
+    }
+
+    fn add_directory(
+        &mut self,
+        path: &Path,
+        name: &Path,
+        found: &Metadata,
+    ) -> Result<(), CopyError> {
+        self.summary.directories += 1;
+        let mut header = header(EntryType::Directory, found.mode(), mtime(found), 0);
+        let added = self.builder.append_data(&mut header, name, io::empty());
+        added.map_err(CopyError::Write)?;
+        let entries = fs::read_dir(path).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+        let mut entries: Vec<PathBuf> = entries
+            .map_err(failed("list", path))?
+            .iter()
+            .map(fs::DirEntry::path)
+            .collect();
+        entries.sort();
+        for path in entries {
+            let found = fs::symlink_metadata(&path).map_err(failed("read", &path))?;
+            let name = path.file_name().map(|last| name.join(last));
+            let name = name.ok_or_else(|| CopyError::NoName(path.clone()))?;
+            self.add(&path, &name, &found)?;
+        }
+        Ok(())
+    }
+
+    fn add_file(&mut self, path: &Path, name: &Path) -> Result<(), CopyError> {
+        // A path that has become a pipe meanwhile must not block.
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file = rustix::fs::open(path, flags, Mode::empty());
+        let file = File::from(file.map_err(|e| failed("open", path)(e.into()))?);
+        let found = file.metadata().map_err(failed("read", path))?;
+        if !found.is_file() {
+            return Err(CopyError::Kind(path.to_owned()));
+        }
+        let mut header = header(EntryType::Regular, found.mode(), mtime(&found), found.len());
+        let mut reader = Exact {
+            file,
+            left: found.len(),
+            error: None,
+        };
+        let added = self.builder.append_data(&mut header, name, &mut reader);
+        match (reader.error, added) {
+            (Some(Some(error)), _) => Err(failed("read", path)(error)),
+            (Some(None), _) => Err(CopyError::Changed(path.to_owned())),
+            (None, added) => added.map_err(CopyError::Write),
+        }?;
+        self.summary.files += 1;
+        self.summary.bytes += found.len();
+        Ok(())
+    }
+}
+
+/// Reads the number of bytes that the header has told, or fails. Notes errors of the file, to tell
+/// them from errors of the archive's writer.
+struct Exact {
+    file: File,
+    left: u64,
+    /// `Some(None)`: the file has become shorter.
+    error: Option<Option<io::Error>>,
+}
+
+impl Read for Exact {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let most = usize::try_from(self.left).map_or(buffer.len(), |left| left.min(buffer.len()));
+        if most == 0 {
+            return Ok(0);
+        }
+        match self.file.read(&mut buffer[..most]) {
+            Ok(0) => {
+                self.error = Some(None);
+                Err(io::ErrorKind::UnexpectedEof.into())
+            }
+            Ok(n) => {
+                self.left -= n as u64;
+                Ok(n)
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Err(error),
+            Err(error) => {
+                self.error = Some(Some(error));
+                Err(io::ErrorKind::Other.into())
+            }
+        }
+    }
+}
