@@ -134,6 +134,23 @@ impl Client {
         })
     }
 
+    /// Sends `GET path` with the header `last-event-id`, if there is one, and returns the pieces of
+    /// the answer as they come.
+    pub fn stream(&self, path: &str, last_event_id: Option<&str>) -> Result<Pieces<'_>> {
+        let header = last_event_id.map(|id| ("last-event-id", id));
+        let headers: Vec<_> = header.into_iter().collect();
+        self.block_on(async {
+            let response = self.send(Method::GET, path, &headers, Bytes::new()).await?;
+            if response.status() != StatusCode::OK {
+                return Err(refusal(response).await?);
+            }
+            Ok(Pieces {
+                client: self,
+                body: response.into_body(),
+            })
+        })
+    }
+
     fn request<T: DeserializeOwned>(&self, method: Method, path: &str, body: Bytes) -> Result<T> {
         let headers = [("content-type", "application/json")];
         self.block_on(async {
@@ -183,6 +200,27 @@ impl Client {
                 path: self.socket.clone(),
                 seconds: self.patience.as_secs(),
             })
+        })
+    }
+}
+
+/// The pieces of an answer that has no known end.
+#[derive(Debug)]
+pub struct Pieces<'a> {
+    client: &'a Client,
+    body: Incoming,
+}
+
+impl Pieces<'_> {
+    /// Waits for the next piece; `None` at the end of the answer.
+    pub fn next_piece(&mut self) -> Result<Option<Bytes>> {
+        self.client.runtime.block_on(async {
+            while let Some(frame) = self.body.frame().await {
+                if let Ok(piece) = frame?.into_data() {
+                    return Ok(Some(piece));
+                }
+            }
+            Ok(None)
         })
     }
 }

@@ -4,6 +4,7 @@
 mod access;
 mod client;
 mod definition;
+mod event_stream;
 mod exec_stream;
 mod lending;
 mod registry;
@@ -16,6 +17,7 @@ mod vm;
 pub use access::*;
 pub use client::*;
 pub use definition::*;
+pub use event_stream::*;
 pub use exec_stream::*;
 pub use lending::*;
 pub use registry::*;

@@ -229,6 +229,17 @@ impl Sampling {
         self.history(|history, _| history.events(count))
     }
 
+    /// Returns the events after the one with the number `after`, oldest first, at most `count`, each
+    /// with its number. Numbers are consecutive; old events are dropped.
+    pub fn events_after(&self, after: i64, count: i64) -> Result<Vec<(i64, Event)>, DaemonError> {
+        self.history(|history, _| history.events_after(after, count))
+    }
+
+    /// Returns the number of the newest event; 0 if there is none.
+    pub fn last_event(&self) -> Result<i64, DaemonError> {
+        self.history(|history, _| history.last_event())
+    }
+
     /// Takes one sample. Returns the CPU time that the sample took.
     fn sample(&self, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
         let before = thread_cpu();

@@ -5,6 +5,7 @@
 mod access;
 mod answer;
 mod definitions;
+mod event_stream;
 mod exec_stream;
 mod hosts;
 mod lending;

@@ -24,10 +24,10 @@ use super::access::Visitor;
 use super::answer::{Answered, Asked, Named, Served, blocking, refusal_with_hint};
 
 /// Time between keep-alive messages of an idle stream, which detect a client that no longer reads.
-const STILL_HERE: Duration = Duration::from_secs(15);
+pub(super) const STILL_HERE: Duration = Duration::from_secs(15);
 /// Longest duration of a stream of live samples. The browser then reconnects, and its rights are
 /// checked again.
-const STREAM_LIFE: Duration = Duration::from_secs(600);
+pub(super) const STREAM_LIFE: Duration = Duration::from_secs(600);
 /// Time after which the browser reconnects to the stream.
 const ASK_AGAIN: Duration = Duration::from_millis(300);
 /// Largest number of points of a series in the history.
@@ -35,7 +35,7 @@ const MOST_POINTS: i64 = 2000;
 /// Largest number of points of each VM's trend.
 const MOST_TREND_POINTS: i64 = 100;
 /// Largest number of events in one response.
-const MOST_EVENTS: i64 = 1000;
+pub(super) const MOST_EVENTS: i64 = 1000;
 
 /// Time range and resolution of a history request.
 #[derive(Clone, Copy, Debug, Deserialize)]

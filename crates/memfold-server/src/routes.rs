@@ -18,8 +18,8 @@ use super::answer::{Failure, refusal};
 use super::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use super::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use super::{
-    definitions, exec_stream, hosts, lending, libvirt, live, metrics, planning, reports, segments,
-    session, snapshots, vms, web,
+    definitions, event_stream, exec_stream, hosts, lending, libvirt, live, metrics, planning,
+    reports, segments, session, snapshots, vms, web,
 };
 
 /// Makes the description of the API and its router from a table of the handlers, one a line:
@@ -121,6 +121,7 @@ api! {
     get "/v1/history/vms" live::trends;
     get "/v1/vms/{name}/history" live::vm_history;
     get "/v1/events" live::events;
+    get "/v1/events/stream" event_stream::event_stream;
     get "/v1/vms/{name}/memory-map" live::memory_map;
     get "/v1/sharing" live::sharing;
     get "/v1/doctor" live::doctor;

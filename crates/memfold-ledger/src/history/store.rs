@@ -382,25 +382,48 @@ impl History {
         read().map_err(|source| self.failed(source))
     }
 
+    /// Returns the events after the one with the number `after`, oldest first, at most `count`, each
+    /// with its number. The numbers of all events ever recorded are consecutive.
+    pub fn events_after(&self, after: i64, count: i64) -> Result<Vec<(i64, Event)>, HistoryError> {
+        let read = || -> rusqlite::Result<Vec<(i64, Event)>> {
+            let mut select = self.connection.prepare_cached(
+                "SELECT t, kind, warning, vm, text, id FROM events WHERE id > ? ORDER BY id LIMIT ?",
+            )?;
+            let rows = select.query_map([after, count], |row| Ok((row.get(5)?, event(row)?)))?;
+            rows.collect()
+        };
+        read().map_err(|source| self.failed(source))
+    }
+
+    /// Returns the number of the newest event; 0 if there is none.
+    pub fn last_event(&self) -> Result<i64, HistoryError> {
+        let select = "SELECT COALESCE(MAX(id), 0) FROM events";
+        let read = self.connection.query_row(select, [], |row| row.get(0));
+        read.map_err(|source| self.failed(source))
+    }
+
     /// Returns the last `count` events, newest first.
     pub fn events(&self, count: i64) -> Result<Vec<Event>, HistoryError> {
         let read = || -> rusqlite::Result<Vec<Event>> {
             let mut select = self.connection.prepare_cached(
                 "SELECT t, kind, warning, vm, text FROM events ORDER BY id DESC LIMIT ?",
             )?;
-            let rows = select.query_map([count], |row| {
-                Ok(Event {
-                    at_unix_s: row.get(0)?,
-                    kind: row.get(1)?,
-                    warning: row.get(2)?,
-                    vm: row.get(3)?,
-                    text: row.get(4)?,
-                })
-            })?;
+            let rows = select.query_map([count], event)?;
             rows.collect()
         };
         read().map_err(|source| self.failed(source))
     }
+}
+
+/// Reads an event from a row that begins with its time, kind, warning, VM and text.
+fn event(row: &rusqlite::Row<'_>) -> rusqlite::Result<Event> {
+    Ok(Event {
+        at_unix_s: row.get(0)?,
+        kind: row.get(1)?,
+        warning: row.get(2)?,
+        vm: row.get(3)?,
+        text: row.get(4)?,
+    })
 }
 
 #[cfg(test)]
@@ -644,6 +667,16 @@ mod tests {
         assert!(!last[0].warning && last[1].warning);
         let all = count(&history, "SELECT COUNT(*) FROM events");
         assert!(all <= MOST_EVENTS + 1800, "{all}");
+        // The number of an event tells which events follow it.
+        assert_eq!(history.last_event().unwrap(), 6000);
+        let after: Vec<(i64, String)> = history
+            .events_after(5998, 10)
+            .unwrap()
+            .into_iter()
+            .map(|(number, event)| (number, event.text))
+            .collect();
+        assert_eq!(after, [(5999, "5998".into()), (6000, "5999".into())]);
+        assert_eq!(history.events_after(0, 1).unwrap()[0].0, 6001 - all);
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod definitions;
 mod demo;
 mod doctor;
 mod estimate;
+mod events;
 mod exec;
 mod failure;
 mod fold;
@@ -89,6 +90,8 @@ enum Command {
     Report(report::Arguments),
     /// Show the ledger live
     Top(top::Arguments),
+    /// Show events of this host and its VMs, such as a VM that ended; --follow: as they happen
+    Events(events::Arguments),
     /// Estimate what could be saved, without changing anything: zero pages, copies within and
     /// between VMs, by file, by mechanism
     Estimate(estimate::Arguments),
@@ -174,6 +177,7 @@ pub fn main() -> ExitCode {
         Command::Vm(arguments) => vm::run(&context, arguments),
         Command::Report(arguments) => report::run(&context, &arguments),
         Command::Top(arguments) => top::run(&context, &arguments),
+        Command::Events(arguments) => events::run(&context, &arguments),
         Command::Estimate(arguments) => estimate::run(&context, &arguments),
         Command::Debt(arguments) => debt::run(&context, &arguments),
         Command::Fold(arguments) => fold::run(&context, &arguments),
