@@ -307,6 +307,11 @@ impl Task {
                 inbox.room
             };
             input.write(&mut ends)?;
+            // The wake for the rest of the input is already spent.
+            while !input.waits() && !self.stream.lock().input.is_empty() {
+                input.take(&mut self.stream.lock());
+                input.write(&mut ends)?;
+            }
             if let Some(bytes) = input.take_told() {
                 let command = self.key.1;
                 self.send(FromAgent::InputRoom { command, bytes });

@@ -154,6 +154,20 @@ fn input_that_the_command_does_not_read_to_its_end_is_dropped() {
 }
 
 #[test]
+fn all_input_that_came_before_the_command_reads_reaches_the_command() {
+    let commands = Commands::new().unwrap();
+    let mut heard = Heard::default();
+    start(&commands, 1, "sleep 0.3; cat | wc -c", None);
+    for _ in 0..INPUT_WINDOW / MAX_INPUT {
+        say(&commands, &"x".repeat(MAX_INPUT));
+    }
+    assert_eq!(commands.stream(ToAgent::EndInput { command: 1 }), None);
+    heard.wait(&commands, "the command has ended", |h| h.codes == [(1, 0)]);
+    assert_eq!(heard.text().trim(), INPUT_WINDOW.to_string());
+    assert_eq!(heard.input_room, INPUT_WINDOW);
+}
+
+#[test]
 fn a_terminal_has_its_type_and_size_and_ctrl_c_interrupts_its_foreground_program() {
     let commands = Commands::new().unwrap();
     let mut heard = Heard::default();
