@@ -107,12 +107,12 @@ impl<W: Write> Packer<W> {
         let mut reader = Exact {
             file,
             left: found.len(),
-            error: None,
+            failure: None,
         };
         let added = self.builder.append_data(&mut header, name, &mut reader);
-        match (reader.error, added) {
-            (Some(Some(error)), _) => Err(failed("read", path)(error)),
-            (Some(None), _) => Err(CopyError::Changed(path.to_owned())),
+        match (reader.failure, added) {
+            (Some(Failure::Read(error)), _) => Err(failed("read", path)(error)),
+            (Some(Failure::Shorter), _) => Err(CopyError::Changed(path.to_owned())),
             (None, added) => added.map_err(CopyError::Write),
         }?;
         self.summary.files += 1;
@@ -126,8 +126,14 @@ impl<W: Write> Packer<W> {
 struct Exact {
     file: File,
     left: u64,
-    /// `Some(None)`: the file has become shorter.
-    error: Option<Option<io::Error>>,
+    failure: Option<Failure>,
+}
+
+/// Why the whole file could not be read.
+enum Failure {
+    Read(io::Error),
+    /// The file has become shorter.
+    Shorter,
 }
 
 impl Read for Exact {
@@ -138,7 +144,7 @@ impl Read for Exact {
         }
         match self.file.read(&mut buffer[..most]) {
             Ok(0) => {
-                self.error = Some(None);
+                self.failure = Some(Failure::Shorter);
                 Err(io::ErrorKind::UnexpectedEof.into())
             }
             Ok(n) => {
@@ -147,7 +153,7 @@ impl Read for Exact {
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Err(error),
             Err(error) => {
-                self.error = Some(Some(error));
+                self.failure = Some(Failure::Read(error));
                 Err(io::ErrorKind::Other.into())
             }
         }

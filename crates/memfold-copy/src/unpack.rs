@@ -1,5 +1,6 @@
 //! Makes a file or a directory from an archive that may be hostile.
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::{self, Read};
@@ -252,7 +253,7 @@ impl Unpacker<'_> {
                 self.file(entry, &path, size, mode, mtime)?;
             }
             EntryType::Symlink if !is_first => {
-                let text = header.link_name_bytes().map(|text| text.into_owned());
+                let text = header.link_name_bytes().map(Cow::into_owned);
                 let text = long.link.or(text).unwrap_or_default();
                 self.links.push((path, text));
                 self.summary.links += 1;

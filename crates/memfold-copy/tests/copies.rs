@@ -38,8 +38,11 @@ fn names(directory: &Path) -> Vec<String> {
     names
 }
 
-/// An archive whose entries a test chooses: name, kind, link text, content.
-fn archive(entries: &[(&str, EntryType, &str, &[u8])]) -> Vec<u8> {
+/// An entry of an archive: name, kind, link text, content.
+type Chosen<'a> = (&'a str, EntryType, &'a str, &'a [u8]);
+
+/// An archive whose entries a test chooses.
+fn archive(entries: &[Chosen<'_>]) -> Vec<u8> {
     let mut builder = Builder::new(Vec::new());
     for (name, kind, link, content) in entries {
         let mut header = Header::new_gnu();
@@ -56,8 +59,8 @@ fn archive(entries: &[(&str, EntryType, &str, &[u8])]) -> Vec<u8> {
     builder.into_inner().unwrap()
 }
 
-const TOP: (&str, EntryType, &str, &[u8]) = ("content", EntryType::Directory, "", b"");
-const END: (&str, EntryType, &str, &[u8]) = ("end", EntryType::Regular, "", b"");
+const TOP: Chosen<'static> = ("content", EntryType::Directory, "", b"");
+const END: Chosen<'static> = ("end", EntryType::Regular, "", b"");
 
 #[test]
 fn a_copied_tree_has_the_same_contents_permission_bits_times_and_links() {
@@ -160,7 +163,7 @@ fn a_hostile_archive_writes_nothing_outside_its_destination() {
     let outside = place.path().join("outside");
     let outside_text = outside.to_str().unwrap();
     let (plain, link) = (EntryType::Regular, EntryType::Symlink);
-    let cases: [&[(&str, EntryType, &str, &[u8])]; 12] = [
+    let cases: [&[Chosen<'_>]; 12] = [
         &[TOP, ("/etc/evil", plain, "", b"x"), END],
         &[TOP, ("../outside", plain, "", b"x"), END],
         &[TOP, ("content/../../outside", plain, "", b"x"), END],
