@@ -57,7 +57,10 @@ pub(super) fn run(
     let request = ExecStreamRequest {
         script,
         input: arguments.interactive,
-        terminal: arguments.tty.then(terminal).transpose()?,
+        terminal: arguments
+            .tty
+            .then(|| terminal(arguments.interactive))
+            .transpose()?,
     };
     stream(client, &arguments.name, &request)
 }
@@ -90,10 +93,14 @@ fn exit_code(code: i32) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// Returns the type and the size of this terminal.
-fn terminal() -> anyhow::Result<ExecTerminal> {
-    if !std::io::stdin().is_terminal() || !std::io::stdout().is_terminal() {
-        bail!("-t needs a terminal as standard input and output; leave out -t");
+/// Returns the type and the size of this terminal. `has_input`: whether it has the command's input,
+/// too.
+fn terminal(has_input: bool) -> anyhow::Result<ExecTerminal> {
+    if !std::io::stdout().is_terminal() {
+        bail!("-t needs a terminal as standard output; leave out -t");
+    }
+    if has_input && !std::io::stdin().is_terminal() {
+        bail!("-it needs a terminal as standard input; leave out -t");
     }
     let (columns, rows) = crossterm::terminal::size().context("cannot read the terminal's size")?;
     let kind = std::env::var("TERM").unwrap_or_else(|_| "xterm".into());
