@@ -99,8 +99,9 @@ impl Client {
         self.request(Method::DELETE, path, Bytes::new())
     }
 
-    /// Sends `POST path` with `body` as JSON and the header `upgrade: PROTOCOL`. Returns the connection, which carries
-    /// other bytes than HTTP from then on, and the bytes of these that were received already.
+    /// Sends `POST path` with `body` as JSON and the header `upgrade: PROTOCOL`. Returns the
+    /// connection, which carries other bytes than HTTP from then on, and the bytes of these that
+    /// were received already.
     pub fn upgrade<B: Serialize>(
         &self,
         path: &str,

@@ -229,8 +229,8 @@ impl Sampling {
         self.history(|history, _| history.events(count))
     }
 
-    /// Returns the events after the one with the number `after`, oldest first, at most `count`, each
-    /// with its number. Numbers are consecutive; old events are dropped.
+    /// Returns the events after the one with the number `after`, oldest first, at most `count`,
+    /// each with its number. Numbers are consecutive; old events are dropped.
     pub fn events_after(&self, after: i64, count: i64) -> Result<Vec<(i64, Event)>, DaemonError> {
         self.history(|history, _| history.events_after(after, count))
     }

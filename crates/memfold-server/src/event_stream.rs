@@ -139,7 +139,7 @@ impl Source {
             d.sampling().events_after(after, MOST_EVENTS)
         });
         let Json(mut events) = read.await?;
-        if events.len() as i64 == MOST_EVENTS {
+        if i64::try_from(events.len()) == Ok(MOST_EVENTS) {
             self.samples.mark_changed();
         }
         events.reverse();
@@ -147,8 +147,8 @@ impl Source {
         Ok(())
     }
 
-    /// Returns a message if events that the client has not got were dropped, or if its last event is
-    /// of another history. `None`: the stream ends.
+    /// Returns a message if events that the client has not got were dropped, or if its last event
+    /// is of another history. `None`: the stream ends.
     async fn gap(&mut self) -> Option<Option<Message>> {
         let missed = if self.after > self.newest {
             self.after = 0;

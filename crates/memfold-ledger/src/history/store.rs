@@ -382,8 +382,8 @@ impl History {
         read().map_err(|source| self.failed(source))
     }
 
-    /// Returns the events after the one with the number `after`, oldest first, at most `count`, each
-    /// with its number. The numbers of all events ever recorded are consecutive.
+    /// Returns the events after the one with the number `after`, oldest first, at most `count`,
+    /// each with its number. The numbers of all events ever recorded are consecutive.
     pub fn events_after(&self, after: i64, count: i64) -> Result<Vec<(i64, Event)>, HistoryError> {
         let read = || -> rusqlite::Result<Vec<(i64, Event)>> {
             let mut select = self.connection.prepare_cached(

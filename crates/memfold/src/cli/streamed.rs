@@ -78,7 +78,8 @@ impl Connection {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until input may be sent. Returns the number of bytes; `None`: the connection is closed.
+    /// Waits until input may be sent. Returns the number of bytes; `None`: the connection is
+    /// closed.
     pub(super) fn wait_room(&self) -> Option<usize> {
         let waiting = |room: &mut Room| room.bytes == 0 && !room.is_closed;
         let room = self.changed.wait_while(self.room(), waiting);
