@@ -33,7 +33,9 @@ macro_rules! api {
                 title = "memfold",
                 description = "The memfold daemon, over a Unix socket, and over TCP where that is asked for"
             ),
-            paths($($module::$handler,)* planning::place)
+            paths($($module::$handler,)* planning::place),
+            // Data of server-sent events, which no path names as its answer.
+            components(schemas(memfold_api::EventGap))
         )]
         struct Description;
 
