@@ -9,14 +9,15 @@ end of a VM waits for the daemon's answer, so that no VM is left.
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from .client import Client, Vm
+from .client import Client, Followed, Vm
 from .errors import MemfoldError
 from .models import VmInfo
+from .process import Piece, Process
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -81,6 +82,18 @@ class AsyncClient(Wrapper[Client]):
     report = threaded(Client.report)
     events = threaded(Client.events)
     vms = threaded(Client.vms)
+
+    async def follow_events(
+        self, after: int | None = None, *, count: int = 0, patience_s: float = 60.0
+    ) -> AsyncIterator[Followed]:
+        """Yields events as they happen, like `memfold.Client.follow_events`.
+
+        After a cancelled wait, the thread ends with the next event.
+        """
+        events = self._sync.follow_events(after, count=count, patience_s=patience_s)
+        while True:
+            yield await in_thread(lambda: next(events))
+
     vm = starting(Client.vm)
     run = starting(Client.run)
     clone = starting(Client.clone)
@@ -104,12 +117,35 @@ class AsyncVm(Wrapper[Vm]):
     refresh = threaded(Vm.refresh)
     wait_agent = threaded(Vm.wait_agent)
     exec = threaded(Vm.exec)
+    read_file = threaded(Vm.read_file)
+    write_file = threaded(Vm.write_file)
+    copy_in = threaded(Vm.copy_in)
+    copy_out = threaded(Vm.copy_out)
     pause = threaded(Vm.pause)
     resume = threaded(Vm.resume)
     reboot = threaded(Vm.reboot)
     save = threaded(Vm.save)
     stop = threaded(Vm.stop)
     close = threaded(Vm.close)
+
+    async def popen(
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: bool = False,
+        terminal: tuple[int, int] | None = None,
+        term: str = "xterm-256color",
+    ) -> "AsyncProcess":
+        """Starts a command whose input and output are streamed, like `memfold.Vm.popen`."""
+        started = in_thread(
+            lambda: self._sync.popen(command, stdin=stdin, terminal=terminal, term=term)
+        )
+        try:
+            return AsyncProcess(await asyncio.shield(started))
+        except asyncio.CancelledError:
+            # The command does not outlive the call.
+            started.add_done_callback(_close_started)
+            raise
 
     @property
     def name(self) -> str:
@@ -136,6 +172,39 @@ class AsyncVm(Wrapper[Vm]):
         except asyncio.CancelledError:
             await closed
             raise
+
+
+def _close_started(started: "asyncio.Future[Process]") -> None:
+    if not started.cancelled() and started.exception() is None:
+        THREADS.submit(started.result().close)
+
+
+class AsyncProcess(Wrapper[Process]):
+    """A command that runs in a guest. The end of an `async with` block ends the command."""
+
+    write = threaded(Process.write)
+    close_stdin = threaded(Process.close_stdin)
+    resize = threaded(Process.resize)
+    send_signal = threaded(Process.send_signal)
+    read = threaded(Process.read)
+    wait = threaded(Process.wait)
+    communicate = threaded(Process.communicate)
+    close = threaded(Process.close)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        while (piece := await self.read()) is not None:
+            yield piece
+
+    async def __aenter__(self) -> "AsyncProcess":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.shield(in_thread(self._sync.close))
 
 
 class Starting:

@@ -1,23 +1,30 @@
 """The daemon and its VMs, as objects whose methods send one request each."""
 
+import dataclasses
+import json
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
+from . import copies
 from .codec import decode, encode
-from .errors import MemfoldError, Refused, Timeout
+from .errors import MemfoldError, NoDaemon, Refused, Timeout
 from .models import (
     Definition,
     DefinitionInfo,
     ErrorBody,
     Event,
+    EventGap,
     ExecRequest,
     ExecResult,
+    ExecStreamRequest,
+    ExecTerminal,
     FullReport,
     KeepChoice,
     PullBody,
@@ -37,6 +44,7 @@ from .models import (
     VersionInfo,
     VmInfo,
 )
+from .process import Process
 from .transport import Transport
 
 T = TypeVar("T")
@@ -46,6 +54,20 @@ LOOK_AGAIN_S = 0.05
 
 GIVE_UP_S = 10.0
 """Time in which the daemon may still begin to start a VM whose request got no answer."""
+
+
+RECONNECT_S = 1.0
+"""Time after which a client reconnects to the stream of events."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """An event of `Client.follow_events`, with its number."""
+
+    id: int | None
+    """Number with which the stream can be resumed; `None` for a gap."""
+    event: Event | EventGap
+    """The event; `EventGap`: events before the next one were missed."""
 
 
 class Client:
@@ -100,6 +122,44 @@ class Client:
     def events(self, count: int = 200) -> list[Event]:
         """Returns the last events, newest first; at most 1,000."""
         return self._call(list[Event], "GET", f"/v1/events?count={count}")
+
+    def follow_events(
+        self, after: int | None = None, *, count: int = 0, patience_s: float = 60.0
+    ) -> Iterator[Followed]:
+        """Yields events as they happen, without an end. Reconnects, also after a restart of the
+        daemon, and misses no event that the daemon still has.
+
+        `after`: number of the last event that the caller has (`Followed.id`); unset: begin with the
+        last `count` events. `patience_s`: longest time for which the daemon may be away.
+        """
+        gone: float | None = None
+        connected = False
+        while True:
+            headers = {} if after is None else {"Last-Event-ID": str(after)}
+            path = f"/v1/events/stream?count={count}"
+            try:
+                connection, response = self._transport.open(
+                    "GET", path, None, headers, self._timeout
+                )
+            except NoDaemon:
+                now = time.monotonic()
+                gone = now if gone is None else gone
+                if not connected or now - gone > patience_s:
+                    raise
+                time.sleep(RECONNECT_S)
+                continue
+            gone, connected = None, True
+            try:
+                for followed in _sent_events(response):
+                    after = followed.id if followed.id is not None else after
+                    yield followed
+            except (OSError, ValueError):
+                # The daemon ended.
+                pass
+            finally:
+                response.close()
+                connection.close()
+            time.sleep(RECONNECT_S)
 
     def vms(self) -> list[VmInfo]:
         """Returns all VMs that the daemon knows."""
@@ -359,6 +419,86 @@ class Vm:
         request = ExecRequest(script=script, timeout_s=timeout_s)
         return self._client._call(ExecResult, "POST", self._path + "/exec", request, timeout_s)
 
+    def popen(
+        self,
+        command: str | Sequence[str],
+        *,
+        stdin: bool = False,
+        terminal: tuple[int, int] | None = None,
+        term: str = "xterm-256color",
+    ) -> Process:
+        """Starts a command in the guest, as root, whose input and output are streamed.
+
+        `command`: as for `exec`. `stdin`: whether input will be sent; otherwise the input is empty.
+        `terminal`: rows and columns of a terminal for the command, of type `term`; unset: the
+        command has pipes. The command ends with the connection, so with this process.
+        """
+        script = command if isinstance(command, str) else shlex.join(command)
+        place = None
+        if terminal is not None:
+            place = ExecTerminal(kind=term, rows=terminal[0], columns=terminal[1])
+        request = ExecStreamRequest(script=script, input=stdin, terminal=place)
+        headers = {"Connection": "upgrade", "Upgrade": "memfold-exec"}
+        connection, response = self._client._transport.open(
+            "POST", self._path + "/exec/stream", encode(request), headers, self._client._timeout
+        )
+        if response.status != 101:
+            connection.close()
+            raise MemfoldError(f"the daemon answered with HTTP status {response.status}, not 101")
+        return Process(connection, response.fp)
+
+    def read_file(self, path: str) -> bytes:
+        """Returns the content of a file in the guest."""
+        with self.popen(f"exec cat -- {shlex.quote(path)}") as process:
+            done = process.communicate()
+        if done.code != 0:
+            raise MemfoldError(_said(self.name, done.stderr, done.code))
+        return done.stdout
+
+    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Makes a file in the guest, or replaces one: whole or not at all."""
+        self._receive(path, lambda out: copies.pack_bytes(out, data, mode), "")
+
+    def copy_in(self, source: str | Path, destination: str) -> None:
+        """Copies a file or directory of this host to a path in the guest, whole or not at all.
+
+        An existing directory, or a path that ends with `/`, gets the copy under its old name.
+        """
+        path = Path(source).resolve(strict=True)
+        self._receive(destination, lambda out: copies.pack(out, path), path.name)
+
+    def copy_out(self, source: str, destination: str | Path) -> None:
+        """Copies a file or directory of the guest to a path of this host, whole or not at all."""
+        destination = Path(destination)
+        if destination.is_dir():
+            destination /= Path(source).name
+        with self.popen(f'exec "$MEMFOLD_AGENT" --send {shlex.quote(source)}') as process:
+            output = copies.Output(process)
+            try:
+                copies.unpack(output, destination)  # type: ignore[arg-type]
+            except MemfoldError as error:
+                while output.read(1 << 16):
+                    pass
+                code = process.wait()
+                if code != 0:
+                    raise MemfoldError(_said(self.name, output.errors, code)) from error
+                raise
+
+    def _receive(self, destination: str, pack: Callable[[Any], None], name: str) -> None:
+        words = f"{shlex.quote(name)} {shlex.quote(destination)}"
+        command = f'exec "$MEMFOLD_AGENT" --receive {words}'
+        with self.popen(command, stdin=True) as process:
+            try:
+                pack(copies.Input(process))
+                process.close_stdin()
+            except BrokenPipeError:
+                # The reason is on the command's standard error.
+                pass
+            errors = b"".join(piece for stream, piece in process if stream == "stderr")
+            code = process.wait()
+        if code != 0:
+            raise MemfoldError(_said(self.name, errors, code))
+
     def pause(self) -> VmInfo:
         """Makes the guest stand still until the VM is resumed."""
         self.info = self._client._call(VmInfo, "POST", self._path + "/pause")
@@ -431,6 +571,29 @@ class Vm:
             if error is None:
                 raise
             error.add_note(f"VM '{self.name}' could not be stopped, and may still run: {failed}")
+
+
+def _said(vm: str, errors: bytes, code: int) -> str:
+    said = errors.decode(errors="replace").strip()
+    return f"VM '{vm}': {said or f'the command ended with code {code}'}"
+
+
+def _sent_events(lines: Any) -> Iterator[Followed]:
+    """Parses server-sent events: lines `field: value`, and an empty line after each event."""
+    fields: dict[str, str] = {}
+    for raw in lines:
+        line = raw.decode(errors="replace").rstrip("\r\n")
+        if line:
+            field, _, value = line.partition(":")
+            fields[field] = value.removeprefix(" ")
+            continue
+        kind, data = fields.get("event"), fields.get("data")
+        number = int(fields["id"]) if "id" in fields else None
+        fields = {}
+        if kind == "event" and data:
+            yield Followed(number, decode(Event, json.loads(data)))
+        elif kind == "gap" and data:
+            yield Followed(None, decode(EventGap, json.loads(data)))
 
 
 def _definition(name: str) -> str:

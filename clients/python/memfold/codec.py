@@ -42,4 +42,4 @@ def encode(request: Any) -> Any:
     if not dataclasses.is_dataclass(request):
         return request
     values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    return {name.rstrip("_"): value for name, value in values.items() if value is not None}
+    return {name.rstrip("_"): encode(value) for name, value in values.items() if value is not None}

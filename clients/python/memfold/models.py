@@ -194,6 +194,15 @@ class Event:
 
 
 @dataclass(kw_only=True)
+class EventGap:
+    """Data of a server-sent event `gap`: events that are no longer kept, or that belong to another
+    history."""
+
+    missed: int | None = None
+    """Number of missed events; null: unknown, because the daemon has begun a new history."""
+
+
+@dataclass(kw_only=True)
 class ExecRequest:
     """Request body of `POST /v1/vms/{name}/exec`."""
 
@@ -214,6 +223,30 @@ class ExecResult:
     """Standard error of the command."""
     stdout: str
     """Standard output of the command."""
+
+
+@dataclass(kw_only=True)
+class ExecStreamRequest:
+    """Request body of `POST /v1/vms/{name}/exec/stream`."""
+
+    input: bool | None = None
+    """Whether the client sends standard input; otherwise the command's input is empty."""
+    script: str
+    """Text of a shell script, which `/bin/sh -c` runs in the guest."""
+    terminal: ExecTerminal | None = None
+    """Terminal of the command; null: the command has pipes."""
+
+
+@dataclass(kw_only=True)
+class ExecTerminal:
+    """Terminal of a command that runs in a guest."""
+
+    columns: int
+    """Number of columns, in characters."""
+    kind: str
+    """Type of the terminal, for the environment variable `TERM`, such as `xterm-256color`."""
+    rows: int
+    """Number of rows, in characters."""
 
 
 @dataclass(kw_only=True)

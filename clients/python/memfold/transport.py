@@ -47,25 +47,62 @@ class Transport:
         host, port = self.url.hostname or "", self.url.port
         return http.client.HTTPSConnection(host, port, timeout=timeout, context=self.tls)
 
+    def headers(self) -> dict[str, str]:
+        headers = {"Content-Type": "application/json"}
+        if self.url is not None and self.token:
+            headers["Authorization"] = f"Bearer {self.token}"
+        return headers
+
+    def connected(self, timeout: float | None) -> http.client.HTTPConnection:
+        connection = self.connection(timeout)
+        try:
+            connection.connect()
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise NoDaemon(
+                f"cannot reach a memfold daemon at {self.address}: {error}; "
+                "'memfold serve' starts the daemon"
+            ) from error
+        return connection
+
+    def open(
+        self, method: str, path: str, body: Any, headers: dict[str, str], timeout: float | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Sends a request whose answer has no known end. `timeout`: for the answer's begin."""
+        connection = self.connected(timeout)
+        try:
+            text = None if method == "GET" else json.dumps(body)
+            connection.request(method, path, text, {**self.headers(), **headers})
+            response = connection.getresponse()
+            if response.status >= 400:
+                raise Refused(response.status, error_body(response.status, response.read()))
+            if connection.sock is not None:
+                connection.sock.settimeout(None)
+            return connection, response
+        except TimeoutError as error:
+            connection.close()
+            late = f"the daemon at {self.address} did not answer {method} {path} within {timeout} s"
+            raise Timeout(late) from error
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise MemfoldError(
+                f"the daemon at {self.address} closed the connection during {method} {path} "
+                f"({error!r}); see the daemon's log"
+            ) from error
+        except BaseException:
+            connection.close()
+            raise
+
     def request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         """Sends a request, and returns the JSON of the answer.
 
         `timeout`: longest time in seconds without a byte from the daemon; `None`: no limit.
         """
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self.url is not None and self.token:
-            headers["Authorization"] = f"Bearer {self.token}"
-        connection = self.connection(timeout)
+        headers = {**self.headers(), "Connection": "close"}
+        connection = None
         try:
-            try:
-                connection.connect()
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise NoDaemon(
-                    f"cannot reach a memfold daemon at {self.address}: {error}; "
-                    "'memfold serve' starts the daemon"
-                ) from error
+            connection = self.connected(timeout)
             text = None if method in ("GET", "DELETE") else json.dumps(body)
             connection.request(method, path, text, headers)
             response = connection.getresponse()
@@ -79,7 +116,8 @@ class Transport:
                 f"({error!r}); see the daemon's log"
             ) from error
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
         if status >= 400:
             raise Refused(status, error_body(status, answer))
         return json.loads(answer) if answer else None

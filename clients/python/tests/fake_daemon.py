@@ -1,9 +1,10 @@
 """A daemon that knows no guests: it answers the client's requests as a test says."""
 
 import json
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -20,6 +21,36 @@ LISTS: dict[str, list[str]] = {
 def vm_info(name: str, **fields: Any) -> dict[str, Any]:
     info = {"name": name, "pid": 7, "ram_bytes": 1 << 29, "origin": "started", "qemu": "10.0"}
     return {**info, **LISTS, "state": "running", "agent": "6.12", **fields}
+
+
+ROOM = 1 << 16
+"""Room for input that a streamed command has at first, in bytes."""
+
+
+class Guest:
+    """The guest's end of a streamed command."""
+
+    def __init__(self, rfile: Any, wfile: Any) -> None:
+        self.rfile, self.wfile = rfile, wfile
+        self.frame(2, struct.pack("<I", ROOM))
+
+    def frame(self, kind: int, payload: bytes) -> None:
+        self.wfile.write(struct.pack("<BI", kind, len(payload)) + payload)
+
+    def order(self) -> tuple[int, bytes] | None:
+        """The next frame of the client; `None` if the client has closed the connection."""
+        header = self.rfile.read(5)
+        if len(header) < 5:
+            return None
+        kind, length = struct.unpack("<BI", header)
+        return kind, self.rfile.read(length)
+
+    def input(self) -> Iterator[bytes]:
+        """Standard input until its end; the client gets room for what was taken."""
+        while (order := self.order()) is not None and order[0] != 1:
+            if order[0] == 0:
+                yield order[1]
+                self.frame(2, struct.pack("<I", len(order[1])))
 
 
 class FakeDaemon(ThreadingMixIn, UnixStreamServer):
@@ -39,6 +70,10 @@ class FakeDaemon(ThreadingMixIn, UnixStreamServer):
         self.stop_s = 0.0
         self.pending = 0
         """Number of times that a started VM is listed before its guest has answered."""
+        self.commands: dict[str, Callable[[Guest], int]] = {}
+        """What streamed commands do, by the beginnings of their scripts."""
+        self.event_streams: list[bytes] = []
+        """Server-sent events of the next streams; a stream ends after them."""
 
     def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         self.requests.append((method, path, body))
@@ -90,12 +125,39 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         size = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(size)) if size else None
+        if self.path.endswith("/exec/stream") and "Upgrade" in self.headers:
+            return self.stream(body)
+        if self.path.startswith("/v1/events/stream"):
+            return self.events()
         status, answer = self.server.answer(self.command, self.path, body)
         text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+
+    def stream(self, body: Any) -> None:
+        self.server.requests.append((self.command, self.path, body))
+        commands, script = self.server.commands.items(), body["script"]
+        [run] = [run for start, run in commands if script.startswith(start)]
+        self.protocol_version = "HTTP/1.1"
+        self.send_response(101)
+        self.send_header("Connection", "upgrade")
+        self.send_header("Upgrade", "memfold-exec")
+        self.end_headers()
+        self.close_connection = True
+        guest = Guest(self.rfile, self.wfile)
+        code = run(guest)
+        guest.frame(3, struct.pack("<i", code))
+
+    def events(self) -> None:
+        self.server.requests.append((self.command, self.path, self.headers["Last-Event-ID"]))
+        if not self.server.event_streams:
+            return self.send_error(503)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(self.server.event_streams.pop(0))
 
     do_POST = do_PUT = do_DELETE = do_GET
 
