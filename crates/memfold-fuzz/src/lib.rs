@@ -15,6 +15,7 @@ pub mod mutate;
 mod nbd;
 mod snapshot;
 mod store;
+mod streams;
 mod subject;
 
 use memfold_wire::agent::{FromAgent, ToAgent};
@@ -23,7 +24,7 @@ use memfold_wire::library::{Order, Reply};
 pub use subject::Subject;
 
 /// All fuzz targets: the name, parser and valid inputs of each.
-pub const SUBJECTS: [Subject; 14] = [
+pub const SUBJECTS: [Subject; 17] = [
     subject_of("from_agent", frames::run::<FromAgent>, frames::from_agent),
     subject_of("to_agent", frames::run::<ToAgent>, frames::to_agent),
     subject_of("order", frames::run::<Order>, frames::orders),
@@ -42,6 +43,9 @@ pub const SUBJECTS: [Subject; 14] = [
     subject_of("nbd", nbd::both, nbd::streams),
     subject_of("description", store::description, store::descriptions),
     subject_of("chunk", store::chunk, store::chunks),
+    subject_of("exec_frames", streams::exec_frames, streams::exec_streams),
+    subject_of("copy_archive", streams::copy_archive, streams::archives),
+    subject_of("sent_events", streams::sent_events, streams::event_streams),
 ];
 
 const fn subject_of(
