@@ -12,15 +12,15 @@ use memfold_wire::agent::{FromAgent, HintRun, OutputStream, ToAgent, VERSION};
 use memfold_wire::{Decoder, encode};
 
 /// Time limit that is longer than any step of these tests, even on a busy machine.
-const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(20);
 
-struct Guest {
+pub struct Guest {
     stream: UnixStream,
     decoder: Decoder,
 }
 
 impl Guest {
-    fn accept(listener: &UnixListener) -> Self {
+    pub fn accept(listener: &UnixListener) -> Self {
         let (stream, _) = listener.accept().unwrap();
         stream.set_read_timeout(Some(LONG)).unwrap();
         Self {
@@ -29,11 +29,11 @@ impl Guest {
         }
     }
 
-    fn say(&mut self, message: &FromAgent) {
+    pub fn say(&mut self, message: &FromAgent) {
         self.stream.write_all(&encode(message).unwrap()).unwrap();
     }
 
-    fn hear(&mut self) -> ToAgent {
+    pub fn hear(&mut self) -> ToAgent {
         loop {
             if let Some(message) = self.decoder.next().unwrap() {
                 return message;
@@ -45,7 +45,7 @@ impl Guest {
         }
     }
 
-    fn greet(&mut self, boot_id: &str) {
+    pub fn greet(&mut self, boot_id: &str) {
         self.say(&hello(VERSION, boot_id));
         assert!(matches!(
             self.hear(),
@@ -58,7 +58,7 @@ impl Guest {
     }
 }
 
-fn hello(version: u16, boot_id: &str) -> FromAgent {
+pub fn hello(version: u16, boot_id: &str) -> FromAgent {
     FromAgent::Hello {
         version,
         agent: "0.1.0".into(),
@@ -78,7 +78,7 @@ fn hints(pages: u32) -> FromAgent {
     }])
 }
 
-fn link(
+pub fn link(
     options: AgentOptions,
 ) -> (
     tempfile::TempDir,
@@ -97,7 +97,7 @@ fn link(
     (dir, listener, link, events)
 }
 
-fn session(events: &Receiver<AgentEvent>) -> String {
+pub fn session(events: &Receiver<AgentEvent>) -> String {
     match events.recv_timeout(LONG).unwrap() {
         AgentEvent::Session(facts) => facts.boot_id,
         other => panic!("{other:?} instead of a session"),

@@ -2,6 +2,7 @@
 //! and no guest uses CPU.
 
 mod agent;
+mod agent_stream;
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
