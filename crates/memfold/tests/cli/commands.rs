@@ -79,9 +79,20 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 70] = [
     (&["pve", "status"], &["trust domain"], false),
     (
         &["vm", "exec"],
-        &["in a guest", "exit with the command's code"],
+        &[
+            "in a guest",
+            "exit with the command's code",
+            "--interactive",
+            "--tty",
+        ],
         false,
     ),
+    (
+        &["vm", "cp"],
+        &["between this host and a guest", "whole or not"],
+        false,
+    ),
+    (&["events"], &["as they happen", "--follow"], true),
     (&["report"], &["ledger", "--vm"], true),
     (&["top"], &["ledger live"], true),
     (

@@ -9,6 +9,7 @@ mod debt;
 mod definitions;
 mod definitions_need;
 mod estimate;
+mod events;
 mod fake_node;
 mod flood;
 mod forks;

@@ -1,0 +1,68 @@
+//! Tests of the stream of events, without VMs: the events are pauses of folding.
+
+use std::time::Duration;
+
+use memfold_api::{Client, ClientError, EventGap, EventParser, SentEvent};
+use memfold_ledger::history::Event;
+use memfold_testkit::wait_until;
+
+use crate::support::{Daemon, code, err};
+
+const LIMIT: Duration = Duration::from_secs(60);
+const STREAM: &str = "/v1/events/stream?count=100";
+
+/// Returns the next `count` events of a stream that begins after the event `last`.
+fn next(client: &Client, last: Option<&str>, count: usize) -> Vec<SentEvent> {
+    let mut pieces = client.stream(STREAM, last).unwrap();
+    let (mut parser, mut events) = (EventParser::default(), Vec::new());
+    while events.len() < count {
+        let piece = pieces.next_piece().unwrap().expect("the stream goes on");
+        events.extend(parser.push(&piece));
+    }
+    events
+}
+
+fn text(sent: &SentEvent) -> String {
+    serde_json::from_str::<Event>(&sent.data).unwrap().text
+}
+
+#[test]
+fn a_stream_of_events_continues_after_the_last_event_of_the_client() {
+    let daemon = Daemon::start();
+    let client = Client::new(&daemon.socket()).unwrap();
+    let began = next(&client, None, 1).remove(0);
+    assert_eq!(
+        (began.kind.as_str(), began.id.as_deref()),
+        ("event", Some("1"))
+    );
+    assert!(text(&began).ends_with(" began"), "{began:?}");
+
+    // Nobody reads the stream while something happens.
+    let paused = daemon.run(&["fold", "pause"]);
+    assert_eq!(code(&paused), 0, "{}", err(&paused));
+    let mut seen = next(&client, began.id.as_deref(), 1);
+    assert_eq!(text(&seen[0]), "paused");
+    assert_eq!(seen[0].id.as_deref(), Some("2"));
+
+    // A client whose event belongs to another history gets all events of this one.
+    seen = next(&client, Some("5000"), 3);
+    let gap: EventGap = serde_json::from_str(&seen[0].data).unwrap();
+    assert_eq!((seen[0].kind.as_str(), gap.missed), ("gap", None));
+    assert_eq!(
+        [&seen[1], &seen[2]].map(|one| one.id.as_deref()),
+        [Some("1"), Some("2")]
+    );
+
+    let error = client.stream(STREAM, Some("x")).unwrap_err();
+    assert!(matches!(&error, ClientError::Refused(body) if body.error.contains("last-event-id")));
+
+    // The command shows the same events, oldest first.
+    wait_until("both events are shown", LIMIT, || {
+        let shown = daemon.run(&["events"]);
+        let shown = String::from_utf8(shown.stdout).unwrap();
+        let lines: Vec<&str> = shown.lines().collect();
+        lines.len() == 2
+            && lines[0].ends_with(" began")
+            && lines[1].contains("! folding   -: paused")
+    });
+}
