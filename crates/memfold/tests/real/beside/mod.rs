@@ -33,4 +33,5 @@ mod segments;
 mod segments_killed;
 mod snapshots;
 mod streamed;
+mod streams;
 mod vm_killed;
