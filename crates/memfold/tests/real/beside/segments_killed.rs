@@ -12,11 +12,11 @@ use memfold_api::{
 use memfold_lab::{DiskMode, Lab};
 use memfold_segment::SegmentInfo;
 use memfold_testkit::wait_until;
-use memfold_units::ByteSize;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use serde_json::Value;
 
-use super::segments::{BOTH_SUMS, request};
+use super::segments::{SLOTS, programs, request};
+use super::snapshots::MEMORY;
 use crate::served::{Random, Served, exec};
 use crate::support::{self, BOOT};
 
@@ -29,6 +29,13 @@ fn deaths() -> u64 {
 
 /// Files of the segments: few, so that there is time for many operations.
 const CHOSEN: [&str; 1] = ["/usr/bin/[a-f]*"];
+
+/// Shell script that prints the sums of these files as the guest sees them, and of the guest's own
+/// files below the overlays, on a second mount of the root file system.
+const BOTH_SUMS: &str = "set -e
+mkdir -p /mnt; mountpoint -q /mnt || mount --bind / /mnt
+sums() { (cd $1; find usr/bin/[a-f]* -type f -print0 | xargs -0 md5sum | md5sum); }
+sums /; sums /mnt";
 
 /// A small disk for segments, which can be filled.
 struct SmallDisk(PathBuf);
@@ -87,21 +94,6 @@ impl Drop for Filler {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
     }
-}
-
-/// Copies programs of the guest's image to a directory, from which builds take little time.
-fn programs(state: &Path) -> PathBuf {
-    let place = state.join("programs");
-    std::fs::create_dir_all(place.join("usr")).unwrap();
-    let images = memfold_host::guest_images().unwrap();
-    let copy = format!("rdump /usr/bin {}", place.join("usr").display());
-    let done = std::process::Command::new("debugfs")
-        .args(["-R", &copy])
-        .arg(&images["trixie-a"].disk)
-        .output()
-        .unwrap();
-    assert!(done.status.success(), "{done:?}");
-    place
 }
 
 fn of_programs(name: &str, programs: &Path) -> BuildRequest {
@@ -333,8 +325,8 @@ fn after_daemon_kills_and_full_disks_no_segment_is_incomplete_and_no_guest_file_
     let mut served = Served::new(state, &[VM]);
     served.start();
     let client = served.answers();
-    let mut spec = Lab::spec(VM, "trixie-a", ByteSize::mib(384), DiskMode::Buffered).unwrap();
-    spec.segment_slots = u32::try_from(deaths()).unwrap() + 2;
+    let mut spec = Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    spec.segment_slots = SLOTS.max(u32::try_from(deaths()).unwrap() + 2);
     served.run_warm(&spec);
     wait("the guest is there", || vm(&client).agent.is_some());
     let seed = u64::from(std::process::id()) << 20 | 1;
