@@ -106,7 +106,8 @@ fn few(lab: &Lab, name: &str) -> BuildRequest {
     }
 }
 
-fn spec(name: &str, segments: &[&str], slots: u32) -> VmSpec {
+/// Returns the description of a VM with segments, and with ports for more of them.
+pub fn spec(name: &str, segments: &[&str], slots: u32) -> VmSpec {
     let mut spec = Lab::spec(name, "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     spec.segments = segments
         .iter()
