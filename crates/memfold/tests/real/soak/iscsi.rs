@@ -13,5 +13,6 @@ fn when_iscsi_lenders_die_a_guest_that_swaps_to_their_memory_loses_no_byte() {
         skip!("tgtd is not installed (scripts/setup tests)");
     }
     lend::swap_while_lenders_die(Transport::Iscsi, lend::kills(2));
+    lend::copy_fails(Transport::Iscsi);
     lend::lack_writes(Transport::Iscsi);
 }
