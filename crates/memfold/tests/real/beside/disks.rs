@@ -8,7 +8,7 @@ use std::time::Duration;
 use memfold_api::{Client, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_vm::{Aio, CacheMode, DiskFormat, DiskSpec};
+use memfold_vm::{Aio, CacheMode, DiskFormat, DiskSpec, VmSpec};
 
 use super::snapshots::{Small, VERIFY};
 use crate::served::{exec, wait_agent};
@@ -50,6 +50,36 @@ pub fn two_disks(place: &Path) -> Vec<DiskSpec> {
     (direct.cache, direct.aio) = (CacheMode::None, Aio::IoUring);
     let buffered = make("plain.qcow2", DiskFormat::Qcow2, "qcow2", 64 << 20);
     vec![direct, buffered]
+}
+
+/// Makes a raw disk for reading only, whose bytes look like a qcow2 image over a file of the host.
+fn forged_disk(path: PathBuf) -> DiskSpec {
+    let forge = [
+        "create",
+        "-q",
+        "-u",
+        "-f",
+        "qcow2",
+        "-F",
+        "raw",
+        "-b",
+        "/etc/passwd",
+    ];
+    let mut command = Command::new("qemu-img");
+    let made = command.args(forge).arg(&path).arg("1M").status();
+    assert!(made.unwrap().success());
+    let mut disk = DiskSpec::new(path);
+    (disk.read_only, disk.format) = (true, Some(DiskFormat::Raw));
+    disk
+}
+
+/// Returns the description of the VM `plain`, with disks below `place` that it writes in place, and
+/// one that it only reads.
+fn spec(place: &Path) -> VmSpec {
+    let mut spec = Lab::spec("plain", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+    spec.disks.extend(two_disks(place));
+    spec.disks.push(forged_disk(place.join("forged.img")));
+    spec
 }
 
 /// Returns the block nodes of QEMU that a save has added and left.
@@ -101,12 +131,13 @@ fn a_save_copies_disks_without_overlay_into_the_snapshot_and_the_vm_keeps_its_di
     let limit = Duration::from_secs(300);
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let (daemon, place) = (lab.daemon(), lab.directory());
-    let mut spec = Lab::spec("plain", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
-    let disks = two_disks(place);
+    let mut spec = spec(place);
     // QEMU drops its rights and can still be saved, and so can its clones.
     spec.user = Some("nobody".into());
-    let files: Vec<PathBuf> = disks.iter().map(|disk| disk.path.clone()).collect();
-    spec.disks.extend(disks);
+    let files: Vec<PathBuf> = spec.disks[1..3]
+        .iter()
+        .map(|disk| disk.path.clone())
+        .collect();
     lab.start_warm(spec).unwrap();
     lab.wait_ready("plain", BOOT).unwrap();
     lab.exec("plain", &write_to("/dev/vdb /dev/vdc"), limit)
@@ -156,7 +187,7 @@ fn a_save_copies_disks_without_overlay_into_the_snapshot_and_the_vm_keeps_its_di
         );
         assert_eq!(left_nodes(place, "plain"), Vec::<String>::new());
         let saved = saved.disks.iter().map(|disk| disk.read_only);
-        assert_eq!(saved.collect::<Vec<_>>(), [false, false, false]);
+        assert_eq!(saved.collect::<Vec<_>>(), [false, false, false, true]);
         let vm = format!("copy-{number}");
         daemon
             .snapshots()
@@ -213,4 +244,33 @@ fn a_save_copies_disks_without_overlay_into_the_snapshot_and_the_vm_keeps_its_di
     for ((file, format), line) in files.iter().zip(["raw", "qcow2"]).zip(in_guest.lines()) {
         assert!(line.starts_with(&sum(file, format)), "{line}");
     }
+}
+
+#[test]
+fn a_save_is_refused_after_a_disk_file_was_replaced_and_a_raw_disk_is_never_read_as_an_image() {
+    let Some(_turn) = support::turn_beside() else {
+        return;
+    };
+    let lab = Lab::new(EngineSettings::default()).unwrap();
+    let snapshots = lab.daemon().snapshots();
+    lab.start_warm(spec(lab.directory())).unwrap();
+    lab.wait_ready("plain", BOOT).unwrap();
+    // Another file of this name is not the one that the VM has open.
+    let forged = lab.directory().join("forged.img");
+    let aside = forged.with_extension("aside");
+    std::fs::rename(&forged, &aside).unwrap();
+    std::fs::copy(&aside, &forged).unwrap();
+    let refused = snapshots.save(&SaveRequest::new("plain", "hot"));
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("was replaced after"), "{refused}");
+    std::fs::rename(&aside, &forged).unwrap();
+    // The guest wrote the content of the raw disk, even if it looks like an image over a file of
+    // the host.
+    let request = SaveRequest {
+        live: true,
+        keep: KeepChoice::Hot,
+        ..SaveRequest::new("plain", "hot")
+    };
+    let saved = snapshots.save(&request).unwrap();
+    assert!(saved.disks[3].backing.is_empty(), "{:?}", saved.disks[3]);
 }
