@@ -167,8 +167,26 @@ fn is_as_before(qmp: &Path) {
     );
 }
 
-#[test]
-fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
+/// A QEMU that was started by hand, attached to a daemon; its guest writes to memory and disks all
+/// the time.
+struct Attached<'a> {
+    typed: Typed,
+    served: Served<'a>,
+    client: Client,
+    /// Directories of the daemon, and of the disks.
+    state: &'a Path,
+    disks: &'a Path,
+}
+
+impl Attached<'_> {
+    /// Returns QEMU's monitor.
+    fn qmp(&self) -> PathBuf {
+        self.disks.join("qmp.sock")
+    }
+}
+
+/// Runs a test with an attached QEMU.
+fn with_attached(test: impl FnOnce(&mut Attached)) {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
@@ -181,14 +199,13 @@ fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
         .prefix("memfold-typed.")
         .tempdir_in("/var/tmp")
         .unwrap();
-    let mut typed = Typed::start(disks.path());
-    let qmp = disks.path().join("qmp.sock");
+    let typed = Typed::start(disks.path());
     let vms = ["copied", "clone", "again"];
     let mut served = Served::new(state, &vms).temporary(disks.path());
     served.start();
     let client = served.answers();
     let attach = AttachRequest {
-        qmp: qmp.clone(),
+        qmp: disks.path().join("qmp.sock"),
         name: VM.into(),
         domain: Some("lab".into()),
     };
@@ -196,152 +213,180 @@ fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
     wait_agent(&client, VM);
     exec(&client, VM, &rewrite_memory());
     exec(&client, VM, &disks::write_to("/dev/vda /dev/vdb"));
-    let nonce = exec(
-        &client,
-        VM,
-        "head -c 16 /dev/urandom | sha256sum | tee /run/nonce",
-    )
-    .stdout;
+    test(&mut Attached {
+        typed,
+        served,
+        client,
+        state,
+        disks: disks.path(),
+    });
+}
 
-    let cd = exec(&client, VM, READ_CD).stdout;
-    let wanted = Command::new("md5sum")
-        .arg(disks.path().join("cd.iso"))
-        .output()
-        .unwrap();
-    assert_eq!(cd[..32], String::from_utf8_lossy(&wanted.stdout)[..32]);
+#[test]
+fn a_qemu_that_was_started_by_hand_runs_on_after_saves_even_if_the_daemon_dies_in_one() {
+    with_attached(|attached| {
+        let (qmp, state) = (attached.qmp(), attached.state);
+        let (served, client) = (&mut attached.served, &attached.client);
+        // The VM is saved while it is stopped, and live.
+        let began = Instant::now();
+        for (name, live, keep) in [
+            ("still", false, KeepChoice::None),
+            ("live", true, KeepChoice::None),
+            ("warm", true, KeepChoice::Hot),
+        ] {
+            let saved = save(client, VM, name, live, keep).unwrap();
+            println!(
+                "{name}: paused {:.0} ms, {} MiB of RAM, free pages kept: {:?}",
+                saved.pause_ms,
+                saved.counts.saved_pages / 256,
+                saved.free_kept
+            );
+            assert_eq!((saved.free_kept, saved.vm.as_str()), (None, VM));
+            assert!(saved.generation_id && saved.agent);
+            verify(client, VM);
+        }
+        let span = u64::try_from(began.elapsed().as_millis()).unwrap() / 3;
 
-    // The VM is saved while it is stopped, and live.
-    let began = Instant::now();
-    for (name, live, keep) in [
-        ("still", false, KeepChoice::None),
-        ("live", true, KeepChoice::None),
-        ("warm", true, KeepChoice::Hot),
-    ] {
-        let saved = save(&client, VM, name, live, keep).unwrap();
-        println!(
-            "{name}: paused {:.0} ms, {} MiB of RAM, free pages kept: {:?}",
-            saved.pause_ms,
-            saved.counts.saved_pages / 256,
-            saved.free_kept
-        );
-        assert_eq!((saved.free_kept, saved.vm.as_str()), (None, VM));
-        assert!(saved.generation_id && saved.agent);
-        verify(&client, VM);
-    }
-    let span = u64::try_from(began.elapsed().as_millis()).unwrap() / 3;
-
-    // Daemons die meanwhile. Nothing in this QEMU resumes the VM, so the next daemon does.
-    let mut random = Random(u64::from(std::process::id()) << 20 | 1);
-    println!("seed {}", random.0);
-    let mut stood = 0;
-    let deaths = support::dose("MEMFOLD_SAVE_KILLS", 2);
-    for death in 0..deaths {
-        let name = format!("cut-{death}");
-        let draft = state.join(format!("snapshots/.{name}.draft"));
-        std::thread::scope(|scope| {
-            let (client, name) = (&client, &name);
-            let live = death % 2 == 1;
-            let saving = scope.spawn(move || save(client, VM, name, live, KeepChoice::All));
-            match death % 3 {
-                // The daemon dies while the VM is stopped.
-                0 | 1 => {
-                    let end = Instant::now() + Duration::from_secs(60);
-                    while !draft.join("devices").exists() && Instant::now() < end {
-                        std::thread::sleep(Duration::from_millis(1));
+        // Daemons die meanwhile. Nothing in this QEMU resumes the VM, so the next daemon does.
+        let mut random = Random(u64::from(std::process::id()) << 20 | 1);
+        println!("seed {}", random.0);
+        let mut stood = 0;
+        let deaths = support::dose("MEMFOLD_SAVE_KILLS", 2);
+        for death in 0..deaths {
+            let name = format!("cut-{death}");
+            let draft = state.join(format!("snapshots/.{name}.draft"));
+            std::thread::scope(|scope| {
+                let name = &name;
+                let live = death % 2 == 1;
+                let saving = scope.spawn(move || save(client, VM, name, live, KeepChoice::All));
+                match death % 3 {
+                    // The daemon dies while the VM is stopped.
+                    0 | 1 => {
+                        let end = Instant::now() + Duration::from_secs(60);
+                        while !draft.join("devices").exists() && Instant::now() < end {
+                            std::thread::sleep(Duration::from_millis(1));
+                        }
                     }
+                    // The daemon dies at any instant.
+                    _ => std::thread::sleep(random.below_ms(span)),
                 }
-                // The daemon dies at any instant.
-                _ => std::thread::sleep(random.below_ms(span)),
+                served.kill();
+                let _ = saving.join().unwrap();
+            });
+            let status = Qmp::connect(&qmp, Duration::from_secs(60))
+                .unwrap()
+                .query("query-status")
+                .unwrap();
+            stood += usize::from(status["running"] == false);
+            served.start();
+            served.answers();
+            verify(&client, VM);
+            // The daemon holds the monitor.
+            let end = Instant::now() + Duration::from_secs(60);
+            while state.join(format!("saving/{VM}.json")).exists() {
+                assert!(Instant::now() < end, "the cut save is not undone");
+                std::thread::sleep(Duration::from_millis(50));
             }
             served.kill();
-            let _ = saving.join().unwrap();
-        });
-        let status = Qmp::connect(&qmp, Duration::from_secs(60))
-            .unwrap()
-            .query("query-status")
+            is_as_before(&qmp);
+            served.start();
+            served.answers();
+        }
+        println!("{stood} of {deaths} daemons died while it stood still");
+        assert!(stood > 0);
+    });
+}
+
+#[test]
+fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
+    with_attached(|attached| {
+        let (client, state, disks) = (&attached.client, attached.state, attached.disks);
+        let nonce = exec(
+            client,
+            VM,
+            "head -c 16 /dev/urandom | sha256sum | tee /run/nonce",
+        )
+        .stdout;
+
+        let cd = exec(client, VM, READ_CD).stdout;
+        let wanted = Command::new("md5sum")
+            .arg(disks.join("cd.iso"))
+            .output()
             .unwrap();
-        stood += usize::from(status["running"] == false);
-        served.start();
-        served.answers();
-        verify(&client, VM);
-        // The daemon holds the monitor.
-        let end = Instant::now() + Duration::from_secs(60);
-        while state.join(format!("saving/{VM}.json")).exists() {
-            assert!(Instant::now() < end, "the cut save is not undone");
-            std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(cd[..32], String::from_utf8_lossy(&wanted.stdout)[..32]);
+        let began = Instant::now();
+        for (name, keep) in [("live", KeepChoice::None), ("warm", KeepChoice::Hot)] {
+            save(client, VM, name, true, keep).unwrap();
         }
-        served.kill();
-        is_as_before(&qmp);
-        served.start();
-        served.answers();
-    }
-    println!("{stood} of {deaths} daemons died while it stood still");
-    assert!(stood > 0);
+        let save_takes = began.elapsed() / 2;
 
-    // VMs with the same devices are restored.
-    restore(&client, "live", &RestoreRequest::new("copied"));
-    verify(&client, "copied");
-    assert_eq!(exec(&client, "copied", "cat /run/nonce").stdout, nonce);
-    assert_eq!(exec(&client, "copied", READ_CD).stdout, cd);
-    let clone = RestoreRequest {
-        renew: Renew::Identity,
-        ..RestoreRequest::new("clone")
-    };
-    restore(&client, "warm", &clone);
-    verify(&client, "clone");
-    let renewal = wait_for("the clone is set apart", BOOT, || {
-        let renewal = wait_agent(&client, "clone").renewal.unwrap();
-        if renewal.pending {
-            return Err(renewal);
-        }
-        Ok(renewal)
-    });
-    assert_eq!(
-        exec(&client, "clone", "cat /run/nonce; hostname").stdout,
-        format!("{nonce}clone\n")
-    );
-    println!("{renewal:?}");
-    assert!(renewal.left.is_empty() && renewal.done.iter().any(|done| done.contains("MAC")));
-    stop(&client, "clone");
-    verify(&client, VM);
-    // The daemon dies in the middle of a restore: no VM is listed, and the snapshots are unchanged.
-    let dead = std::thread::scope(|scope| {
-        let saving = scope.spawn(|| save(&client, VM, "dead", true, KeepChoice::All));
-        std::thread::sleep(Duration::from_millis(span / 3));
-        typed.end();
-        saving.join().unwrap()
-    });
-    println!(
-        "a VM that died: {:?}",
-        dead.as_ref().map(|manifest| manifest.save_ms)
-    );
-    let listed: Vec<SnapshotInfo> = client.get("/v1/snapshots").unwrap();
-    assert_eq!(listed.iter().any(|info| info.name == "dead"), dead.is_ok());
-    assert!(!state.join("snapshots/.dead.draft").exists());
+        // The guests of clone and attached VM write at the same time.
+        let clone = RestoreRequest {
+            renew: Renew::Identity,
+            ..RestoreRequest::new("clone")
+        };
+        restore(client, "warm", &clone);
+        verify(client, "clone");
+        let renewal = wait_for("the clone is set apart", BOOT, || {
+            let renewal = wait_agent(client, "clone").renewal.unwrap();
+            if renewal.pending {
+                return Err(renewal);
+            }
+            Ok(renewal)
+        });
+        assert_eq!(
+            exec(client, "clone", "cat /run/nonce; hostname").stdout,
+            format!("{nonce}clone\n")
+        );
+        println!("{renewal:?}");
+        assert!(renewal.left.is_empty() && renewal.done.iter().any(|done| done.contains("MAC")));
+        stop(client, "clone");
+        verify(client, VM);
+        // QEMU dies during a save: the snapshot is complete or absent.
+        let dead = std::thread::scope(|scope| {
+            let saving = scope.spawn(|| save(client, VM, "dead", true, KeepChoice::All));
+            std::thread::sleep(save_takes / 2);
+            attached.typed.end();
+            saving.join().unwrap()
+        });
+        println!(
+            "a VM that died: {:?}",
+            dead.as_ref().map(|manifest| manifest.save_ms)
+        );
+        let listed: Vec<SnapshotInfo> = client.get("/v1/snapshots").unwrap();
+        assert_eq!(listed.iter().any(|info| info.name == "dead"), dead.is_ok());
+        assert!(!state.join("snapshots/.dead.draft").exists());
 
-    // The restored VM is memfold's: when it is saved again, its overlays are frozen; it can also
-    // reboot.
-    let saved = save(&client, "copied", "again", false, KeepChoice::None).unwrap();
-    assert_eq!(saved.free_kept, None);
-    // The snapshot has copies of the kernel and the CD.
-    std::fs::remove_file(disks.path().join("cd.iso")).unwrap();
-    verify(&client, "copied");
-    stop(&client, "copied");
-    restore(&client, "again", &RestoreRequest::new("again"));
-    verify(&client, "again");
-    assert_eq!(exec(&client, "again", "cat /run/nonce").stdout, nonce);
-    assert_eq!(exec(&client, "again", READ_CD).stdout, cd);
-    let boot = "cat /proc/sys/kernel/random/boot_id";
-    let before = exec(&client, "again", boot).stdout;
-    let reboot = serde_json::json!({ "timeout_s": BOOT.as_secs_f64() });
-    client
-        .post::<_, Value>("/v1/vms/again/reboot", &reboot)
-        .unwrap();
-    wait_agent(&client, "again");
-    assert_ne!(exec(&client, "again", boot).stdout, before);
-    // The agent answers before the guest has found all of its devices.
-    let there = "test ! -e /run/nonce && test -b /dev/vdc && for left in $(seq 60); do ls -d /sys/class/net/e* && exit 0; sleep 1; done; exit 1";
-    exec(&client, "again", there);
-    let console = std::fs::read_to_string(VmDirectory::of(state, "again").console_log()).unwrap();
-    assert!(console.contains("login:"), "{console}");
+        // A VM with the same devices is restored.
+        restore(client, "live", &RestoreRequest::new("copied"));
+        verify(client, "copied");
+        assert_eq!(exec(client, "copied", "cat /run/nonce").stdout, nonce);
+        assert_eq!(exec(client, "copied", READ_CD).stdout, cd);
+        // The restored VM is memfold's: when it is saved again, its overlays are frozen; it can also
+        // reboot.
+        let saved = save(client, "copied", "again", false, KeepChoice::None).unwrap();
+        assert_eq!(saved.free_kept, None);
+        // The snapshot has copies of the kernel and the CD.
+        std::fs::remove_file(disks.join("cd.iso")).unwrap();
+        verify(client, "copied");
+        stop(client, "copied");
+        restore(client, "again", &RestoreRequest::new("again"));
+        verify(client, "again");
+        assert_eq!(exec(client, "again", "cat /run/nonce").stdout, nonce);
+        assert_eq!(exec(client, "again", READ_CD).stdout, cd);
+        let boot = "cat /proc/sys/kernel/random/boot_id";
+        let before = exec(client, "again", boot).stdout;
+        let reboot = serde_json::json!({ "timeout_s": BOOT.as_secs_f64() });
+        client
+            .post::<_, Value>("/v1/vms/again/reboot", &reboot)
+            .unwrap();
+        wait_agent(client, "again");
+        assert_ne!(exec(client, "again", boot).stdout, before);
+        // The agent answers before the guest has found all of its devices.
+        let there = "test ! -e /run/nonce && test -b /dev/vdc && for left in $(seq 60); do ls -d /sys/class/net/e* && exit 0; sleep 1; done; exit 1";
+        exec(client, "again", there);
+        let console =
+            std::fs::read_to_string(VmDirectory::of(state, "again").console_log()).unwrap();
+        assert!(console.contains("login:"), "{console}");
+    });
 }
