@@ -76,7 +76,7 @@ fn memory_that_is_constantly_allocated_written_and_freed_is_restored_as_it_was_s
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let rounds = support::seconds("MEMFOLD_SNAPSHOT_ROUNDS", 3).as_secs();
+    let rounds = support::dose("MEMFOLD_SNAPSHOT_ROUNDS", 2);
     let limit = Duration::from_secs(300);
     let (mut free, mut kept) = (Vec::new(), 0);
     for first in (0..rounds).step_by(usize::try_from(SAVES).unwrap()) {
@@ -99,10 +99,10 @@ fn memory_that_is_constantly_allocated_written_and_freed_is_restored_as_it_was_s
             let wait = xxhash_rust::xxh3::xxh3_64(&round.to_le_bytes()) % 900;
             std::thread::sleep(Duration::from_millis(wait));
             let request = SaveRequest {
-                live: round % 3 < 2,
+                live: round % 3 != 1,
                 keep: [
-                    KeepChoice::None,
                     KeepChoice::Hot,
+                    KeepChoice::None,
                     KeepChoice::Hot,
                     KeepChoice::All,
                 ][usize::try_from(round % 4).unwrap()],
