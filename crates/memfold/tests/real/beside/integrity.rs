@@ -50,7 +50,7 @@ fn under_load_folding_changes_no_byte_and_shares_no_page_between_trust_domains()
 }
 
 fn under_attack(lab: &Lab, names: &[&str]) {
-    let time = support::seconds("MEMFOLD_ATTACK_SECONDS", 25);
+    let time = support::seconds("MEMFOLD_ATTACK_SECONDS", 15);
     let over = AtomicBool::new(false);
     let script = format!("/opt/attack.sh {} 200", time.as_secs());
     let (printed, moves) = std::thread::scope(|scope| {
