@@ -392,13 +392,18 @@ impl Guest {
     /// Returns (right, all) pages of /usr. Right pages are those whose bytes in the guest's RAM
     /// equal the file on the disk.
     pub fn check(&self, disk: &Path) -> (u64, u64) {
+        self.check_each(1, disk)
+    }
+
+    /// Returns the same of one in `step` files only, which takes less time.
+    pub fn check_each(&self, step: u32, disk: &Path) -> (u64, u64) {
         let mut of_file: HashMap<u32, Vec<(u64, u64)>> = HashMap::new();
         for (pfn, (file, page)) in &self.frames {
             of_file.entry(*file).or_default().push((*pfn, *page));
         }
         let wanted: Vec<_> = of_file
             .into_iter()
-            .filter(|(f, _)| self.files[f].0.starts_with(b"/usr/"))
+            .filter(|(f, _)| f % step == 0 && self.files[f].0.starts_with(b"/usr/"))
             .collect();
         self.dump(
             disk,

@@ -89,14 +89,14 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
     assert_eq!(guest.files[&written], (b"/root/final".to_vec(), 300 * 4096));
 
     let before = guest.ping();
-    guest.until(20, |_| false);
+    guest.until(10, |_| false);
     guest.say(&ToAgent::Ping);
     guest.until(5, |m| matches!(m, FromAgent::Counters(_)));
     println!(
-        "idle 20 s: agent CPU {} us",
+        "idle 10 s: agent CPU {} us",
         guest.counters.cpu_us - before.cpu_us
     );
-    assert!(guest.counters.cpu_us - before.cpu_us < 200_000);
+    assert!(guest.counters.cpu_us - before.cpu_us < 100_000);
 
     let cached = guest.frames.len();
     guest.run("echo 3 > /proc/sys/vm/drop_caches", 60);
@@ -132,9 +132,9 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
             guest.is_mute = false;
         }
         guest.hello();
-        let (right, all) = guest.check(&image.disk);
+        let (right, all) = guest.check_each(8, &image.disk);
         println!("new connection: {right} of {all} pages right");
-        assert!(right * 100 >= all * 99);
+        assert!(all > 1000 && right * 100 >= all * 99);
     }
     let last = guest.ping();
     println!("in the end: {last:?}");
