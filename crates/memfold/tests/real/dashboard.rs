@@ -18,11 +18,13 @@ use memfold_fold::EngineStats;
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::{DebtReport, shared_frames};
 use memfold_snapshot::Renew;
-use memfold_testkit::{skip, wait_for};
+use memfold_testkit::{reports_skip, wait_for};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 
 use super::figures::{Figures, compare, shown, told, wanted_of_plan};
+use super::ksm::{Restore, paused};
+use super::ksm_explain::take;
 use super::served::{Served, exec};
 use super::support::{self, BOOT};
 
@@ -48,7 +50,7 @@ const BACK: &str = "back";
 /// Shell command that prints the boot id, which is different after each boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 const ALL: [&str; 8] = ["web", "warm-1", "warm-2", BORROWER, MADE, CLONE, FORK, BACK];
-/// Number of logins, of which the quickest counts.
+/// Number of logins, of which the quickest counts if times are checked; else there are two.
 const LOGINS: usize = 5;
 
 fn repository() -> PathBuf {
@@ -74,6 +76,16 @@ fn browser() -> Result<PathBuf, String> {
     find("chromium")
 }
 
+fn browser_or_skip() -> Option<PathBuf> {
+    browser().map_or_else(
+        |why| {
+            assert!(std::env::var_os("MEMFOLD_REAL").is_none(), "{why}");
+            reports_skip(&why)
+        },
+        Some,
+    )
+}
+
 /// The browser script, and the lines that it prints.
 struct Walk {
     child: Child,
@@ -83,7 +95,12 @@ struct Walk {
 
 impl Walk {
     fn begin(arguments: &[&str]) -> Self {
+        Self::begin_with(arguments, &[])
+    }
+
+    fn begin_with(arguments: &[&str], environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new("node")
+            .envs(environment.iter().copied())
             .arg(repository().join("web/test/walk.mjs"))
             .args(arguments)
             .stdin(Stdio::piped())
@@ -448,28 +465,55 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
         .execute("stop", Value::Null)
         .unwrap();
     walk.on();
+}
+
+#[test]
+fn ksm_is_started_for_a_trust_domain_and_stopped_on_the_dashboard() {
+    // Only this test's VM may have mergeable memory on the host.
+    let Some(_turn) = support::turn() else { return };
+    let Some(chromium) = browser_or_skip() else {
+        return;
+    };
+    // The guard is dropped here, because the daemon will use KSM.
+    if take().is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let state = directory.path();
+    let _restore = Restore;
+    let mut served = Served::new(state, &[MADE]).with(&["--listen", "127.0.0.1:0"]);
+    served.start();
+    let client = served.answers();
+    served.run(&paused(MADE, Some(KIND)));
+    let url = login(&client, Role::Operate);
+    let results = repository().join("results/dashboard");
+    let arguments = [
+        &url,
+        results.to_str().unwrap(),
+        MADE,
+        chromium.to_str().unwrap(),
+        BORROWER,
+        KIND,
+    ];
+    let mut walk = Walk::begin_with(&arguments, &[("MEMFOLD_DASHBOARD_ONLY", "ksm")]);
     let steering = || json(state, &["ksm", "status"])["steering"].clone();
     walk.step("ksm steered");
-    assert_eq!(steering()["domain"], "lab");
+    assert_eq!(steering()["domain"], KIND);
     walk.on();
     walk.step("ksm stopped");
     assert_eq!(steering(), Value::Null);
     walk.on();
+    let end = walk.step("end");
+    assert_eq!(end["faults"], serde_json::json!([]));
 }
 
 #[test]
 fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
-    // Steering KSM needs a host without mergeable memory of others; `make test` runs no such test
-    // beside this one.
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let chromium = match browser() {
-        Ok(chromium) => chromium,
-        Err(why) => {
-            assert!(std::env::var_os("MEMFOLD_REAL").is_none(), "{why}");
-            skip!("{why}");
-        }
+    let Some(chromium) = browser_or_skip() else {
+        return;
     };
     let began = Instant::now();
     let directory = tempfile::Builder::new()
@@ -506,10 +550,11 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
     std::fs::create_dir(&files).unwrap();
     std::fs::write(files.join("tool"), vec![7; 100_000]).unwrap();
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let logins: Vec<String> = (0..if times { LOGINS } else { 2 })
+        .map(|_| login(&client, Role::Operate))
+        .collect();
     let walk = [
-        &[(); LOGINS]
-            .map(|()| login(&client, Role::Operate))
-            .join(" "),
+        &logins.join(" "),
         results.to_str().unwrap(),
         NAMES[2],
         chromium.to_str().unwrap(),
@@ -527,7 +572,7 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
     // The guests are paused; other load of this host is not the page's fault.
     for name in ["usable_ms", "again_ms"] {
         let all = load[name].as_array().unwrap();
-        assert_eq!(all.len(), LOGINS);
+        assert_eq!(all.len(), logins.len());
         let best = all
             .iter()
             .filter_map(Value::as_f64)

@@ -135,7 +135,7 @@ fn guests<'a>(state: &'a Path, names: &'a [&'a str]) -> (Served<'a>, Client) {
     (served, client)
 }
 
-fn paused(name: &str, domain: Option<&str>) -> VmSpec {
+pub fn paused(name: &str, domain: Option<&str>) -> VmSpec {
     let mut spec = VmSpec::new(name, ByteSize::mib(64));
     spec.domain = domain.map(str::to_owned);
     spec.qemu_args = vec!["-S".into()];
@@ -143,7 +143,7 @@ fn paused(name: &str, domain: Option<&str>) -> VmSpec {
 }
 
 /// Restores the settings that a killed daemon left, if a test fails.
-struct Restore;
+pub struct Restore;
 
 impl Drop for Restore {
     fn drop(&mut self) {

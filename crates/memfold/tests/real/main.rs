@@ -24,10 +24,10 @@
 //! | [`beside::pve`] | VMs that a fake node of Proxmox VE starts are attached in their trust domains |
 //! | [`soak`] | long tests: the tutorial, changing page caches, several hosts, LVM, iSCSI, migration, chaos, and plans and estimates compared with the real savings |
 //!
-//! Tests in [`beside`] may run two at a time. The others change settings of the host (KSM, swap,
-//! free memory) or measure CPU time, and run alone. Guests are restored from one boot of their kind
-//! ([`memfold_lab::Warm`]) unless a test is about booting. Without guest images or QEMU, tests
-//! report that and pass, unless `MEMFOLD_REAL=1`.
+//! Tests in [`beside`], [`debt`] and the long test of [`dashboard`] may run two at a time. The
+//! others change settings of the host (KSM, swap, free memory) or measure CPU time, and run alone.
+//! Guests are restored from one boot of their kind ([`memfold_lab::Warm`]) unless a test is about
+//! booting. Without guest images or QEMU, tests report that and pass, unless `MEMFOLD_REAL=1`.
 
 // Each test here is a long sequence on VMs that take long to boot, with names such as states, stats
 // and status.
