@@ -109,8 +109,13 @@ async function act(page, button, fields, confirm, said, within = page) {
     else await field.fill(value);
   }
   await dialog(page).getByRole("button", { name: confirm, exact: true }).click();
-  if (!said) return dialog(page).waitFor({ state: "hidden" });
-  const [done, refused] = [dialog(page).getByRole("status").filter({ hasText: said }), dialog(page).getByRole("alert")];
+  const refused = dialog(page).getByRole("alert");
+  if (!said) {
+    await page.waitForFunction(() => !document.querySelector("dialog[open]") || document.querySelector("dialog[open] [role=alert]"));
+    if (await refused.isVisible()) throw new Error(`${button}: ${await refused.textContent()}`);
+    return;
+  }
+  const done = dialog(page).getByRole("status").filter({ hasText: said });
   await done.or(refused).waitFor();
   if (await refused.isVisible()) throw new Error(`${button}: ${await refused.textContent()}`);
   const text = await done.textContent();
