@@ -280,7 +280,7 @@ fn a_qemu_that_was_started_by_hand_runs_on_after_saves_even_if_the_daemon_dies_i
             stood += usize::from(status["running"] == false);
             served.start();
             served.answers();
-            verify(&client, VM);
+            verify(client, VM);
             // The daemon holds the monitor.
             let end = Instant::now() + Duration::from_secs(60);
             while state.join(format!("saving/{VM}.json")).exists() {
