@@ -87,8 +87,8 @@ fn boot_sector(folder: &Path) -> PathBuf {
 
 /// Number of starts of a guest, with the library and without, until it counts as one that does not
 /// run, and the time limit of each.
-const STARTS: usize = 4;
-const START_TIMEOUT: Duration = Duration::from_secs(12);
+const STARTS: usize = 8;
+const START_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Vm {
     /// Starts a guest. Returns `None`, and reports the reason, if such a QEMU cannot run here.
