@@ -8,7 +8,6 @@
 //! 4. The others may lose memory: page cache that is not missed, idle plugged memory, and, if the
 //!    host is short, RAM by balloon from the VM that is hurt least.
 
-use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -126,11 +125,8 @@ impl Controller {
         let urgency = |vm: &Assessment| vm.pressure.unwrap_or(0.0).max(vm.pressure_now);
         asking.sort_by(|&a, &b| {
             let (a, b) = (&vms[a], &vms[b]);
-            (b.weight.cmp(&a.weight)).then(
-                urgency(b)
-                    .partial_cmp(&urgency(a))
-                    .unwrap_or(Ordering::Equal),
-            )
+            let by_weight = b.weight.cmp(&a.weight);
+            by_weight.then(urgency(b).total_cmp(&urgency(a)))
         });
         for index in asking {
             let vm = &vms[index];
@@ -184,10 +180,7 @@ impl Controller {
         let mut order: Vec<usize> = (0..vms.len())
             .filter(|&i| vms[i].balloonable() > 0 && !has_order(&calls[i]))
             .collect();
-        order.sort_by(|&a, &b| {
-            let by_harm = vms[a].harm().partial_cmp(&vms[b].harm());
-            by_harm.unwrap_or(Ordering::Equal)
-        });
+        order.sort_by(|&a, &b| vms[a].harm().total_cmp(&vms[b].harm()));
         for index in order {
             if missing == 0 {
                 break;

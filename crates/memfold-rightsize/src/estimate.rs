@@ -74,7 +74,8 @@ pub(crate) struct Estimate {
     last_take: Option<Duration>,
     /// Memory in use without page cache, when it last changed much.
     used_before: u64,
-    miss_wait: Duration,
+    /// How often takes went too far, since the last calm probes.
+    back_offs: u32,
     /// No probe before this time.
     pub(crate) next_probe: Duration,
 }
@@ -176,21 +177,11 @@ impl Estimate {
                 self.last = Some(guest.clone());
                 return Heard::Nothing(Reason::Distrusted(what));
             }
-            *self = Self {
-                last_installed: installed,
-                ..Self::default()
-            };
-            self.last = Some(guest.clone());
+            self.start_again(guest, installed, policy);
             return Heard::Nothing(Reason::FirstReport);
         }
         if restarted || before.is_none() {
-            *self = Self {
-                last: Some(guest.clone()),
-                last_installed: installed,
-                step: policy.first_step,
-                miss_wait: policy.miss_wait,
-                ..Self::default()
-            };
+            self.start_again(guest, installed, policy);
             let reason = if restarted {
                 Reason::Restarted
             } else {
@@ -208,6 +199,16 @@ impl Estimate {
             parts,
             fresh: changed.is_some(),
         }
+    }
+
+    /// Forgets everything but the first of new reports.
+    fn start_again(&mut self, guest: &GuestSignals, installed: ByteSize, policy: &Policy) {
+        *self = Self {
+            last: Some(guest.clone()),
+            last_installed: installed,
+            step: policy.first_step,
+            ..Self::default()
+        };
     }
 
     /// Derives rates from the last report and `guest`.
@@ -269,7 +270,7 @@ impl Estimate {
             }
         } else {
             if is_new {
-                self.miss_wait = policy.miss_wait;
+                self.back_offs = 0;
                 self.step = policy.first_step;
                 self.next_probe = clock.saturating_add(EPISODE);
             }
@@ -303,12 +304,14 @@ impl Estimate {
 
     /// Stops probing for a while.
     fn back_off(&mut self, clock: Duration, is_new: bool, policy: &Policy) {
-        if is_new {
-            self.miss_wait = self.miss_wait.saturating_mul(2).min(policy.longest_wait);
+        if is_new || self.back_offs == 0 {
+            self.back_offs = self.back_offs.saturating_add(1);
         }
+        let doubled = 1 << (self.back_offs - 1).min(16);
+        let wait = policy.miss_wait.saturating_mul(doubled);
         self.calm_probes = 0;
         self.step = policy.first_step;
-        self.next_probe = clock.saturating_add(self.miss_wait);
+        self.next_probe = clock.saturating_add(wait.min(policy.longest_wait));
     }
 
     /// Probes again soon if the guest does something else now: its use of other memory than page
@@ -320,7 +323,7 @@ impl Estimate {
             self.last_take = None;
             self.last_miss = None;
             self.step = self.step.max(policy.first_step);
-            self.miss_wait = policy.miss_wait;
+            self.back_offs = 0;
             let soon = clock.saturating_add(policy.take_interval);
             self.next_probe = self.next_probe.min(soon);
         }
@@ -333,8 +336,8 @@ impl Estimate {
         (parts.in_use() as f64 * self.step.clamp(0.0, largest)) as u64
     }
 
-    /// Records a take. If it was a probe, it left `hot` bytes of page cache, and the
-    /// next step is larger.
+    /// Records a take. If it was a probe, it left `hot` bytes of page cache, and the next step is
+    /// larger.
     pub(crate) fn record_take(&mut self, hot: Option<u64>, at: Duration, policy: &Policy) {
         let pressure = self.pressure.unwrap_or(0.0).max(self.pressure_now);
         if self.takes_are_recent(at) {
@@ -352,7 +355,7 @@ impl Estimate {
         self.step = (self.step * 2.0).min(policy.largest_step_short);
         self.calm_probes = self.calm_probes.saturating_add(1);
         if self.calm_probes >= CALM_PROBES {
-            self.miss_wait = policy.miss_wait;
+            self.back_offs = 0;
         }
     }
 

@@ -72,7 +72,7 @@ impl Default for Policy {
             smallest_trim: ByteSize::mib(8),
             take_interval: Duration::from_secs(10),
             regrown_interval: Duration::from_secs(60),
-            miss_wait: Duration::from_secs(60),
+            miss_wait: Duration::from_secs(120),
             longest_wait: Duration::from_secs(240),
             settle: Duration::from_secs(300),
             takes_an_hour: 90,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use memfold_units::{ByteSize, PAGE_SIZE};
 
+use crate::check::grown;
 use crate::decision::{Action, Basis, Order, Reason};
 use crate::estimate::{Estimate, Heard, Parts};
 use crate::input::{Limits, Signals, Source, VmId};
@@ -57,6 +58,7 @@ struct Issued {
     is_give: bool,
     size: u64,
     cache: u64,
+    free: u64,
     pgsteal: Option<u64>,
     /// What `hot` becomes, and what it was.
     hot: Option<u64>,
@@ -306,6 +308,7 @@ impl VmState {
             is_give: order.is_give(ByteSize(vm.parts.size)),
             size: vm.parts.size,
             cache: vm.parts.cache,
+            free: vm.parts.free,
             pgsteal: vm.pgsteal,
             hot: call.hot,
             hot_before: self.estimate.hot,
@@ -484,10 +487,12 @@ impl VmState {
         let Some(last) = self.watched else { return };
         let quarter = last.order.bytes.0 / 4;
         let has_effect = match last.order.action {
-            Action::Trim { .. } => match last.pgsteal.zip(vm.pgsteal) {
-                Some((before, now)) => now.saturating_sub(before) >= quarter / PAGE_SIZE,
-                None => vm.parts.cache.saturating_add(quarter) <= last.cache,
-            },
+            // Not every kernel counts what `memory.reclaim` takes in `/proc/vmstat`.
+            Action::Trim { .. } => {
+                grown(last.pgsteal, vm.pgsteal) >= (quarter / PAGE_SIZE).max(1)
+                    || vm.parts.cache.saturating_add(quarter) <= last.cache
+                    || vm.parts.free >= last.free.saturating_add(quarter)
+            }
             _ if last.is_give => vm.parts.size >= last.size.saturating_add(quarter),
             _ => vm.parts.size.saturating_add(quarter) <= last.size,
         };
