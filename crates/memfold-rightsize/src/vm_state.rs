@@ -657,23 +657,9 @@ impl VmState {
             return Call::none(Reason::Waiting { wait });
         }
         let size = vm.parts.size;
-        let mut floor = vm.floor();
-        let mut hot = None;
-        let at_floor = size.saturating_sub(floor) < SMALLEST_CHANGE;
-        if at_floor && !vm.trims && clock >= self.estimate.next_probe {
-            // Without trims, a smaller size is the only way to learn what is not missed.
-            let step = self
-                .estimate
-                .next_step(&vm.parts, policy.largest_step_short);
-            let lower = vm.hot.saturating_sub(step.max(SMALLEST_CHANGE));
-            let mut probed = vm.clone();
-            probed.count_as_needed(lower);
-            floor = probed.floor();
-            hot = Some(lower);
-        }
         let useful = missing.saturating_add(vm.parts.free);
         let bytes = size
-            .saturating_sub(floor)
+            .saturating_sub(vm.floor())
             .min(vm.balloon_step(policy))
             .min(useful)
             / PAGE_SIZE
@@ -691,7 +677,6 @@ impl VmState {
         };
         Call {
             gain,
-            hot,
             ..Call::order(action, bytes, reason)
         }
     }
