@@ -12,8 +12,8 @@
 //!   ModelHost: MemAvailable, lent RAM, swap, OOM killer  -->  Outcome
 //! ```
 //! What the model does not have: several processes in a guest, huge pages, NUMA, disks that differ
-//! in speed, and the time that reclaim itself takes. Its costs are round figures (see
-//! [`guest`](self)); they serve to compare arms, not to predict a machine.
+//! in speed, and the time that reclaim itself takes. Its costs are round figures (the
+//! constants of `guest.rs`); they serve to compare arms, not to predict a machine.
 
 mod fault;
 mod guest;
