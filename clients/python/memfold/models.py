@@ -62,6 +62,9 @@ class Definition:
     order: int | None = None
     """Place of the VM among the VMs that are started after a boot: a VM with a smaller number
     starts earlier. VMs with the same number start in the order of their names."""
+    snapshot: str | None = None
+    """Name of the snapshot from which each start restores the VM; unset: the VM boots. The VM's
+    hardware and disks are then those of the snapshot, with which the description must agree."""
     vm: dict[str, Any]
     """Description of the VM, as for `POST /v1/vms`."""
 
@@ -571,8 +574,13 @@ class VmInfo:
     each of them."""
     libvirt: str | None = None
     """Name of the domain in libvirt, if libvirt started the VM."""
+    mac: str | None = None
+    """MAC address of the guest's card; unset: that of all cards in user-mode networks."""
     name: str
     """Name of the VM, unique on this host."""
+    network: str | None = None
+    """Network of the guest's card, if memfold made one: `user`, `bridge=NAME`, `macvtap=NAME`, or
+    `disconnected`."""
     origin: str
     """Origin of the VM: `started` if memfold started the VM, or `attached`; `defined` for a VM that
     is off, which only `memfold vm list` lists."""
