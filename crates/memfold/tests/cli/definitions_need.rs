@@ -114,11 +114,8 @@ fn a_segment_that_only_a_definition_names_cannot_be_removed() {
         let words = ["used by the definition of VM 'web'"];
         refused(&daemon.run(&["segment", "remove", name]), 1, &words);
     }
-    assert_eq!(
-        daemon.json(&["segment", "list"])[0]["users"],
-        json!(["the definition of VM 'web'"])
-    );
     // A new generation is built all the same, and then the old one is not needed.
+    fs::write(files.join("tool"), "another text").unwrap();
     daemon.json(&build);
     let left = daemon.json(&["segment", "list"]);
     assert_eq!(left.as_array().unwrap().len(), 1, "{left}");

@@ -2,11 +2,15 @@
 //! of the test's own.
 
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use memfold_testkit::skip;
 use serde_json::{Value, json};
 
 use super::support::{Daemon, code, err, refused, wait};
+
+/// Number of namespaces that tests of this process have made.
+static NAMESPACES: AtomicU32 = AtomicU32::new(0);
 
 /// A network namespace with the bridge `br-test` and the interface `eth-test`.
 struct Namespace(String);
@@ -14,7 +18,9 @@ struct Namespace(String);
 impl Namespace {
     /// Returns `None` if this host does not allow one.
     fn create() -> Option<Self> {
-        let namespace = Self(format!("mf{}", std::process::id()));
+        // Tests of one process may run at the same time.
+        let number = NAMESPACES.fetch_add(1, Ordering::Relaxed);
+        let namespace = Self(format!("mf{}-{number}", std::process::id()));
         let made = Command::new("ip")
             .args(["netns", "add", &namespace.0])
             .output();

@@ -109,7 +109,8 @@ fn a_guest_in_a_bridge_reads_its_seed_disk_and_its_clone_has_its_own_address_and
 
     let address = |vm: &str, last: u32| {
         let set = format!(
-            "nic=$(ls -d /sys/class/net/*/device | head -n 1); nic=${{nic%/device}}; nic=${{nic##*/}}; \
+            "modprobe virtio_net; for left in $(seq 60); do ls /sys/class/net/*/device > /dev/null 2>&1 && break; sleep 1; done; \
+             nic=$(ls -d /sys/class/net/*/device | head -n 1); nic=${{nic%/device}}; nic=${{nic##*/}}; \
              ip addr flush dev $nic; ip addr add 10.77.0.{last}/24 dev $nic; ip link set $nic up; cat /sys/class/net/$nic/address"
         );
         exec(&client, vm, &set).stdout.trim().to_owned()
@@ -150,8 +151,17 @@ fn a_guest_in_a_bridge_reads_its_seed_disk_and_its_clone_has_its_own_address_and
         manifest.contains("not shown") && !manifest.contains("data data"),
         "{manifest}"
     );
-    run(&["clone", "s", "--prefix", "c", "--identity"]);
-    wait_agent(&client, "c-1");
+    // The guest's random numbers may not be ready so soon after its boot, so the command would fail.
+    run(&["clone", "s", "--prefix", "c", "--identity", "--no-wait"]);
+    wait_until(
+        "the clone has its identity",
+        Duration::from_secs(120),
+        || {
+            wait_agent(&client, "c-1")
+                .renewal
+                .is_some_and(|renewal| !renewal.pending)
+        },
+    );
     let own = MacAddress::of_vm("c-1").to_string();
     assert_eq!(address("c-1", 3), own);
     reached(3, &own);
