@@ -35,6 +35,7 @@ mod info;
 pub(crate) mod pauses;
 mod renewal;
 mod running;
+mod set;
 pub(crate) mod settings;
 mod watch;
 

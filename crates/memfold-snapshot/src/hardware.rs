@@ -5,7 +5,7 @@
 //! checked here. Devices that were hot-plugged are not in the description, and an unknown writable
 //! disk would continue to change after the snapshot.
 
-use memfold_vm::{Qmp, VmSpec, cloud_init};
+use memfold_vm::{Qmp, VmSpec, seed_disk};
 use serde_json::{Value, json};
 
 use super::error::SnapshotError;
@@ -59,7 +59,7 @@ fn blocked(migration: &Value) -> Option<String> {
 /// the seed disk that the description contains.
 pub(super) fn is_known(device: &Value, spec: &VmSpec) -> bool {
     let path = device["qdev"].as_str().unwrap_or_default();
-    let seed = cloud_init::DEVICE;
+    let seed = seed_disk::DEVICE;
     let is_seed = path == seed || path.contains(&format!("/{seed}/"));
     (spec.cloud_init.is_some() && is_seed)
         || (0..spec.disks.len()).any(|disk| spec.is_disk(disk, path))

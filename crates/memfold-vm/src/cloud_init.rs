@@ -1,48 +1,30 @@
-//! The seed disk of a VM: a small read-only disk from which cloud-init in the guest reads the
-//! guest's configuration (data source `NoCloud`).
+//! What cloud-init in a guest is told: the files of a VM's description, and their contents.
 //!
 //! ```text
 //!   description   cloud_init.user_data, cloud_init.ssh_keys: files
 //!        | read once, at the start
 //!   Seed          their texts, instance ID and host name: in `spec.json` and in snapshots
 //!        |
-//!   seed.img      FAT file system `cidata` in the VM's directory: user-data, meta-data
+//!   seed.img      the seed disk (seed_disk.rs)
 //! ```
 //! A snapshot has the texts, so each VM that runs from the snapshot gets the same disk again, on any
-//! host. The image of a running VM never changes.
+//! host.
 //!
 //! Source: <https://docs.cloud-init.io/en/latest/reference/datasources/nocloud.html>.
 
 use std::fs::File;
-use std::io::{self, Cursor, Read as _, Write as _};
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
-use fatfs::{FileSystem, FormatVolumeOptions, FsOptions, format_volume};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::directory::VmDirectory;
 use super::name::host_name;
 use super::network::hash_on_this_host;
-use super::overlay;
-use super::qemu_line::Line;
-use super::spec::VmSpec;
 use super::spec_error::{SpecError, require, value};
 
-/// ID of the seed disk's device in QEMU, and name of its block node.
-pub const DEVICE: &str = "seed";
-
-/// Serial number of the seed disk.
-const SERIAL: &str = "memfold-seed";
-
-/// Label of the seed's file system, by which cloud-init finds the disk.
-const LABEL: [u8; 11] = *b"cidata     ";
-
 /// Largest total size of a seed's files, in bytes.
-const MOST_BYTES: u64 = 256 << 10;
-
-/// Size of a seed's image without its files, in bytes.
-const BASE_BYTES: usize = 1 << 20;
+pub(super) const MOST_BYTES: u64 = 256 << 10;
 
 /// User data of a VM without any. cloud-init needs the file.
 const NO_USER_DATA: &str = "#cloud-config\n";
@@ -126,7 +108,7 @@ impl Seed {
     }
 
     /// Returns the file `meta-data`. JSON is valid YAML.
-    fn meta_data(&self) -> String {
+    pub(super) fn meta_data(&self) -> String {
         let data = json!({
             "instance-id": self.instance,
             "local-hostname": self.host_name,
@@ -134,53 +116,6 @@ impl Seed {
         });
         format!("{data:#}\n")
     }
-
-    /// Returns the image of the seed disk. The same contents always give the same image.
-    fn image(&self) -> io::Result<Vec<u8>> {
-        let files = [
-            ("user-data", self.user_data.clone()),
-            ("meta-data", self.meta_data()),
-        ];
-        let bytes: usize = files.iter().map(|(_, text)| text.len()).sum();
-        let size = (BASE_BYTES + bytes).next_multiple_of(BASE_BYTES);
-        let mut disk = Cursor::new(vec![0; size]);
-        format_volume(&mut disk, FormatVolumeOptions::new().volume_label(LABEL))?;
-        let system = FileSystem::new(&mut disk, FsOptions::new())?;
-        for (name, text) in files {
-            let mut file = system.root_dir().create_file(name)?;
-            file.write_all(text.as_bytes())?;
-            file.flush()?;
-        }
-        system.unmount()?;
-        Ok(disk.into_inner())
-    }
-}
-
-/// Creates the seed disk of a VM that is about to start, if it has one.
-pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
-    let Some(seed) = spec.cloud_init.as_ref().and_then(|of| of.seed.as_ref()) else {
-        return Ok(());
-    };
-    let path = directory.seed();
-    overlay::new_file(&path)?.write_all(&seed.image()?)?;
-    overlay::give(&path, spec)
-}
-
-/// Adds the seed disk to QEMU's command line, if the VM has one. The seed disk is the last disk.
-pub(super) fn arguments(line: &mut Line, spec: &VmSpec, directory: &VmDirectory) {
-    if spec.cloud_init.is_none() {
-        return;
-    }
-    let file = format!("driver=file,node-name={DEVICE}-file,read-only=on,filename=");
-    line.with_path("-blockdev", &file, &directory.seed())
-        .add(
-            "-blockdev",
-            format!("driver=raw,node-name={DEVICE},file={DEVICE}-file,read-only=on"),
-        )
-        .add(
-            "-device",
-            format!("virtio-blk-pci,id={DEVICE},drive={DEVICE},serial={SERIAL}"),
-        );
 }
 
 /// Reads a text file.
@@ -228,53 +163,6 @@ fn keys(path: &Path) -> Result<Vec<String>, SpecError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn seed() -> Seed {
-        let mut seed = Seed {
-            user_data: "#!/bin/sh\necho hello\n".into(),
-            ssh_keys: vec!["ssh-ed25519 AAAA me".into()],
-            ..Seed::default()
-        };
-        seed.rename("web_1");
-        seed
-    }
-
-    fn files(image: Vec<u8>) -> Vec<(String, String)> {
-        let disk = FileSystem::new(Cursor::new(image), FsOptions::new()).unwrap();
-        assert_eq!(disk.volume_label(), "cidata");
-        let root = disk.root_dir();
-        let entries = root.iter().map(|entry| {
-            let entry = entry.unwrap();
-            let mut text = String::new();
-            entry.to_file().read_to_string(&mut text).unwrap();
-            (entry.file_name(), text)
-        });
-        entries.collect()
-    }
-
-    #[test]
-    fn a_seed_disk_has_the_user_data_unchanged_and_the_identity_of_its_vm() {
-        let seed = seed();
-        let found = files(seed.image().unwrap());
-        assert_eq!(found[0], ("user-data".to_owned(), seed.user_data.clone()));
-        assert_eq!((found.len(), found[1].0.as_str()), (2, "meta-data"));
-        let meta: serde_json::Value = serde_json::from_str(&found[1].1).unwrap();
-        assert_eq!(meta["local-hostname"], "web-1");
-        assert_eq!(meta["public-keys"][0], "ssh-ed25519 AAAA me");
-        assert_eq!(meta["instance-id"], seed.instance);
-        // The same VM has the same disk at each start; another VM another instance.
-        assert_eq!(seed.image().unwrap(), seed.image().unwrap());
-        let mut other = seed.clone();
-        other.rename("web_2");
-        assert_ne!(other.instance, seed.instance);
-    }
-
-    #[test]
-    fn the_largest_seed_fits_on_its_disk() {
-        let mut seed = seed();
-        seed.user_data = "x".repeat(usize::try_from(MOST_BYTES).unwrap());
-        assert_eq!(files(seed.image().unwrap())[0].1, seed.user_data);
-    }
 
     #[test]
     fn wrong_files_for_a_seed_are_refused_with_field_and_fix() {

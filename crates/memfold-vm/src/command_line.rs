@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use memfold_wire::agent::PORT_NAME;
 
-use super::cloud_init;
 use super::directory::VmDirectory;
 use super::foreign::Foreign;
 use super::network::Network;
 use super::qemu_line::{Line, escape, monitor_argument, on_or_off};
+use super::seed_disk;
 use super::segments;
 use super::spec::{DiskSpec, StreamedDisk, VmSpec};
 use super::swap;
@@ -73,7 +73,7 @@ pub fn arguments(
     }
     network_arguments(&mut line, spec);
     disk_arguments(&mut line, spec, overlays);
-    cloud_init::arguments(&mut line, spec, directory);
+    seed_disk::arguments(&mut line, spec, directory);
     segments::arguments(&mut line, spec);
     boot_arguments(&mut line, spec);
     line.0.extend(spec.more_arguments(directory));

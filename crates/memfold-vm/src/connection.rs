@@ -20,7 +20,6 @@ use memfold_host::helper;
 use memfold_sys::tap;
 use serde::Deserialize;
 
-use super::directory::VmDirectory;
 use super::network::{MacAddress, Network};
 use super::overlay;
 
@@ -99,12 +98,12 @@ pub fn check(network: &Network) -> Result<(), ConnectionError> {
     Ok(())
 }
 
-/// Connects the card of a VM with this directory. Returns the descriptor for QEMU; `None` if the
-/// network needs no tap.
+/// Connects the card of a VM. Returns the descriptor for QEMU; `None` if the network needs no tap.
+/// `note`: file that will name the VM's macvtap.
 pub(super) fn connect(
     network: &Network,
     address: MacAddress,
-    directory: &VmDirectory,
+    note: &Path,
 ) -> Result<Option<OwnedFd>, ConnectionError> {
     match network {
         Network::None | Network::User => Ok(None),
@@ -122,20 +121,16 @@ pub(super) fn connect(
             ])?;
             Ok(Some(tap))
         }
-        Network::Macvtap(name) => make_macvtap(name, address, directory).map(Some),
+        Network::Macvtap(name) => make_macvtap(name, address, note).map(Some),
     }
 }
 
-fn make_macvtap(
-    name: &str,
-    address: MacAddress,
-    directory: &VmDirectory,
-) -> Result<OwnedFd, ConnectionError> {
+fn make_macvtap(name: &str, address: MacAddress, note: &Path) -> Result<OwnedFd, ConnectionError> {
     find_interface(name)?;
     #[allow(clippy::cast_possible_truncation)] // the last bits differ the most
     let own = format!("mf-{:08x}", overlay::unique() as u32);
     // This process may die at any moment, so the name is recorded before the interface is made.
-    std::fs::write(directory.macvtap(), &own).map_err(ConnectionError::Note)?;
+    std::fs::write(note, &own).map_err(ConnectionError::Note)?;
     let text = address.to_string();
     ip(&[
         "link", "add", "link", name, "name", &own, "address", &text, "type", "macvtap", "mode",
@@ -182,9 +177,10 @@ fn try_open(path: &Path, number: &Path) -> io::Result<File> {
     Ok(device)
 }
 
-/// Removes the macvtap of an ended VM, if the VM had one. Does nothing the second time.
-pub(super) fn remove(directory: &VmDirectory) -> io::Result<()> {
-    let Ok(name) = std::fs::read_to_string(directory.macvtap()) else {
+/// Removes the macvtap of an ended VM that the file `note` names. Does nothing without that file, or
+/// the second time.
+pub(super) fn remove(note: &Path) -> io::Result<()> {
+    let Ok(name) = std::fs::read_to_string(note) else {
         return Ok(());
     };
     match find(&name) {

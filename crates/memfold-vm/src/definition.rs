@@ -146,21 +146,17 @@ impl Definition {
 /// Sets or removes a field of a table, or of a table in it. Removing a field that does not exist is
 /// no error.
 fn set(table: &mut Table, field: &str, value: Option<Value>) -> Result<(), String> {
-    match field.split_once('.') {
-        Some((outer, inner)) => {
-            let empty = || Value::Table(Table::new());
-            let within = table.entry(outer.to_owned()).or_insert_with(empty);
-            let within = within.as_table_mut().ok_or("there is no such field")?;
-            set(within, inner, value)
-        }
-        None => {
-            match value {
-                Some(value) => table.insert(field.to_owned(), value),
-                None => table.remove(field),
-            };
-            Ok(())
-        }
+    if let Some((outer, inner)) = field.split_once('.') {
+        let empty = || Value::Table(Table::new());
+        let within = table.entry(outer.to_owned()).or_insert_with(empty);
+        let within = within.as_table_mut().ok_or("there is no such field")?;
+        return set(within, inner, value);
     }
+    match value {
+        Some(value) => table.insert(field.to_owned(), value),
+        None => table.remove(field),
+    };
+    Ok(())
 }
 
 /// Removes a field from a table. Returns the default value if the table does not have the field.

@@ -209,7 +209,7 @@ impl VmDirectory {
     /// Removes the VM's directory, the files in `overlays`, and the VM's macvtap. Missing files are
     /// no error.
     pub fn remove(&self, overlays: &[PathBuf]) -> io::Result<()> {
-        connection::remove(self)?;
+        connection::remove(&self.macvtap())?;
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
         }

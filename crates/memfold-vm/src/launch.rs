@@ -15,7 +15,6 @@ use memfold_units::ByteSize;
 use memfold_wire::library::{MONITOR_VARIABLE, SOCKET_VARIABLE};
 use rustix::process::Pid;
 
-use super::cloud_init;
 use super::command_line::{NETWORK, arguments};
 use super::connection::{self, ConnectionError};
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
@@ -26,6 +25,7 @@ use super::overlay::{self, Backing};
 use super::own_files;
 use super::process::Identity;
 use super::qmp::Qmp;
+use super::seed_disk;
 use super::spec::{AccelChoice, DiskSpec, VmSpec};
 use super::spec_error::SpecError;
 use super::swap;
@@ -352,7 +352,7 @@ impl Attempt<'_> {
             .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
             .map_err(failed)?;
         own_files::make(directory, spec).map_err(failed)?;
-        cloud_init::make(directory, spec).map_err(failed)?;
+        seed_disk::make(directory, spec).map_err(failed)?;
         let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
         let places: Vec<PathBuf> = disks()
             .enumerate()
@@ -464,7 +464,7 @@ impl Attempt<'_> {
         let Some(address) = spec.mac.filter(|_| spec.foreign.is_none()) else {
             return Ok(());
         };
-        let connected = connection::connect(&spec.network, address, self.directory);
+        let connected = connection::connect(&spec.network, address, &self.directory.macvtap());
         let tap = connected.map_err(|source| LaunchError::Network {
             name: spec.name.clone(),
             source,
