@@ -7,8 +7,8 @@
 //!        |
 //!   seed.img      the seed disk (seed_disk.rs)
 //! ```
-//! A snapshot has the texts, so each VM that runs from the snapshot gets the same disk again, on any
-//! host.
+//! A snapshot has the texts, so each VM that runs from the snapshot gets the same disk again, on
+//! any host.
 //!
 //! Source: <https://docs.cloud-init.io/en/latest/reference/datasources/nocloud.html>.
 

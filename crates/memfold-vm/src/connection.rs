@@ -177,8 +177,8 @@ fn try_open(path: &Path, number: &Path) -> io::Result<File> {
     Ok(device)
 }
 
-/// Removes the macvtap of an ended VM that the file `note` names. Does nothing without that file, or
-/// the second time.
+/// Removes the macvtap of an ended VM that the file `note` names. Does nothing without that file,
+/// or the second time.
 pub(super) fn remove(note: &Path) -> io::Result<()> {
     let Ok(name) = std::fs::read_to_string(note) else {
         return Ok(());

@@ -90,9 +90,10 @@ impl Definition {
         ))
     }
 
-    /// Returns the definition with changed fields. Each change is a field's name as in the TOML file
-    /// (`boot.cmdline` for a field of a table), and its value: a value of TOML, or just text. An
-    /// empty value removes the field, which then has its default. The result is not validated yet.
+    /// Returns the definition with changed fields. Each change is a field's name as in the TOML
+    /// file (`boot.cmdline` for a field of a table), and its value: a value of TOML, or just text.
+    /// An empty value removes the field, which then has its default. The result is not validated
+    /// yet.
     ///
     /// # Errors
     ///

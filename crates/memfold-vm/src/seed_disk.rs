@@ -1,6 +1,6 @@
-//! The seed disk of a VM: a small read-only disk with the file system `cidata`, from which cloud-init
-//! in the guest reads its configuration (data source `NoCloud`). The image of a running VM never
-//! changes.
+//! The seed disk of a VM: a small read-only disk with the file system `cidata`, from which
+//! cloud-init in the guest reads its configuration (data source `NoCloud`). The image of a running
+//! VM never changes.
 
 use std::io::{self, Cursor, Write as _};
 

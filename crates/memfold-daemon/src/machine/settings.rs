@@ -1,5 +1,5 @@
-//! Settings that an operator can change while a VM runs. A change is recorded in the VM's directory,
-//! so the next daemon knows it, and ends with the VM.
+//! Settings that an operator can change while a VM runs. A change is recorded in the VM's
+//! directory, so the next daemon knows it, and ends with the VM.
 
 use memfold_vm::{Vm, VmDirectory};
 use serde::{Deserialize, Serialize};

@@ -12,8 +12,8 @@ use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
 impl Segments {
-    /// Returns the users of a generation: VMs that map it, snapshots of such VMs, and definitions of
-    /// VMs that would map it at their next start. A snapshot or definition that cannot be read
+    /// Returns the users of a generation: VMs that map it, snapshots of such VMs, and definitions
+    /// of VMs that would map it at their next start. A snapshot or definition that cannot be read
     /// counts as a user.
     pub(super) fn users_of(&self, manifest: &Manifest) -> Result<Vec<String>, DaemonError> {
         let reference = manifest.reference();

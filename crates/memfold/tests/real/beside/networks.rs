@@ -1,5 +1,5 @@
-//! Test of a guest in a bridge, with a seed disk for cloud-init, and of its clone. The bridge is in a
-//! network namespace of the test's own.
+//! Test of a guest in a bridge, with a seed disk for cloud-init, and of its clone. The bridge is in
+//! a network namespace of the test's own.
 
 use std::fs;
 use std::process::Command;
@@ -151,7 +151,8 @@ fn a_guest_in_a_bridge_reads_its_seed_disk_and_its_clone_has_its_own_address_and
         manifest.contains("not shown") && !manifest.contains("data data"),
         "{manifest}"
     );
-    // The guest's random numbers may not be ready so soon after its boot, so the command would fail.
+    // The guest's random numbers may not be ready so soon after its boot, so the command would
+    // fail.
     run(&["clone", "s", "--prefix", "c", "--identity", "--no-wait"]);
     wait_until(
         "the clone has its identity",
