@@ -5,7 +5,7 @@ use super::support::{code, err, out, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-pub const COMMANDS: [(&[&str], &[&str], bool); 70] = [
+pub const COMMANDS: [(&[&str], &[&str], bool); 72] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
