@@ -29,6 +29,7 @@ use self::state::{Sink, State};
 use crate::backoff::Backoff;
 use crate::commands::Commands;
 use crate::glob::Rules;
+use crate::memory::{Reports, Trimmer};
 use crate::mounts::Mounts;
 use crate::page_cache::PageCache;
 use crate::port::{self, Port};
@@ -112,6 +113,8 @@ impl Agent {
             find: Backoff::new(FIND_INTERVAL),
             finding: false,
             counters_sent: (Instant::now(), AgentCounters::default()),
+            memory: Reports::default(),
+            trimmer: Trimmer::default(),
         };
         agent.read_mounts();
         Ok(agent)
@@ -152,6 +155,10 @@ impl Agent {
                 self.start_jobs();
             }
             self.say_counters(false);
+            if let Some(figures) = self.memory.next() {
+                // If the queue is full, the next figures tell as much.
+                self.say(&figures);
+            }
         }
         while self.state != State::Refused && self.has_room() {
             let Some(message) = self.commands.next() else {
@@ -270,6 +277,7 @@ impl Agent {
             list.push(self.repair.due.filter(|_| free));
             list.push(self.find.due.filter(|_| !self.finding && self.has_room()));
             list.push(self.counters_due());
+            list.push(self.memory.due());
         }
         list.into_iter().flatten().min()
     }

@@ -38,6 +38,28 @@ const MESSAGES: usize = 8;
 /// started yet.
 type Running = Arc<Mutex<HashMap<(u32, u32), Option<Pid>>>>;
 
+/// Sends messages of another thread of the agent to the daemon, as long as the connection lasts.
+#[derive(Clone, Debug)]
+pub struct Outbox {
+    epoch: u32,
+    sender: SyncSender<(u32, FromAgent)>,
+    wake: Arc<Wake>,
+}
+
+impl Outbox {
+    /// Sends a message; waits while many are queued, so the main thread must not call this.
+    pub fn send(&self, message: FromAgent) {
+        let _ = self.sender.send((self.epoch, message));
+        self.wake.up();
+    }
+
+    /// Sends a message, or drops it if many are queued.
+    pub fn try_send(&self, message: FromAgent) {
+        let _ = self.sender.try_send((self.epoch, message));
+        self.wake.up();
+    }
+}
+
 /// Shell commands that the agent runs for the daemon.
 #[derive(Debug)]
 pub struct Commands {
@@ -151,6 +173,16 @@ impl Commands {
     pub fn forget(&mut self) {
         self.streams.hang_up_all();
         self.epoch = self.epoch.wrapping_add(1);
+    }
+
+    /// Returns a sender for messages that go to the daemon the same way. They are dropped like a
+    /// command's output when the connection is lost.
+    pub fn outbox(&self) -> Outbox {
+        Outbox {
+            epoch: self.epoch,
+            sender: self.sender.clone(),
+            wake: Arc::clone(&self.wake),
+        }
     }
 
     /// Returns the next message of a command to send to the daemon; `None` if there is none.

@@ -17,6 +17,7 @@
 //! | `batch`, `port` | messages and their sending |
 //! | `commands` | shell commands that the daemon runs, at once or with live input and output |
 //! | [`copy`] | copies of files between guest and host |
+//! | [`memory`] | figures of the guest's memory; trimming of its page cache |
 //! | [`free_pages`] | free page frames, which a snapshot can leave out |
 //! | [`extents`], `block_devices` | where files are stored on the guest's disks |
 //! | [`drop_caches`] | files are dropped from the page cache, until a deadline |
@@ -46,6 +47,7 @@ mod files;
 pub mod format;
 pub mod free_pages;
 pub mod glob;
+pub mod memory;
 pub mod mounts;
 mod page_cache;
 mod port;

@@ -104,11 +104,14 @@ impl Engine {
                 vm.stats.agent_cpu_us = counters.cpu_us;
                 vm.stats.agent_rss_bytes = counters.rss_bytes;
             }
-            // The connection to the agent handles sessions and commands.
+            // The connection to the agent handles sessions, commands and trims, and the daemon the
+            // guest's memory figures.
             FromAgent::Hello { .. }
             | FromAgent::Output { .. }
             | FromAgent::Exited { .. }
-            | FromAgent::InputRoom { .. } => {}
+            | FromAgent::InputRoom { .. }
+            | FromAgent::Memory(_)
+            | FromAgent::Trimmed(_) => {}
         }
     }
 }

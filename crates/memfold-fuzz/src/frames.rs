@@ -11,6 +11,9 @@ use memfold_wire::frame::{Decoder, FrameError, HEADER, Validate, decode_body, en
 use memfold_wire::library::{
     self, Advice, FoldRun, Freeze, HISTOGRAM_BUCKETS, MapRun, Order, Outcome, Range, Reply, Stats,
 };
+use memfold_wire::memory::{
+    self, LruGen, MemoryReading, Pressure, TrimEnd, TrimMethod, TrimOrder, TrimResult,
+};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -107,7 +110,9 @@ impl Limited for FromAgent {
             | Self::InventoryEnd { .. }
             | Self::Counters(_)
             | Self::Exited { .. }
-            | Self::InputRoom { .. } => {}
+            | Self::InputRoom { .. }
+            | Self::Memory(_)
+            | Self::Trimmed(_) => {}
         }
     }
 }
@@ -119,6 +124,9 @@ impl Limited for ToAgent {
                 assert!(script.len() <= agent::MAX_TEXT);
             }
             Self::Input { bytes, .. } => assert!(bytes.len() <= agent::MAX_INPUT),
+            Self::ReportMemory { interval_ms } => {
+                assert!(*interval_ms == 0 || *interval_ms >= memory::MIN_INTERVAL_MS);
+            }
             _ => {}
         }
     }
@@ -208,6 +216,27 @@ pub fn from_agent() -> Vec<Vec<u8>> {
             command,
             bytes: 1 << 16,
         },
+        FromAgent::Memory(Box::default()),
+        FromAgent::Memory(Box::new(MemoryReading {
+            mem_total_kib: 8 << 20,
+            pgscan: u64::MAX,
+            pressure: Some(Pressure {
+                some_us: 1 << 40,
+                some_avg10: 10_000,
+                ..Pressure::default()
+            }),
+            lru_gen: Some([LruGen { anon: 7, file: 9 }; 4]),
+            cgroup_limit_kib: Some(1 << 20),
+            ..MemoryReading::default()
+        })),
+        FromAgent::Trimmed(TrimResult {
+            order: 3,
+            reclaimed_bytes: 64 << 20,
+            refaults: 12,
+            steps: 16,
+            method: TrimMethod::MemoryReclaim,
+            end: TrimEnd::Failed(-5),
+        }),
     ])
 }
 
@@ -250,6 +279,14 @@ pub fn to_agent() -> Vec<Vec<u8>> {
         ToAgent::Resize { command, size },
         ToAgent::Signal { command, signal },
         ToAgent::HangUp { command },
+        ToAgent::ReportMemory { interval_ms: 2000 },
+        ToAgent::Trim(TrimOrder {
+            order: 3,
+            bytes: 64 << 20,
+            max_some: 100,
+            deadline_ms: 10_000,
+            spare_swap: true,
+        }),
     ])
 }
 

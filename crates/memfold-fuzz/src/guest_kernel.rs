@@ -4,8 +4,10 @@
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use memfold_agent::format::{EventFormat, PageFormat};
 use memfold_agent::glob::matches;
+use memfold_agent::memory::parse;
 use memfold_agent::mounts::{Kind, Mounts, OVERLAY_DEVICE};
 use memfold_agent::trace::{EventDecoder, Round, decode_page};
+use memfold_wire::memory::MemoryReading;
 
 use crate::subject::parts;
 
@@ -56,6 +58,17 @@ pub fn mountinfos() -> Vec<Vec<u8>> {
               31 30 7:1 / /x/y\\134z ro - erofs /dev/loop1 ro\n"
                 .to_vec(),
         ]
+}
+pub fn memory_files() -> Vec<Vec<u8>> {
+    [
+        fixture!("memory", "meminfo"),
+        fixture!("memory", "vmstat"),
+        fixture!("memory", "pressure"),
+        fixture!("memory", "lru_gen"),
+        fixture!("memory", "memory.stat"),
+    ]
+    .map(|text| text.as_bytes().to_vec())
+    .into()
 }
 pub fn globs() -> Vec<Vec<u8>> {
     let pairs = [
@@ -148,6 +161,29 @@ pub fn mountinfo(data: &[u8]) -> u64 {
     let kinds = mounts.list.iter().map(|m| 1 << (m.kind as u64));
     let kinds = kinds.fold(0, |set, kind: u64| set | kind);
     kinds << 8 | (mounts.list.len() as u64).min(15) << 4 | (walked.len() as u64).min(15)
+}
+
+pub fn memory(data: &[u8]) -> u64 {
+    let mut reading = MemoryReading::default();
+    parse::meminfo(data, &mut reading);
+    parse::vmstat(data, &mut reading);
+    let figures = [
+        reading.mem_total_kib,
+        reading.swap_free_kib,
+        reading.pgscan,
+        reading.allocstall,
+        reading.oom_kill,
+    ];
+    let mut found = 0;
+    for (at, figure) in figures.into_iter().enumerate() {
+        found |= u64::from(figure > 0) << at;
+    }
+    let stat = parse::GroupStat::parse(data);
+    assert!(stat.clean_file() <= stat.active_file.saturating_add(stat.inactive_file));
+    found |= u64::from(stat.clean_file() > 0) << 5;
+    found |= u64::from(parse::pressure(data).is_some()) << 6;
+    found |= u64::from(parse::lru_gen(data).is_some()) << 7;
+    found | u64::from(parse::limit(data).is_some()) << 8
 }
 
 pub fn glob(data: &[u8]) -> u64 {

@@ -1,7 +1,7 @@
 //! Fuzz targets of memfold: every parser of bytes that another program wrote.
 //!
 //! ```text
-//!   guest  --FromAgent-->  daemon  --ToAgent-->  agent        kernel --ring pages, formats, mountinfo--> agent
+//!   guest  --FromAgent-->  daemon  --ToAgent-->  agent        kernel --ring pages, formats, mountinfo, memory files--> agent
 //!   daemon --Order--> library in QEMU --Reply--> daemon       QEMU --info ramblock, info mtree, JSON--> daemon
 //! ```
 //! A [`Subject`] runs a parser on arbitrary bytes. The parser must not panic, and the values that
@@ -24,7 +24,7 @@ use memfold_wire::library::{Order, Reply};
 pub use subject::Subject;
 
 /// All fuzz targets: the name, parser and valid inputs of each.
-pub const SUBJECTS: [Subject; 17] = [
+pub const SUBJECTS: [Subject; 18] = [
     subject_of("from_agent", frames::run::<FromAgent>, frames::from_agent),
     subject_of("to_agent", frames::run::<ToAgent>, frames::to_agent),
     subject_of("order", frames::run::<Order>, frames::orders),
@@ -36,6 +36,7 @@ pub const SUBJECTS: [Subject; 17] = [
         guest_kernel::mountinfo,
         guest_kernel::mountinfos,
     ),
+    subject_of("memory", guest_kernel::memory, guest_kernel::memory_files),
     subject_of("glob", guest_kernel::glob, guest_kernel::globs),
     subject_of("layout", layout::layout, layout::layouts),
     subject_of("free_pages", snapshot::free_pages, snapshot::free_lists),

@@ -51,7 +51,7 @@ macro_rules! tests {
     };
 }
 
-tests! { from_agent to_agent order reply ring format mountinfo glob layout free_pages extents nbd description chunk exec_frames copy_archive sent_events }
+tests! { from_agent to_agent order reply ring format mountinfo memory glob layout free_pages extents nbd description chunk exec_frames copy_archive sent_events }
 
 #[test]
 fn fuzz_seeds_are_valid_and_are_written_to_the_given_directory() {

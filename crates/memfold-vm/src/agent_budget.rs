@@ -26,7 +26,9 @@ pub(super) fn weight(message: &FromAgent) -> usize {
         FromAgent::Counters(_)
         | FromAgent::Output { .. }
         | FromAgent::Exited { .. }
-        | FromAgent::InputRoom { .. } => 16,
+        | FromAgent::InputRoom { .. }
+        | FromAgent::Memory(_)
+        | FromAgent::Trimmed(_) => 16,
     };
     usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
 }

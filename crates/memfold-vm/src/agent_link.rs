@@ -23,6 +23,7 @@ use memfold_wire::agent::{
     FromAgent, INPUT_WINDOW, MAX_STREAMS, OLDEST_VERSION, OUTPUT_COST, OUTPUT_WINDOW, OutputStream,
     STREAMS_VERSION, ToAgent, VERSION,
 };
+use memfold_wire::memory::{self, TrimOrder, TrimResult};
 use memfold_wire::{Decoder, encode};
 use serde::Serialize;
 
@@ -67,6 +68,9 @@ pub struct AgentOptions {
     /// Most pages per second that the agent's messages may name. Beyond this limit, the guest
     /// waits. A message that makes the daemon rebuild tables counts as many pages.
     pub max_pages_per_s: u32,
+    /// Interval at which the agent reports the guest's memory figures, in milliseconds, at least
+    /// 100; 0: never.
+    pub memory_interval_ms: u32,
 }
 
 impl Default for AgentOptions {
@@ -77,6 +81,7 @@ impl Default for AgentOptions {
             max_bytes_per_s: 16 << 20,
             // A gigabyte of page cache a second.
             max_pages_per_s: 1 << 18,
+            memory_interval_ms: 2000,
         }
     }
 }
@@ -104,7 +109,8 @@ pub enum AgentEvent {
     /// A session with the agent began. File numbers and hints of earlier sessions are no longer
     /// valid.
     Session(AgentFacts),
-    /// The agent sent a message in the current session; never `Hello`, `Output` or `Exited`.
+    /// The agent sent a message in the current session; never `Hello`, `Output`, `Exited` or
+    /// `Trimmed`.
     Message(FromAgent),
     /// The connection to the agent ended. The link connects again without the caller's help.
     Lost {
@@ -143,6 +149,12 @@ pub enum AgentError {
     Timeout { seconds: f64 },
     #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
     TooMuchOutput,
+    #[error(
+        "the agent in the guest has version {version}, which cannot {what}; install this memfold's agent in the guest"
+    )]
+    TooOld { version: String, what: &'static str },
+    #[error("the agent in the guest did not end the trim of its page cache within {seconds} s")]
+    TrimTimeout { seconds: f64 },
     #[error("cannot send the script to the guest's agent")]
     Frame(#[from] memfold_wire::FrameError),
     #[error("cannot write to the port of the guest's agent")]
@@ -165,6 +177,23 @@ pub struct CommandResult {
     /// Exit code of the command, or 128 + signal if a signal killed the command.
     pub code: i32,
 }
+
+/// What the agent shall reclaim of the guest's page cache.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Trim {
+    /// Most bytes to reclaim.
+    pub bytes: u64,
+    /// Share of time, from 0 to 1, for which the guest's tasks may wait for memory (PSI `some`)
+    /// between two steps. Above that, the trim ends.
+    pub max_pressure: f64,
+    /// Longest time that the trim may take.
+    pub limit: Duration,
+    /// Whether anonymous memory must stay out of the guest's swap.
+    pub spare_swap: bool,
+}
+
+/// Time in which the agent must answer after the limit of a trim: its last step may take long.
+const TRIM_PATIENCE: Duration = Duration::from_secs(10);
 
 enum CommandEvent {
     Output(OutputStream, Vec<u8>),
@@ -217,6 +246,9 @@ struct State {
     commands: HashMap<u32, SyncSender<CommandEvent>>,
     streams: HashMap<u32, LinkStream>,
     next_command: u32,
+    /// Receivers of results of trims, by number. The agent ends a trim when a new one comes.
+    trims: HashMap<u32, SyncSender<TrimResult>>,
+    next_trim: u32,
 }
 
 impl AgentLink {
@@ -406,6 +438,65 @@ impl AgentLink {
     }
 }
 
+impl AgentLink {
+    /// Makes the agent reclaim clean page cache of the guest, and waits for the result. A trim that
+    /// runs already is ended, and returns what it has reclaimed.
+    ///
+    /// # Errors
+    ///
+    /// [`AgentError::TooOld`] if the agent does not know such an order.
+    pub fn trim(&self, trim: &Trim) -> Result<TrimResult, AgentError> {
+        let (sender, receiver) = sync_channel(1);
+        let order = {
+            let mut state = self.shared.lock();
+            let facts = state.facts()?;
+            if !facts.reports_memory() {
+                let version = facts.agent.clone();
+                let what = "trim the guest's page cache";
+                return Err(AgentError::TooOld { version, what });
+            }
+            let order = state.next_trim;
+            state.next_trim = order.wrapping_add(1);
+            state.trims.insert(order, sender);
+            order
+        };
+        let message = ToAgent::Trim(TrimOrder {
+            order,
+            bytes: trim.bytes,
+            max_some: hundredths(trim.max_pressure),
+            deadline_ms: u32::try_from(trim.limit.as_millis()).unwrap_or(u32::MAX),
+            spare_swap: trim.spare_swap,
+        });
+        let outcome = self.shared.send(&message).and_then(|()| {
+            match receiver.recv_timeout(trim.limit.saturating_add(TRIM_PATIENCE)) {
+                Ok(result) => Ok(result),
+                Err(RecvTimeoutError::Timeout) => Err(AgentError::TrimTimeout {
+                    seconds: trim.limit.as_secs_f64(),
+                }),
+                Err(RecvTimeoutError::Disconnected) => Err(AgentError::Lost),
+            }
+        });
+        self.shared.lock().trims.remove(&order);
+        outcome
+    }
+}
+
+/// Converts a share of time from 0 to 1 to hundredths of a percent.
+fn hundredths(share: f64) -> u16 {
+    // The value is between 0 and 10,000; not a number becomes 0.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let hundredths = (share.clamp(0.0, 1.0) * 1e4).round() as u16;
+    hundredths
+}
+
+impl AgentFacts {
+    /// Returns whether the agent knows messages about the guest's memory: figures and trims.
+    #[must_use]
+    pub fn reports_memory(&self) -> bool {
+        memory::has_feature(&self.agent, memory::FEATURE)
+    }
+}
+
 impl Drop for AgentLink {
     fn drop(&mut self) {
         {
@@ -446,6 +537,7 @@ impl State {
         self.session = None;
         self.commands.clear();
         self.streams.clear();
+        self.trims.clear();
     }
 }
 
@@ -669,6 +761,10 @@ impl Shared {
                 sink(AgentEvent::Session(facts.clone()));
                 // The inventory is the first request to the agent.
                 self.answer(&ToAgent::Inventory);
+                let interval_ms = self.options.memory_interval_ms;
+                if facts.reports_memory() && interval_ms > 0 {
+                    self.answer(&ToAgent::ReportMemory { interval_ms });
+                }
                 self.lock().session = Some(facts);
                 self.changed.notify_all();
             }
@@ -693,6 +789,12 @@ impl Shared {
                     .to_stream(command, StreamEvent::InputRoom(bytes))
                     .is_some()
                 {
+                    self.lock().stats.dropped += 1;
+                }
+            }
+            FromAgent::Trimmed(result) => {
+                let sender = self.lock().trims.remove(&result.order);
+                if sender.is_none_or(|s| s.send(result).is_err()) {
                     self.lock().stats.dropped += 1;
                 }
             }

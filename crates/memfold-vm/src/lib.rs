@@ -52,7 +52,7 @@ pub mod trial;
 mod validate;
 
 pub use agent_link::{
-    AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
+    AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult, Trim,
 };
 pub use agent_stream::{StreamEvent, StreamRequest, StreamedCommand};
 pub use cloud_init::{CloudInit, Seed};

@@ -19,6 +19,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
+use crate::memory::{self, MemoryReading, TrimOrder, TrimResult};
 
 /// Newest version of the protocol between the daemon and the guest agent. A session has the older
 /// one of the two sides' newest versions: [`ToAgent::Welcome`] tells it to the agent. Neither side
@@ -236,6 +237,10 @@ pub enum FromAgent {
         /// Number of bytes that the command has taken since the last such message.
         bytes: u32,
     },
+    /// Figures of the guest's memory, as often as [`ToAgent::ReportMemory`] asks.
+    Memory(Box<MemoryReading>),
+    /// End of a trim that the daemon ordered with [`ToAgent::Trim`].
+    Trimmed(TrimResult),
 }
 
 /// Messages from the daemon to the agent.
@@ -326,6 +331,14 @@ pub enum ToAgent {
         /// Number of the command, from [`ToAgent::Stream`].
         command: u32,
     },
+    /// Asks for [`FromAgent::Memory`] at this interval, from now on. Only for agents with
+    /// [`memory::FEATURE`].
+    ReportMemory {
+        /// Interval in milliseconds, at least [`memory::MIN_INTERVAL_MS`]; 0 ends the reports.
+        interval_ms: u32,
+    },
+    /// Orders to trim the guest's page cache. Only for agents with [`memory::FEATURE`].
+    Trim(TrimOrder),
 }
 
 fn runs(pages: impl IntoIterator<Item = u32>, count: usize) -> Result<(), FrameError> {
@@ -375,7 +388,9 @@ impl Validate for FromAgent {
             | Self::InventoryEnd { .. }
             | Self::Counters(_)
             | Self::Exited { .. }
-            | Self::InputRoom { .. } => Ok(()),
+            | Self::InputRoom { .. }
+            | Self::Memory(_)
+            | Self::Trimmed(_) => Ok(()),
         }
     }
 }
@@ -408,7 +423,9 @@ impl Validate for ToAgent {
             | Self::OutputRoom { .. }
             | Self::Resize { .. }
             | Self::Signal { .. }
-            | Self::HangUp { .. } => Ok(()),
+            | Self::HangUp { .. }
+            | Self::Trim(_) => Ok(()),
+            Self::ReportMemory { interval_ms } => memory::validate_interval(*interval_ms),
         }
     }
 }

@@ -23,6 +23,7 @@
 pub mod agent;
 pub mod frame;
 pub mod library;
+pub mod memory;
 pub mod past;
 
 pub use frame::{Decoder, FrameError, encode};

@@ -6,10 +6,12 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use memfold_wire::agent::{FromAgent, OLDEST_VERSION, ToAgent, VERSION};
+use memfold_wire::memory;
 use rustix::event::PollFlags;
 
 use super::state::{Agent, Sink, State};
 use crate::glob::Rules;
+use crate::memory::Reports;
 use crate::trace::Round;
 
 /// Shortest and longest interval between two checks whether the host side is open.
@@ -19,6 +21,9 @@ pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(200), Dura
 /// what it has not delivered when a daemon's connection ends, so a Hello can be lost although the
 /// next daemon is there already.
 pub(super) const PATIENCE: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(32));
+
+/// Messages beyond the protocol's first version that this agent knows.
+const FEATURES: [&str; 1] = [memory::FEATURE];
 
 impl Agent {
     pub(super) fn look_for_host(&mut self) {
@@ -49,7 +54,7 @@ impl Agent {
         };
         let hello = FromAgent::Hello {
             version: self.version,
-            agent: env!("CARGO_PKG_VERSION").into(),
+            agent: memory::version_with(env!("CARGO_PKG_VERSION"), &FEATURES),
             kernel: read("/proc/sys/kernel/osrelease"),
             boot_id: read("/proc/sys/kernel/random/boot_id"),
             host_name: read("/proc/sys/kernel/hostname"),
@@ -69,6 +74,8 @@ impl Agent {
         self.worker.cancel();
         self.commands.forget();
         self.version = VERSION;
+        self.memory = Reports::default();
+        self.trimmer.stop();
         self.cache.reset(Rules::default());
         self.round = Round::default();
         self.gather = None;
@@ -141,6 +148,8 @@ impl Agent {
             ToAgent::Ping => self.say_counters(true),
             ToAgent::Run { command, script } => self.commands.run(command, script),
             ToAgent::Kill { command } => self.commands.kill(command),
+            ToAgent::ReportMemory { interval_ms } => self.memory.set_interval(interval_ms),
+            ToAgent::Trim(order) => self.trimmer.start(order, self.commands.outbox()),
             other => drop(self.commands.stream(other)),
         }
     }

@@ -9,6 +9,7 @@ use memfold_wire::agent::{AgentCounters, FromAgent};
 
 use crate::backoff::Backoff;
 use crate::commands::Commands;
+use crate::memory::{Reports, Trimmer};
 use crate::page_cache::PageCache;
 use crate::port::Port;
 use crate::throttle::process_cpu;
@@ -69,6 +70,8 @@ pub struct Agent {
     pub(super) find: Backoff,
     pub(super) finding: bool,
     pub(super) counters_sent: (Instant, AgentCounters),
+    pub(super) memory: Reports,
+    pub(super) trimmer: Trimmer,
 }
 
 impl Agent {

@@ -7,8 +7,9 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use memfold_testkit::{patience, wait_until};
-use memfold_vm::{AgentError, AgentEvent, AgentLink, AgentOptions};
+use memfold_vm::{AgentError, AgentEvent, AgentLink, AgentOptions, Trim};
 use memfold_wire::agent::{FromAgent, HintRun, OutputStream, ToAgent, VERSION};
+use memfold_wire::memory::{self, MemoryReading, TrimEnd, TrimMethod, TrimResult};
 use memfold_wire::{Decoder, encode};
 
 /// Time limit that is longer than any step of these tests, even on a busy machine.
@@ -306,4 +307,89 @@ fn an_agent_that_introduces_itself_endlessly_is_disconnected_and_can_connect_aga
     );
     drop(link);
     drain.join().unwrap();
+}
+
+fn memory_session(guest: &mut Guest) {
+    let mut hello = hello(VERSION, "one");
+    if let FromAgent::Hello { agent, .. } = &mut hello {
+        *agent = memory::version_with("0.1.0", &[memory::FEATURE]);
+    }
+    guest.say(&hello);
+    assert!(matches!(guest.hear(), ToAgent::Welcome { .. }));
+    assert_eq!(guest.hear(), ToAgent::Inventory);
+}
+
+#[test]
+fn only_an_agent_that_knows_memory_messages_is_asked_for_figures_and_trims() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    let mut guest = Guest::accept(&listener);
+    guest.greet("old");
+    assert_eq!(session(&events), "old");
+    let trim = Trim {
+        bytes: 1 << 20,
+        max_pressure: 0.01,
+        limit: LONG,
+        spare_swap: true,
+    };
+    link.wait_session(LONG).unwrap();
+    let refused = link.trim(&trim).unwrap_err();
+    assert!(matches!(refused, AgentError::TooOld { .. }), "{refused}");
+    memory_session(&mut guest);
+    let interval_ms = AgentOptions::default().memory_interval_ms;
+    assert_eq!(guest.hear(), ToAgent::ReportMemory { interval_ms });
+    assert_eq!(session(&events), "one");
+    let reading = MemoryReading {
+        mem_total_kib: 7,
+        ..MemoryReading::default()
+    };
+    guest.say(&FromAgent::Memory(Box::new(reading.clone())));
+    let expected = AgentEvent::Message(FromAgent::Memory(Box::new(reading)));
+    assert_eq!(events.recv_timeout(LONG).unwrap(), expected);
+    std::thread::scope(|scope| {
+        let result = scope.spawn(|| link.trim(&trim).unwrap());
+        let ToAgent::Trim(order) = guest.hear() else {
+            panic!("no trim");
+        };
+        assert_eq!((order.bytes, order.max_some), (1 << 20, 100));
+        assert!(order.spare_swap);
+        let answer = TrimResult {
+            order: order.order,
+            reclaimed_bytes: 4096,
+            refaults: 0,
+            steps: 1,
+            method: TrimMethod::MemoryReclaim,
+            end: TrimEnd::Exhausted,
+        };
+        // An answer to an order that nobody gave is dropped.
+        let other = order.order.wrapping_add(7);
+        guest.say(&FromAgent::Trimmed(TrimResult {
+            order: other,
+            ..answer
+        }));
+        guest.say(&FromAgent::Trimmed(answer));
+        assert_eq!(result.join().unwrap(), answer);
+    });
+    assert_eq!(link.stats().dropped, 1);
+}
+
+#[test]
+fn a_trim_ends_with_an_error_if_the_agent_disconnects() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
+    let mut guest = Guest::accept(&listener);
+    memory_session(&mut guest);
+    session(&events);
+    link.wait_session(LONG).unwrap();
+    let trim = Trim {
+        bytes: 1 << 20,
+        max_pressure: 1.0,
+        limit: LONG,
+        spare_swap: false,
+    };
+    std::thread::scope(|scope| {
+        let result = scope.spawn(|| link.trim(&trim).unwrap_err());
+        while !matches!(guest.hear(), ToAgent::Trim(_)) {}
+        drop(guest);
+        let error = result.join().unwrap();
+        assert!(matches!(error, AgentError::Lost), "{error}");
+    });
 }
