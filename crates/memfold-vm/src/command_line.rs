@@ -69,7 +69,13 @@ pub fn arguments(
     line.add("-device", "vmgenid,guid=auto");
     if spec.balloon {
         let balloon = "virtio-balloon-pci,id=balloon0,free-page-reporting=on";
-        line.add("-device", balloon);
+        // A device that the guest has seen must stay as it was.
+        let deflates = if spec.deflate_on_oom {
+            ",deflate-on-oom=on"
+        } else {
+            ""
+        };
+        line.add("-device", format!("{balloon}{deflates}"));
     }
     network_arguments(&mut line, spec);
     disk_arguments(&mut line, spec, overlays);
@@ -380,6 +386,21 @@ mod tests {
         assert!(line.contains("-m\nsize=536870912b,slots=4,maxmem=1073741824b\n"));
         assert!(line.contains("free-page-reporting=on"));
         assert!(!line.contains("netdev"));
+    }
+
+    #[test]
+    fn the_balloon_deflates_before_an_oom_kill_only_in_vms_that_were_started_with_that() {
+        let mut spec = VmSpec::new("a", ByteSize::mib(512));
+        let before = text(&spec, &[]);
+        let device = "virtio-balloon-pci,id=balloon0,free-page-reporting=on";
+        assert!(before.lines().any(|line| line == device), "{before}");
+        spec.deflate_on_oom = true;
+        let after = text(&spec, &[]);
+        assert_eq!(after.replace(",deflate-on-oom=on", ""), before);
+        let device = format!("{device},deflate-on-oom=on");
+        assert!(after.lines().any(|line| line == device), "{after}");
+        spec.balloon = false;
+        assert!(!text(&spec, &[]).contains("balloon"));
     }
 
     #[test]

@@ -190,6 +190,9 @@ pub fn start_unless(
     if incoming.is_some_and(|saved| saved.arriving) {
         spec.keep_paths(given);
     }
+    if incoming.is_none() {
+        spec.deflate_on_oom = spec.balloon;
+    }
     let qemu = QemuFacts::probe()?;
     if !qemu.is_supported() {
         return Err(LaunchError::TooOld {

@@ -13,6 +13,7 @@
 mod agent_budget;
 pub mod agent_link;
 mod agent_stream;
+pub mod balloon;
 pub mod block_device;
 mod cloud_init;
 pub mod command_line;

@@ -238,6 +238,11 @@ pub struct VmSpec {
     /// freed memory to the host.
     #[serde(default = "yes")]
     pub balloon: bool,
+    /// Whether the balloon gives memory back to the guest before the guest's kernel kills a process
+    /// for lack of it. Each start of a new VM sets this; a user's description never does. Snapshots
+    /// of VMs from before this field lack it, because a device must stay as the guest knows it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub deflate_on_oom: bool,
     /// Which network the guest's network card is connected to: `none`, `user`, `bridge=NAME` or
     /// `macvtap=NAME`.
     #[serde(default)]

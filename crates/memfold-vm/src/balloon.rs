@@ -1,0 +1,265 @@
+//! A VM's balloon (`virtio-balloon-pci`): the guest's memory figures by its driver, and the size
+//! that the host leaves to the guest.
+//!
+//! ```text
+//!   set_target --> QEMU --> the guest's driver allocates pages and gives them up, or takes them back
+//!   actual     <-- QEMU <-- the driver says how many it has given up (BALLOON_CHANGE)
+//! ```
+//! The target is a request: the driver reaches it slowly, or not at all. A guest without the driver
+//! never does, so [`set_target`] refuses it. With `deflate-on-oom=on`, the driver takes pages back
+//! before the guest's kernel would kill a process, and gives them up again later.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use memfold_units::ByteSize;
+use serde_json::{Value, json};
+
+use crate::qmp::{Qmp, QmpError};
+
+/// Smallest target: less is not enough for a Linux guest's kernel.
+pub const SMALLEST: ByteSize = ByteSize::mib(64);
+
+/// Time between two looks at a size that changes.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Directories of QEMU's object tree that hold devices with and without a name.
+const DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// Why a balloon cannot be moved.
+#[derive(Debug, thiserror::Error)]
+pub enum BalloonError {
+    /// The VM has no balloon.
+    #[error("the VM has no balloon device; start it with balloon = true")]
+    NoDevice,
+    /// The guest's driver has never answered.
+    #[error(
+        "the guest has no balloon driver; load the module virtio_balloon in the guest, or wait until the guest has booted"
+    )]
+    NoDriver,
+    /// The target is below [`SMALLEST`], or above the VM's RAM.
+    #[error("a balloon target must be from {SMALLEST} to {ram}, the VM's RAM; {target} is not")]
+    Target {
+        /// The target.
+        target: ByteSize,
+        /// RAM of the VM, plugged memory included.
+        ram: ByteSize,
+    },
+    /// The monitor failed.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+}
+
+/// Memory figures that a guest's balloon driver reports (`guest-stats`; QEMU's
+/// `docs/interop/virtio-balloon-stats.rst`), in bytes unless the name says otherwise. `None`: the
+/// guest's kernel or QEMU does not know the figure. Untrusted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GuestStats {
+    /// Time at which QEMU got the figures, in seconds since 1970.
+    pub updated_s: u64,
+    /// Memory of the guest, as its kernel counts it.
+    pub total: u64,
+    /// Memory that is free.
+    pub free: Option<u64>,
+    /// Memory that programs could get without swapping (`MemAvailable`).
+    pub available: u64,
+    /// Page cache that can be reclaimed.
+    pub disk_caches: Option<u64>,
+    /// Bytes read from swap since the guest's boot.
+    pub swap_in: Option<u64>,
+    /// Bytes written to swap since the guest's boot.
+    pub swap_out: Option<u64>,
+    /// Number of processes that the guest's kernel killed for lack of memory (Linux 6.12).
+    pub oom_kills: Option<u64>,
+    /// Number of allocations that had to reclaim memory themselves (Linux 6.12).
+    pub alloc_stalls: Option<u64>,
+    /// Number of pages scanned for reclaim (Linux 6.12).
+    pub scanned_pages: Option<u64>,
+    /// Number of pages reclaimed (Linux 6.12).
+    pub reclaimed_pages: Option<u64>,
+}
+
+impl GuestStats {
+    /// Reads QEMU's answer; `None` if the guest has reported nothing yet, or if its kernel lacks
+    /// the most important figures.
+    #[must_use]
+    pub fn parse(answer: &Value) -> Option<Self> {
+        let stats = &answer["stats"];
+        // QEMU reports an unknown value as the largest number.
+        let number = |name: &str| stats[name].as_u64().filter(|value| *value != u64::MAX);
+        let sum = |names: [&str; 2]| {
+            let [a, b] = names.map(number);
+            Some(a?.saturating_add(b?))
+        };
+        Some(Self {
+            updated_s: answer["last-update"].as_u64().unwrap_or(0),
+            total: number("stat-total-memory").filter(|total| *total > 0)?,
+            free: number("stat-free-memory"),
+            available: number("stat-available-memory")?,
+            disk_caches: number("stat-disk-caches"),
+            swap_in: number("stat-swap-in"),
+            swap_out: number("stat-swap-out"),
+            oom_kills: number("stat-oom-kills"),
+            alloc_stalls: number("stat-alloc-stalls"),
+            scanned_pages: sum(["stat-async-scans", "stat-direct-scans"]),
+            reclaimed_pages: sum(["stat-async-reclaims", "stat-direct-reclaims"]),
+        })
+    }
+}
+
+/// Finds the VM's balloon, and returns its path in QEMU's object tree.
+pub fn find(qmp: &mut Qmp) -> Result<String, BalloonError> {
+    for directory in DEVICES {
+        let children = qmp.execute("qom-list", json!({ "path": directory }))?;
+        let mut children = children.as_array().into_iter().flatten();
+        let is_balloon = |child: &&Value| {
+            let kind = child["type"].as_str().unwrap_or_default();
+            kind.starts_with("child<virtio-balloon")
+        };
+        if let Some(name) = children.find(is_balloon).and_then(|c| c["name"].as_str()) {
+            return Ok(format!("{directory}/{name}"));
+        }
+    }
+    Err(BalloonError::NoDevice)
+}
+
+/// Returns the guest's figures, as its driver last reported them; `None` if there are none yet.
+/// `device`: path of the balloon ([`find`]).
+pub fn guest_stats(qmp: &mut Qmp, device: &str) -> Result<Option<GuestStats>, QmpError> {
+    let answer = qmp.execute(
+        "qom-get",
+        json!({ "path": device, "property": "guest-stats" }),
+    )?;
+    Ok(GuestStats::parse(&answer))
+}
+
+/// Sets how often QEMU asks the guest for figures, in seconds; 0 stops the queries.
+pub fn poll_guest_stats(qmp: &mut Qmp, device: &str, seconds: u64) -> Result<(), QmpError> {
+    let property = "guest-stats-polling-interval";
+    qmp.execute(
+        "qom-set",
+        json!({ "path": device, "property": property, "value": seconds }),
+    )
+    .map(drop)
+}
+
+/// Returns the VM's RAM with plugged memory: its size when the balloon is empty.
+pub fn full_size(qmp: &mut Qmp) -> Result<ByteSize, QmpError> {
+    let answer = qmp.query("query-memory-size-summary")?;
+    let bytes = |name: &str| answer[name].as_u64();
+    match bytes("base-memory") {
+        Some(base) => Ok(ByteSize(base + bytes("plugged-memory").unwrap_or(0))),
+        None => Err(unexpected("query-memory-size-summary", &answer)),
+    }
+}
+
+/// Returns the size that the guest really has: its RAM without the pages in the balloon.
+pub fn actual(qmp: &mut Qmp) -> Result<ByteSize, BalloonError> {
+    let answer = match qmp.query("query-balloon") {
+        Err(QmpError::Refused { class, .. }) if class == "DeviceNotActive" => {
+            return Err(BalloonError::NoDevice);
+        }
+        other => other?,
+    };
+    let actual = answer["actual"].as_u64();
+    let actual = actual.ok_or_else(|| unexpected("query-balloon", &answer))?;
+    Ok(ByteSize(actual))
+}
+
+fn unexpected(command: &str, answer: &Value) -> QmpError {
+    QmpError::Unexpected {
+        command: command.to_owned(),
+        text: answer.to_string(),
+    }
+}
+
+/// Sets the size that the guest should have, plugged memory included. The guest reaches it later;
+/// [`wait_for`] waits for that.
+///
+/// # Errors
+///
+/// [`BalloonError::Target`] if the target is not possible, [`BalloonError::NoDevice`] and
+/// [`BalloonError::NoDriver`] if nothing would happen.
+pub fn set_target(qmp: &mut Qmp, target: ByteSize) -> Result<(), BalloonError> {
+    let ram = full_size(qmp)?;
+    if target > ram || target < SMALLEST.min(ram) {
+        return Err(BalloonError::Target { target, ram });
+    }
+    let device = find(qmp)?;
+    check_driver(qmp, &device)?;
+    qmp.execute("balloon", json!({ "value": target.0 }))?;
+    Ok(())
+}
+
+/// Gives the guest all its memory back. This needs no driver, so it succeeds whatever the guest
+/// does: a driver that is loaded later begins with an empty balloon.
+pub fn restore(qmp: &mut Qmp) -> Result<(), BalloonError> {
+    actual(qmp)?;
+    let ram = full_size(qmp)?;
+    qmp.execute("balloon", json!({ "value": ram.0 }))?;
+    Ok(())
+}
+
+/// Waits until the guest has at most `target`, or `limit` is over. Returns the real size then.
+pub fn wait_for(
+    qmp: &mut Qmp,
+    target: ByteSize,
+    limit: Duration,
+) -> Result<ByteSize, BalloonError> {
+    let until = Instant::now() + limit;
+    let before = actual(qmp)?;
+    loop {
+        let now = actual(qmp)?;
+        let is_there = if target < before {
+            now <= target
+        } else {
+            now >= target
+        };
+        if is_there || Instant::now() >= until {
+            return Ok(now);
+        }
+        sleep(LOOK);
+    }
+}
+
+/// Checks that the guest's driver has spoken since QEMU began. Each driver hands QEMU a first page
+/// of figures when it starts, and again after the VM was restored.
+fn check_driver(qmp: &mut Qmp, device: &str) -> Result<(), BalloonError> {
+    let answer = qmp.execute(
+        "qom-get",
+        json!({ "path": device, "property": "guest-stats" }),
+    )?;
+    match answer["last-update"].as_u64() {
+        None | Some(0) => Err(BalloonError::NoDriver),
+        Some(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_figures_of_a_balloon_driver_are_none_and_a_silent_driver_has_no_figures() {
+        let answer = json!({ "last-update": 1, "stats": {
+            "stat-total-memory": 512_u64 << 20, "stat-free-memory": 100, "stat-available-memory": 200,
+            "stat-swap-in": u64::MAX, "stat-swap-out": 7, "stat-htlb-pgfail": u64::MAX,
+            "stat-async-scans": 5, "stat-direct-scans": 6, "stat-async-reclaims": u64::MAX,
+            "stat-direct-reclaims": 1,
+        } });
+        let expected = GuestStats {
+            updated_s: 1,
+            total: 512 << 20,
+            free: Some(100),
+            available: 200,
+            swap_out: Some(7),
+            scanned_pages: Some(11),
+            ..GuestStats::default()
+        };
+        assert_eq!(GuestStats::parse(&answer), Some(expected));
+        let silent = json!({ "stats": {}, "last-update": 0 });
+        assert_eq!(GuestStats::parse(&silent), None);
+        let zero = json!({ "stats": { "stat-total-memory": 0, "stat-available-memory": 0 } });
+        assert_eq!(GuestStats::parse(&zero), None);
+    }
+}
