@@ -13,6 +13,7 @@ use memfold_lend::lvm::LvmError;
 use memfold_segment::SegmentError;
 use memfold_snapshot::SnapshotError;
 use memfold_transfer::TransferError;
+use memfold_vm::balloon::BalloonError;
 use memfold_vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
 
 /// The reason why the daemon refused a request or could not carry it out.
@@ -72,6 +73,9 @@ pub enum DaemonError {
     /// The guest's agent failed or did not answer.
     #[error(transparent)]
     Agent(#[from] AgentError),
+    /// The VM's balloon cannot be moved.
+    #[error(transparent)]
+    Balloon(#[from] BalloonError),
     /// A snapshot cannot be saved or used.
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),

@@ -1,17 +1,19 @@
-//! Counts the guests of this host that are short of memory. If there are any, the host lends less
-//! RAM to other hosts, because its own VMs will soon need the RAM.
+//! Asks the balloon drivers of guests for memory figures (`guest-stats`), without an agent, for two
+//! purposes:
 //!
-//! QEMU gets the figures from the guest's balloon driver (`guest-stats` of `virtio-balloon-pci`,
-//! `docs/interop/virtio-balloon-stats.rst` in QEMU), without an agent. A guest can report false
-//! figures; then this host only lends less.
+//! - A VM whose guest has no agent that reports such figures gets them in the daemon's reports.
+//! - If guests of this host are short of memory, the host lends less RAM to other hosts, because
+//!   its own VMs will soon need the RAM.
+//!
+//! A guest can report false figures; then this host only lends less.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use memfold_vm::balloon::{self, BalloonError, GuestStats};
 use memfold_vm::{Qmp, QmpError};
-use serde_json::{Value, json};
 
 use crate::machine::Machine;
 use crate::mechanisms::Mechanisms;
@@ -30,52 +32,23 @@ const SHORT_PART: u64 = 16;
 /// MiB/s).
 const SWAPPED_IN: u64 = 1 << 20;
 
-/// Memory figures that a guest reports, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct GuestMemory {
-    total: u64,
-    available: u64,
-    /// Bytes read from swap since the guest's boot.
-    swapped_in: u64,
+/// Age from which figures of a guest that another program asks count as old, in seconds.
+const OLD_S: u64 = 15;
+
+/// A VM whose balloon driver is asked.
+#[derive(Debug)]
+struct Asked {
+    /// Path of the balloon in QEMU's object tree; `None`: the VM has none.
+    device: Option<String>,
+    /// Figures of the last query.
+    last: Option<GuestStats>,
 }
 
-impl GuestMemory {
-    /// Reads QEMU's answer; `None` if the guest has reported nothing yet, or if its kernel lacks
-    /// these figures.
-    fn read(answer: &Value) -> Option<Self> {
-        let stats = &answer["stats"];
-        // QEMU reports an unknown value as the largest number.
-        let number = |name: &str| stats[name].as_u64().filter(|value| *value != u64::MAX);
-        Some(Self {
-            total: number("stat-total-memory").filter(|total| *total > 0)?,
-            available: number("stat-available-memory")?,
-            swapped_in: number("stat-swap-in").unwrap_or(0),
-        })
-    }
-
-    fn is_short(&self, before: Option<&Self>) -> bool {
-        let swaps = before
-            .is_some_and(|before| self.swapped_in.saturating_sub(before.swapped_in) >= SWAPPED_IN);
-        swaps || self.available < self.total / SHORT_PART
-    }
-}
-
-fn ask(qmp: &mut Qmp) -> Result<Option<GuestMemory>, QmpError> {
-    let answer = qmp.execute(
-        "qom-get",
-        json!({ "path": BALLOON, "property": "guest-stats" }),
-    )?;
-    Ok(GuestMemory::read(&answer))
-}
-
-/// Sets how often QEMU asks the guest for figures, in seconds; 0 stops the queries.
-fn ask_each(qmp: &mut Qmp, seconds: u64) -> Result<(), QmpError> {
-    let property = "guest-stats-polling-interval";
-    qmp.execute(
-        "qom-set",
-        json!({ "path": BALLOON, "property": property, "value": seconds }),
-    )
-    .map(drop)
+fn is_short(now: &GuestStats, before: Option<&GuestStats>) -> bool {
+    let swapped_in = |stats: &GuestStats| stats.swap_in.unwrap_or(0);
+    let swaps = before
+        .is_some_and(|before| swapped_in(now).saturating_sub(swapped_in(before)) >= SWAPPED_IN);
+    swaps || now.available < now.total / SHORT_PART
 }
 
 /// Starts the thread that queries guests until the daemon ends.
@@ -84,32 +57,78 @@ pub(crate) fn begin(below: &Arc<Mechanisms>) -> io::Result<()> {
     threads::repeat("guests", LOOK, below, move |below| look(below, &mut known))
 }
 
-/// Queries all guests once. `known`: figures of the last query, by the machine's number.
-fn look(below: &Mechanisms, known: &mut BTreeMap<u32, Option<GuestMemory>>) {
+/// Queries all guests once. `known`: the guests that are asked, by the machine's number.
+fn look(below: &Mechanisms, known: &mut BTreeMap<u32, Asked>) {
     let lends = below.lending.status().is_some();
-    let has_balloon = |machine: &Machine| machine.vm().spec().is_some_and(|spec| spec.balloon);
     let machines = below.registry.machines();
     known.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
     let mut short = 0;
-    for machine in machines.iter().filter(|machine| has_balloon(machine)) {
-        let mut qmp = machine.monitor();
-        if !lends {
-            if known.remove(&machine.id()).is_some() {
-                // If this fails, QEMU still asks the guest, which costs little.
-                let _ = ask_each(&mut qmp, 0);
-            }
-            continue;
+    for machine in &machines {
+        if !lends && machine.agent_reports_memory() {
+            stop_asking(machine, known);
+        } else if machine.state().is_running() {
+            // A guest that cannot be asked now is asked again at the next query.
+            short += u32::from(ask(machine, known).unwrap_or(false));
         }
-        if !known.contains_key(&machine.id()) && ask_each(&mut qmp, LOOK.as_secs()).is_err() {
-            continue;
-        }
-        // A guest that cannot be asked now is asked again at the next query.
-        let said = ask(&mut qmp).ok().flatten();
-        drop(qmp);
-        let before = known.insert(machine.id(), said).flatten();
-        short += u32::from(said.is_some_and(|said| said.is_short(before.as_ref())));
     }
     below.lending.set_short_guests(short);
+}
+
+/// Returns whether memfold started the VM. Of other VMs, the program that started them decides how
+/// often the guest is asked.
+fn is_ours(machine: &Machine) -> bool {
+    machine.vm().spec().is_some()
+}
+
+/// Asks a guest for its figures, and keeps them. Returns whether the guest is short of memory.
+fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpError> {
+    let mut qmp = machine.monitor();
+    let asked = match known.get_mut(&machine.id()) {
+        Some(asked) => asked,
+        None => {
+            let device = find(machine, &mut qmp)?;
+            if let (Some(device), true) = (&device, is_ours(machine)) {
+                balloon::poll_guest_stats(&mut qmp, device, LOOK.as_secs())?;
+            }
+            let new = Asked { device, last: None };
+            known.entry(machine.id()).or_insert(new)
+        }
+    };
+    let Some(device) = &asked.device else {
+        return Ok(false);
+    };
+    let now = balloon::guest_stats(&mut qmp, device)?;
+    drop(qmp);
+    let now = now.filter(|now| now.updated_s + OLD_S >= threads::unix_time().as_secs());
+    let before = std::mem::replace(&mut asked.last, now);
+    let Some(now) = now else {
+        return Ok(false);
+    };
+    if !machine.agent_reports_memory() {
+        machine.note_balloon_stats(&now);
+    }
+    Ok(is_short(&now, before.as_ref()))
+}
+
+fn find(machine: &Machine, qmp: &mut Qmp) -> Result<Option<String>, QmpError> {
+    if let Some(spec) = machine.vm().spec().filter(|spec| spec.foreign.is_none()) {
+        return Ok(spec.balloon.then(|| BALLOON.to_owned()));
+    }
+    match balloon::find(qmp) {
+        Ok(device) => Ok(Some(device)),
+        Err(BalloonError::Qmp(error)) => Err(error),
+        Err(_) => Ok(None),
+    }
+}
+
+/// Ends the queries of a guest whose figures are not needed.
+fn stop_asking(machine: &Machine, known: &mut BTreeMap<u32, Asked>) {
+    let asked = known.remove(&machine.id());
+    let device = asked.and_then(|asked| asked.device);
+    if let Some(device) = device.filter(|_| is_ours(machine)) {
+        // If this fails, QEMU still asks the guest, which costs little.
+        let _ = balloon::poll_guest_stats(&mut machine.monitor(), &device, 0);
+    }
 }
 
 #[cfg(test)]
@@ -119,26 +138,18 @@ mod tests {
     #[test]
     fn a_guest_that_has_little_available_memory_or_swaps_in_is_short_of_memory() {
         const MIB: u64 = 1 << 20;
-        let answer = |available: u64, swapped_in: u64| {
-            json!({ "last-update": 1, "stats": {
-                "stat-total-memory": 512 * MIB, "stat-available-memory": available,
-                "stat-swap-in": swapped_in, "stat-htlb-pgfail": u64::MAX,
-            } })
+        let said = |available: u64, swap_in: Option<u64>| GuestStats {
+            total: 512 * MIB,
+            available,
+            swap_in,
+            ..GuestStats::default()
         };
-        let said =
-            |available, swapped_in| GuestMemory::read(&answer(available, swapped_in)).unwrap();
-        let calm = said(300 * MIB, 7 * MIB);
-        assert!(!calm.is_short(None) && !calm.is_short(Some(&calm)));
-        assert!(said(31 * MIB, 0).is_short(None));
-        assert!(said(300 * MIB, 8 * MIB).is_short(Some(&calm)));
+        let calm = said(300 * MIB, Some(7 * MIB));
+        assert!(!is_short(&calm, None) && !is_short(&calm, Some(&calm)));
+        assert!(is_short(&said(31 * MIB, Some(0)), None));
+        assert!(is_short(&said(300 * MIB, Some(8 * MIB)), Some(&calm)));
         // The counter is unknown because the guest's kernel has no swap, or restarted because the
         // guest booted anew.
-        let none = said(300 * MIB, u64::MAX);
-        assert!(!none.is_short(Some(&calm)));
-        assert_eq!(GuestMemory::read(&answer(u64::MAX, 0)), None);
-        assert_eq!(
-            GuestMemory::read(&json!({ "stats": {}, "last-update": 0 })),
-            None
-        );
+        assert!(!is_short(&said(300 * MIB, None), Some(&calm)));
     }
 }

@@ -18,11 +18,13 @@ use memfold_vm::{
     AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, QmpGuard, RamBlock, RamLayout,
     SegmentSpec, SharedQmp, StreamEvent, StreamRequest, StreamedCommand, Vm, VmConditions,
 };
+use memfold_wire::agent::FromAgent;
 use memfold_wire::library::Advice;
 use parking_lot::{Condvar, Mutex};
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
+use self::guest_memory::GuestReading;
 use self::pauses::Pauses;
 use self::settings::Settings;
 use crate::error::{DaemonError, refused};
@@ -31,6 +33,7 @@ use crate::run_state::RunState;
 
 mod agent_ready;
 mod clock;
+mod guest_memory;
 mod info;
 pub(crate) mod pauses;
 mod renewal;
@@ -105,6 +108,7 @@ struct Marks {
     /// State of each segment in the guest, by the segment's name.
     segments: Mutex<BTreeMap<String, SegmentState>>,
     agent: Mutex<Option<Arc<AgentLink>>>,
+    guest_memory: Mutex<GuestReading>,
     /// How far the fetching of the snapshot is from which the VM runs; `None` if nothing is
     /// missing.
     arriving: Mutex<Option<String>>,
@@ -223,6 +227,7 @@ impl Machine {
                 self.look_again();
                 self.tell(Command::AgentSession(self.role.id));
             }
+            AgentEvent::Message(FromAgent::Memory(reading)) => self.note_agent_memory(&reading),
             AgentEvent::Message(message) => self.tell(Command::Agent(self.role.id, message)),
             AgentEvent::Lost { reason } => {
                 info!(vm = self.name(), reason, "guest agent disconnected");
@@ -427,9 +432,11 @@ impl Machine {
         let pid = self.raw_pid();
         let segments: Vec<_> = self.segment_identities().into_iter().map(|s| s.1).collect();
         let domain = self.role.domain.as_deref();
-        memfold_ledger::take::vm(pid, &self.role.name, domain, &layout, stores, &segments)
+        let mut account = memfold_ledger::take::vm(pid, &self.role.name, domain, &layout, stores, &segments)
             .inspect_err(|error| warn!(vm = self.name(), %error, "cannot read the VM's page tables, so the memory report omits the VM; no action is needed if the VM is ending"))
-            .ok()
+            .ok()?;
+        account.guest = self.guest_memory();
+        Some(account)
     }
 
     /// Returns name and image file of each segment that the VM maps.

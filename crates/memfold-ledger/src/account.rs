@@ -9,6 +9,7 @@ use memfold_units::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use super::debt::DebtReport;
+use super::guest_memory::GuestMemory;
 
 /// Memory account of one page store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,6 +112,10 @@ pub struct VmAccount {
     pub mappings: u64,
     /// Number of mappings in guest RAM that map a page store.
     pub store_mappings: u64,
+
+    /// Memory figures that the guest reports about itself; `None`: it reports none.
+    #[serde(default)]
+    pub guest: Option<GuestMemory>,
 }
 
 impl VmAccount {

@@ -22,6 +22,7 @@
 //! - `frames` reads frame numbers, which prove what pages VMs share.
 //! - `debt` describes the memory that guests could claim by writing to shared pages; `brake`
 //!   decides when this debt is too large.
+//! - `guest_memory` holds what a guest says of its own memory.
 //! - [`memory_map`] shows one VM's RAM from end to end; [`sharing`] shows which VMs have pages in
 //!   common.
 //! - [`plan`] predicts how much memory more VMs would take.
@@ -34,6 +35,7 @@ mod brake;
 mod debt;
 pub mod estimate;
 mod frames;
+mod guest_memory;
 pub mod history;
 mod memory;
 pub mod memory_map;
@@ -50,4 +52,5 @@ pub use agree::{check, check_change};
 pub use brake::{Brake, BrakePolicy, Level, Look, Reserve};
 pub use debt::{BrakeEvent, DebtReport, VmDebt};
 pub use frames::{frames, shared_frames};
+pub use guest_memory::{GuestLruGen, GuestMemory, GuestMemorySource, GuestPressure};
 pub use read::ReadError;

@@ -3,10 +3,12 @@
 use std::time::{Duration, Instant};
 
 use memfold_api::VmInfo;
+use memfold_units::ByteSize;
 use memfold_vm::{
     CommandResult, MachineError, Record, StopKind, Stopped, StreamEvent, StreamRequest,
-    StreamedCommand, Vm, VmDirectory,
+    StreamedCommand, Trim, Vm, VmDirectory,
 };
+use memfold_wire::memory::TrimResult;
 use tracing::warn;
 
 use crate::arrivals::{SETTLE, Way};
@@ -96,6 +98,27 @@ impl Vms {
                 Some(state) => state.refusal(name, &error.to_string()),
                 None => error.into(),
             })
+    }
+
+    /// Makes a guest's agent reclaim clean page cache, and waits for the result.
+    pub fn trim(&self, name: &str, trim: &Trim) -> Result<TrimResult, DaemonError> {
+        let machine = self.below.registry.machine(name)?;
+        machine.check_runs("no page cache was trimmed")?;
+        machine.trim(trim)
+    }
+
+    /// Returns the size that a guest really has: its RAM without the pages in its balloon.
+    pub fn balloon_size(&self, name: &str) -> Result<ByteSize, DaemonError> {
+        self.below.registry.machine(name)?.balloon_size()
+    }
+
+    /// Sets the size that a guest should have. `None`: all of its RAM. The guest reaches it later.
+    pub fn set_balloon(&self, name: &str, target: Option<ByteSize>) -> Result<(), DaemonError> {
+        let machine = self.below.registry.machine(name)?;
+        match target {
+            Some(target) => machine.set_balloon(target),
+            None => machine.restore_balloon(),
+        }
     }
 
     /// Waits until a guest's agent has connected.

@@ -5,7 +5,7 @@ use memfold_fold::EngineStats;
 use memfold_units::ByteSize;
 
 use crate::account::signed;
-use crate::{Report, VmAccount};
+use crate::{GuestMemory, Report, VmAccount};
 
 /// Names of the host's figures in the history, in the order of the database's columns; new names
 /// are appended. The first five figures, the page cache and free memory add up to `MemTotal`.
@@ -32,8 +32,10 @@ pub const HOST_SERIES: [&str; 20] = [
     "borrowed_bytes",
 ];
 
-/// Names of a VM's figures in the history, in the order of the database's columns.
-pub const VM_SERIES: [&str; 8] = [
+/// Names of a VM's figures in the history, in the order of the database's columns; new names are
+/// appended. Those that begin with `guest_` are as the guest reports them; counters count from the
+/// guest's boot.
+pub const VM_SERIES: [&str; 15] = [
     "private_bytes",
     "unfolded_bytes",
     "folded_bytes",
@@ -42,6 +44,13 @@ pub const VM_SERIES: [&str; 8] = [
     "swapped_bytes",
     "free_bytes",
     "pss_bytes",
+    "guest_mem_total_bytes",
+    "guest_mem_available_bytes",
+    "guest_anon_pages_bytes",
+    "guest_cached_bytes",
+    "guest_swap_used_bytes",
+    "guest_workingset_refault_file",
+    "guest_psi_some_us",
 ];
 
 fn milliseconds(seconds: f64) -> i64 {
@@ -95,17 +104,31 @@ pub fn host_values(
     ]
 }
 
-/// Returns the figures of a VM's account in the order of [`VM_SERIES`], in bytes.
+/// Returns the figures of a VM's account in the order of [`VM_SERIES`]; `None`: the guest does not
+/// report the figure now.
 #[must_use]
-pub fn vm_values(vm: &VmAccount) -> [i64; VM_SERIES.len()] {
+pub fn vm_values(vm: &VmAccount) -> [Option<i64>; VM_SERIES.len()] {
+    let guest = vm.guest.as_ref().filter(|guest| guest.is_fresh());
+    let bytes = |figure: fn(&GuestMemory) -> Option<ByteSize>| guest.and_then(figure).map(signed);
+    let number = |figure: fn(&GuestMemory) -> Option<u64>| {
+        let figure = guest.and_then(figure)?;
+        i64::try_from(figure).ok()
+    };
     [
-        signed(vm.private_bytes),
-        signed(vm.unfolded_bytes),
-        signed(vm.folded_bytes),
-        signed(vm.file_resident_bytes + vm.file_untouched_bytes),
-        signed(vm.zero_bytes),
-        signed(vm.swapped_bytes),
-        signed(vm.free_bytes),
-        signed(vm.pss_bytes),
+        Some(signed(vm.private_bytes)),
+        Some(signed(vm.unfolded_bytes)),
+        Some(signed(vm.folded_bytes)),
+        Some(signed(vm.file_resident_bytes + vm.file_untouched_bytes)),
+        Some(signed(vm.zero_bytes)),
+        Some(signed(vm.swapped_bytes)),
+        Some(signed(vm.free_bytes)),
+        Some(signed(vm.pss_bytes)),
+        bytes(|guest| Some(guest.mem_total_bytes)),
+        bytes(|guest| Some(guest.mem_available_bytes)),
+        bytes(|guest| guest.anon_pages_bytes),
+        bytes(|guest| guest.cached_bytes),
+        bytes(|guest| Some(guest.swap_total_bytes? - guest.swap_free_bytes?)),
+        number(|guest| guest.workingset_refault_file),
+        number(|guest| guest.pressure.map(|pressure| pressure.some_us)),
     ]
 }

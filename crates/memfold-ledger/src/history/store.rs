@@ -14,7 +14,7 @@ pub const KEEP_FINE_S: i64 = 24 * 3600;
 pub const KEEP_COARSE_S: i64 = 90 * 24 * 3600;
 /// Length of a coarse sample, in seconds.
 const COARSE_STEP_S: i64 = 1800;
-/// Most rows of VMs' samples, fine and coarse. A row takes about 70 bytes; 100 VMs have 720,000
+/// Most rows of VMs' samples, fine and coarse. A row takes about 110 bytes; 100 VMs have 720,000
 /// rows.
 const MOST_VM_ROWS: i64 = 1_000_000;
 /// Most events that are kept.
@@ -22,12 +22,21 @@ const MOST_EVENTS: i64 = 5000;
 /// Size limit of the database file, in pages of 4,096 bytes: 256 MiB.
 const MOST_PAGES: i64 = 65_536;
 /// Version (`user_version`) of the databases that this code reads.
-const VERSION: i64 = 2;
+const VERSION: i64 = 3;
 /// Statements that upgrade a database, each from one version to the next, beginning with version 1.
-const UPGRADES: [&str; 1] = ["ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
+const UPGRADES: [&str; 2] = [
+    "ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
     ALTER TABLE host ADD COLUMN debt_absorbable_bytes INTEGER;
     ALTER TABLE host ADD COLUMN lent_bytes INTEGER;
-    ALTER TABLE host ADD COLUMN borrowed_bytes INTEGER;"];
+    ALTER TABLE host ADD COLUMN borrowed_bytes INTEGER;",
+    "ALTER TABLE vms ADD COLUMN guest_mem_total_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN guest_mem_available_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN guest_anon_pages_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN guest_cached_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN guest_swap_used_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN guest_workingset_refault_file INTEGER;
+    ALTER TABLE vms ADD COLUMN guest_psi_some_us INTEGER;",
+];
 
 /// Reason why the history cannot be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -168,7 +177,7 @@ impl History {
         &mut self,
         at_unix_s: i64,
         host: &[Option<i64>; HOST_SERIES.len()],
-        vms: &[(String, [i64; VM_SERIES.len()])],
+        vms: &[(String, [Option<i64>; VM_SERIES.len()])],
         events: &[Event],
     ) -> Result<(), HistoryError> {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
@@ -217,7 +226,7 @@ impl History {
         &mut self,
         at: i64,
         host: &[Option<i64>; HOST_SERIES.len()],
-        vms: &[(String, [i64; VM_SERIES.len()])],
+        vms: &[(String, [Option<i64>; VM_SERIES.len()])],
         events: &[Event],
     ) -> rusqlite::Result<()> {
         let transaction = self.connection.transaction()?;
@@ -240,7 +249,8 @@ impl History {
             for (vm, values) in vms {
                 name.execute([vm])?;
                 let id: i64 = number.query_row([vm], |r| r.get(0))?;
-                add.execute(params_from_iter([0, id, at].iter().chain(values)))?;
+                let key = [0, id, at].map(Some);
+                add.execute(params_from_iter(key.iter().chain(values)))?;
             }
             let mut add = transaction.prepare_cached(
                 "INSERT INTO events (t, kind, warning, vm, text) VALUES (?, ?, ?, ?, ?)",
@@ -446,9 +456,9 @@ mod tests {
         values
     }
 
-    fn vm(name: &str, value: i64) -> (String, [i64; VM_SERIES.len()]) {
-        let mut values = [0; VM_SERIES.len()];
-        values[2] = value;
+    fn vm(name: &str, value: i64) -> (String, [Option<i64>; VM_SERIES.len()]) {
+        let mut values = [Some(0); VM_SERIES.len()];
+        values[2] = Some(value);
         (name.to_owned(), values)
     }
 
@@ -548,7 +558,8 @@ mod tests {
         let (_directory, mut history) = open();
         for n in 0..60 {
             let mut of = vm("web", 0);
-            of.1[VM_SERIES.len() - 1] = n;
+            let pss = VM_SERIES.iter().position(|name| *name == "pss_bytes");
+            of.1[pss.unwrap()] = Some(n);
             let all = [of, vm("db", 0)];
             history.add(BEGIN + n * 30, &host(0), &all, &[]).unwrap();
         }
@@ -683,24 +694,32 @@ mod tests {
     fn a_ledger_history_of_an_older_version_is_upgraded_and_keeps_its_samples() {
         /// Number of the host's figures in version 1.
         const OLD: usize = 16;
-        let (directory, history) = open();
+        /// Number of a VM's figures in version 2.
+        const OLD_VM: usize = 8;
+        let (directory, mut history) = open();
         let path = directory.path().join("records/history.sqlite");
+        history.add(BEGIN, &host(0), &[vm("web", 4)], &[]).unwrap();
         let connection = &history.connection;
-        // Makes the table as version 1 did.
-        for name in &HOST_SERIES[OLD..] {
-            let drop = format!("ALTER TABLE host DROP COLUMN {name}");
+        // Makes the tables as version 1 did.
+        let names = HOST_SERIES[OLD..].iter().map(|name| ("host", name));
+        for (table, name) in names.chain(VM_SERIES[OLD_VM..].iter().map(|name| ("vms", name))) {
+            let drop = format!("ALTER TABLE {table} DROP COLUMN {name}");
             connection.execute_batch(&drop).unwrap();
         }
         let values = vec!["7"; OLD].join(", ");
         let old =
-            format!("INSERT INTO host VALUES (0, {BEGIN}, {values}); PRAGMA user_version = 1;");
+            format!("REPLACE INTO host VALUES (0, {BEGIN}, {values}); PRAGMA user_version = 1;");
         connection.execute_batch(&old).unwrap();
         drop(history);
 
         let mut history = History::open(&path).unwrap();
         let mut now = host(1);
         now[HOST_SERIES.len() - 1] = Some(9);
-        history.add(BEGIN + 60, &now, &[], &[]).unwrap();
+        let of_vm = vm("web", 6);
+        history.add(BEGIN + 60, &now, &[of_vm], &[]).unwrap();
+        let of_vm = history.vm("web", BEGIN + 60, BEGIN, 100).unwrap();
+        assert_eq!(of_vm.values[2], [Some(4), Some(6)]);
+        assert_eq!(of_vm.values[OLD_VM], [None, Some(0)]);
         let found = history.host(BEGIN + 60, BEGIN, 100).unwrap();
         assert_eq!(found.t.len(), 2);
         assert_eq!(found.values[OLD - 1], [Some(7), Some(0)]);

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
 use memfold_daemon::{Figures, OnShelf};
 use memfold_fold::{DomainStats, EngineStats, VmStats};
-use memfold_ledger::{DebtReport, KsmAccount, Level, Report, VmAccount};
+use memfold_ledger::{
+    DebtReport, GuestMemory, GuestPressure, KsmAccount, Level, Report, VmAccount,
+};
 use memfold_lend::LenderStatus;
 use memfold_lend::waits::Waits;
 use memfold_units::ByteSize;
@@ -28,8 +30,27 @@ fn everything() -> Figures {
         general_profit_bytes: -1,
         ..KsmAccount::default()
     });
+    let guest = GuestMemory {
+        mem_available_bytes: ByteSize(1 << 20),
+        mem_free_bytes: Some(ByteSize(4096)),
+        dirty_bytes: Some(ByteSize(0)),
+        anon_pages_bytes: Some(ByteSize(4096)),
+        cached_bytes: Some(ByteSize(4096)),
+        swap_total_bytes: Some(ByteSize(8192)),
+        swap_free_bytes: Some(ByteSize(4096)),
+        pressure: Some(GuestPressure {
+            some_us: 2_500_000,
+            ..GuestPressure::default()
+        }),
+        workingset_refault_file: Some(2),
+        pgsteal: Some(3),
+        pswpin: Some(4),
+        oom_kill: Some(5),
+        ..GuestMemory::default()
+    };
     for (name, domain) in [("web1", Some("shop")), ("alone", None)] {
         ledger.vms.push(VmAccount {
+            guest: Some(guest.clone()),
             name: name.into(),
             domain: domain.map(str::to_owned),
             ksm_merged_bytes: Some(ByteSize(8192)),
@@ -216,6 +237,9 @@ fn metrics_are_exported_with_sign_unit_and_labels() {
         r#"memfold_vm_ram_place_bytes{vm="alone",domain="vm/alone",place="private"} 1048576.0"#,
         r#"memfold_vm_folded_bytes_total{vm="alone",domain="vm/alone"} 12288.0"#,
         r#"memfold_vm_agent_cpu_seconds_total{vm="web1",domain="shop"} 1.5"#,
+        r#"memfold_vm_guest_pressure_some_seconds_total{vm="web1",domain="shop"} 2.5"#,
+        r#"memfold_vm_guest_refaulted_bytes_total{vm="web1",domain="shop"} 8192.0"#,
+        r#"memfold_vm_guest_swap_used_bytes{vm="alone",domain="vm/alone"} 4096.0"#,
         "memfold_ksm_profit_bytes -1.0",
         "memfold_ksm_zero_bytes 8192.0",
         r#"memfold_store_full{domain="shop"} 1.0"#,

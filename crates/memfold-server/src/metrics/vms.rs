@@ -1,13 +1,14 @@
 //! Metrics of each VM: where the pages of its RAM are (private, shared, swapped, ...), and how much
 //! memory folding saves.
 //!
-//! There are about fifty samples for each VM. The label `vm` is the VM's name. The label `domain`
+//! There are about sixty samples for each VM. The label `vm` is the VM's name. The label `domain`
 //! is its trust domain, or `vm/NAME` for a VM that shares with no other.
 
 use std::fmt;
 
 use memfold_fold::VmStats;
-use memfold_ledger::VmAccount;
+use memfold_ledger::{GuestMemory, VmAccount};
+use memfold_units::ByteSize;
 
 use super::families::{Family, Samples, Scrape, any, bytes, families, flag, one};
 
@@ -61,7 +62,55 @@ pub(super) static FAMILIES: &[Family] = families! {
     Gauge Seconds "memfold_vm_pause_longest" "Longest pause of the VM to fold again" folding |vm| vm.pause_max_ms as f64 / 1e3;
     Gauge Seconds "memfold_vm_freeze_longest" "Longest time that a run was frozen, which is the longest wait of a vCPU"
         folding |vm| vm.freeze_max_ns as f64 / 1e9;
+    Gauge Bytes "memfold_vm_guest_memory" "MemTotal of the guest, as the guest reports it" guests |guest| Some(guest.mem_total_bytes.0 as f64);
+    Gauge Bytes "memfold_vm_guest_available" "MemAvailable of the guest: memory that programs could get without swapping, as the guest reports it"
+        guests |guest| Some(guest.mem_available_bytes.0 as f64);
+    Gauge Bytes "memfold_vm_guest_free" "MemFree of the guest, as the guest reports it" guests |guest| of_bytes(guest.mem_free_bytes);
+    Gauge Bytes "memfold_vm_guest_anon" "AnonPages of the guest: memory of programs, as the guest reports it" guests |guest| of_bytes(guest.anon_pages_bytes);
+    Gauge Bytes "memfold_vm_guest_cached" "Cached of the guest: page cache and files in memory, as the guest reports it"
+        guests |guest| of_bytes(guest.cached_bytes);
+    Gauge Bytes "memfold_vm_guest_dirty" "Dirty of the guest: page cache that is not on disk yet, as the guest reports it"
+        guests |guest| of_bytes(guest.dirty_bytes);
+    Gauge Bytes "memfold_vm_guest_swap_used" "SwapTotal - SwapFree of the guest, as the guest reports it" guests swap_used;
+    Counter Seconds "memfold_vm_guest_pressure_some" "Time in which a task of the guest waited for memory (PSI some), as the guest reports it"
+        guests |guest| guest.pressure.map(|pressure| pressure.some_us as f64 / 1e6);
+    Counter Seconds "memfold_vm_guest_pressure_full" "Time in which all tasks of the guest waited for memory (PSI full), as the guest reports it"
+        guests |guest| guest.pressure.map(|pressure| pressure.full_us as f64 / 1e6);
+    Counter Bytes "memfold_vm_guest_refaulted" "Page cache of the guest that was read again soon after its eviction, as the guest reports it"
+        guests |guest| guest.workingset_refault_file.map(bytes);
+    Counter Bytes "memfold_vm_guest_reclaimed" "Memory that the guest's kernel reclaimed, as the guest reports it" guests |guest| guest.pgsteal.map(bytes);
+    Counter Bytes "memfold_vm_guest_swapped_in" "Memory that the guest read from its swap, as the guest reports it" guests |guest| guest.pswpin.map(bytes);
+    Counter Numbers "memfold_vm_guest_oom_kills" "Processes that the guest's kernel killed for lack of memory, as the guest reports it"
+        guests |guest| guest.oom_kill.map(|kills| kills as f64);
 };
+
+fn of_bytes(bytes: Option<ByteSize>) -> Option<f64> {
+    bytes.map(|bytes| bytes.0 as f64)
+}
+
+fn swap_used(guest: &GuestMemory) -> Option<f64> {
+    let used = guest
+        .swap_total_bytes?
+        .0
+        .checked_sub(guest.swap_free_bytes?.0)?;
+    Some(used as f64)
+}
+
+/// Writes a figure that each VM's guest reports, unless it does not, or the figure is old.
+fn guests(
+    scrape: &Scrape,
+    out: &mut Samples<'_>,
+    figure: fn(&GuestMemory) -> Option<f64>,
+) -> fmt::Result {
+    for vm in &scrape.figures.report.ledger.vms {
+        let guest = vm.guest.as_ref().filter(|guest| guest.is_fresh());
+        if let Some(value) = guest.and_then(figure) {
+            let domain = domain_of(vm);
+            out.with(&[("vm", &vm.name), ("domain", &domain)], value)?;
+        }
+    }
+    Ok(())
+}
 
 fn states(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     for vm in &scrape.figures.vms {

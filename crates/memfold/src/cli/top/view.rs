@@ -10,7 +10,7 @@ use memfold_units::ByteSize;
 
 use memfold_api::VmSwap;
 use memfold_ledger::memory_map::MemoryMap;
-use memfold_ledger::{Report, VmAccount};
+use memfold_ledger::{GuestMemory, Report, VmAccount};
 
 /// Number of PSS samples that are kept for each VM.
 pub(super) const SAMPLES: usize = 60;
@@ -23,7 +23,7 @@ pub(super) struct Column {
 }
 
 /// Columns in order of priority: if there is no room for all, the first ones are shown.
-pub(super) const COLUMNS: [Column; 12] = [
+pub(super) const COLUMNS: [Column; 13] = [
     Column {
         name: "PSS",
         meaning: "all of the VM's process, each page divided by how many map it",
@@ -83,6 +83,14 @@ pub(super) const COLUMNS: [Column; 12] = [
         name: "QEMU",
         meaning: "the process beside guest RAM, with its page tables",
         of: VmAccount::overhead_bytes,
+    },
+    Column {
+        name: "needs",
+        meaning: "MemTotal - MemAvailable, as the guest reports them; 0: it does not",
+        of: |vm| {
+            let guest = vm.guest.as_ref();
+            guest.map_or(ByteSize(0), GuestMemory::used_bytes)
+        },
     },
 ];
 

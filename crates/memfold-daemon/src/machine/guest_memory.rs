@@ -1,0 +1,229 @@
+//! A VM's memory figures as its guest reports them, by its agent or its balloon driver; trimming of
+//! its page cache; and its balloon.
+//!
+//! A guest can lie. The daemon keeps only the newest figures, and only those that are possible in a
+//! guest of this size ([`GuestMemory::check`]).
+
+use std::time::{Duration, Instant};
+
+use memfold_ledger::{GuestLruGen, GuestMemory, GuestMemorySource, GuestPressure};
+use memfold_units::{ByteSize, PAGE_SIZE, PageCount};
+use memfold_vm::balloon::{self, GuestStats};
+use memfold_vm::{AgentError, Trim};
+use memfold_wire::memory::{AGE_CLASSES_S, MemoryReading, TrimResult};
+use tracing::warn;
+
+use crate::error::DaemonError;
+use crate::machine::Machine;
+
+/// While the agent's figures are younger than this, the balloon driver is not asked.
+const AGENT_REPORTS: Duration = Duration::from_secs(15);
+
+/// Number of impossible readings in succession after which the log says so. After memory was
+/// plugged in, the daemon may learn of it later than the guest.
+const REFUSALS: u32 = 10;
+
+/// The newest memory figures of a guest.
+#[derive(Debug, Default)]
+pub(super) struct GuestReading {
+    newest: Option<(Instant, GuestMemory)>,
+    /// Number of readings in succession that were refused because they are impossible.
+    refused: u32,
+    /// Whether the log says that readings were refused.
+    is_logged: bool,
+}
+
+fn kib(kib: u64) -> ByteSize {
+    ByteSize(kib.saturating_mul(1024))
+}
+
+fn pages(pages: u64) -> ByteSize {
+    ByteSize(pages.saturating_mul(PAGE_SIZE))
+}
+
+fn of_agent(reading: &MemoryReading) -> GuestMemory {
+    let pressure = reading.pressure.map(|pressure| GuestPressure {
+        some_us: pressure.some_us,
+        full_us: pressure.full_us,
+        some_avg10: f64::from(pressure.some_avg10) / 1e4,
+        full_avg10: f64::from(pressure.full_avg10) / 1e4,
+    });
+    let classes = reading.lru_gen.into_iter().flatten().zip(AGE_CLASSES_S);
+    let lru_gen = classes.map(|(class, age_s)| GuestLruGen {
+        age_s,
+        anon_bytes: pages(class.anon),
+        file_bytes: pages(class.file),
+    });
+    GuestMemory {
+        source: GuestMemorySource::Agent,
+        age_ms: 0,
+        mem_total_bytes: kib(reading.mem_total_kib),
+        mem_free_bytes: Some(kib(reading.mem_free_kib)),
+        mem_available_bytes: kib(reading.mem_available_kib),
+        dirty_bytes: Some(kib(reading.dirty_kib)),
+        anon_pages_bytes: Some(kib(reading.anon_pages_kib)),
+        cached_bytes: Some(kib(reading.cached_kib)),
+        shmem_bytes: Some(kib(reading.shmem_kib)),
+        swap_total_bytes: Some(kib(reading.swap_total_kib)),
+        swap_free_bytes: Some(kib(reading.swap_free_kib)),
+        pressure,
+        workingset_refault_file: Some(reading.workingset_refault_file),
+        workingset_refault_anon: Some(reading.workingset_refault_anon),
+        workingset_activate_file: Some(reading.workingset_activate_file),
+        workingset_activate_anon: Some(reading.workingset_activate_anon),
+        pgscan: Some(reading.pgscan),
+        pgsteal: Some(reading.pgsteal),
+        pswpin: Some(reading.pswpin),
+        pswpout: Some(reading.pswpout),
+        allocstall: Some(reading.allocstall),
+        oom_kill: Some(reading.oom_kill),
+        lru_gen: lru_gen.collect(),
+        cgroup_limit_bytes: reading.cgroup_limit_kib.map(kib),
+    }
+}
+
+fn of_balloon(stats: &GuestStats) -> GuestMemory {
+    GuestMemory {
+        source: GuestMemorySource::Balloon,
+        mem_total_bytes: ByteSize(stats.total),
+        mem_free_bytes: stats.free.map(ByteSize),
+        mem_available_bytes: ByteSize(stats.available),
+        pgscan: stats.scanned_pages,
+        pgsteal: stats.reclaimed_pages,
+        pswpin: stats.swap_in.map(|bytes| bytes / PAGE_SIZE),
+        pswpout: stats.swap_out.map(|bytes| bytes / PAGE_SIZE),
+        allocstall: stats.alloc_stalls,
+        oom_kill: stats.oom_kills,
+        ..GuestMemory::default()
+    }
+}
+
+impl Machine {
+    /// Keeps memory figures that the guest's agent reports.
+    pub(super) fn note_agent_memory(&self, reading: &MemoryReading) {
+        self.note_guest_memory(of_agent(reading));
+    }
+
+    /// Keeps memory figures that the guest's balloon driver reports.
+    pub(crate) fn note_balloon_stats(&self, stats: &GuestStats) {
+        self.note_guest_memory(of_balloon(stats));
+    }
+
+    fn note_guest_memory(&self, memory: GuestMemory) {
+        let ram = PageCount(self.seen.lock().layout.pages()).bytes();
+        let mut reading = self.marks.guest_memory.lock();
+        match memory.check(ram) {
+            Ok(()) => {
+                reading.newest = Some((Instant::now(), memory));
+                reading.refused = 0;
+            }
+            Err(figure) => {
+                reading.refused = reading.refused.saturating_add(1);
+                if reading.refused >= REFUSALS && !reading.is_logged {
+                    reading.is_logged = true;
+                    warn!(
+                        vm = self.name(),
+                        figure,
+                        "guest reported impossible memory figures, which are ignored; check memfold-agent in the guest"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Returns the newest memory figures of the guest; `None` if it has reported none.
+    pub(crate) fn guest_memory(&self) -> Option<GuestMemory> {
+        let reading = self.marks.guest_memory.lock();
+        let (at, memory) = reading.newest.as_ref()?;
+        let age_ms = u64::try_from(at.elapsed().as_millis()).unwrap_or(u64::MAX);
+        Some(GuestMemory {
+            age_ms,
+            ..memory.clone()
+        })
+    }
+
+    /// Returns whether the guest's agent reports memory figures now.
+    pub(crate) fn agent_reports_memory(&self) -> bool {
+        let reading = self.marks.guest_memory.lock();
+        reading.newest.as_ref().is_some_and(|(at, memory)| {
+            memory.source == GuestMemorySource::Agent && at.elapsed() < AGENT_REPORTS
+        })
+    }
+
+    /// Makes the guest's agent reclaim clean page cache, and waits for the result.
+    pub(crate) fn trim(&self, trim: &Trim) -> Result<TrimResult, DaemonError> {
+        let not_there = || AgentError::NoSession("the VM is ending".into());
+        Ok(self.agent().ok_or_else(not_there)?.trim(trim)?)
+    }
+
+    /// Returns the size that the guest really has: its RAM without the pages in the balloon.
+    pub(crate) fn balloon_size(&self) -> Result<ByteSize, DaemonError> {
+        Ok(balloon::actual(&mut self.monitor())?)
+    }
+
+    /// Sets the size that the guest should have. The guest reaches it later.
+    pub(crate) fn set_balloon(&self, target: ByteSize) -> Result<(), DaemonError> {
+        Ok(balloon::set_target(&mut self.monitor(), target)?)
+    }
+
+    /// Gives the guest back what is in its balloon.
+    pub(crate) fn restore_balloon(&self) -> Result<(), DaemonError> {
+        Ok(balloon::restore(&mut self.monitor())?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_wire::memory::{LruGen, Pressure};
+
+    #[test]
+    fn figures_of_an_agent_and_of_a_balloon_driver_become_bytes_shares_and_pages() {
+        let reading = MemoryReading {
+            mem_total_kib: 1 << 20,
+            mem_available_kib: 512 << 10,
+            pressure: Some(Pressure {
+                some_avg10: 250,
+                ..Pressure::default()
+            }),
+            lru_gen: Some([LruGen { anon: 1, file: 2 }; 4]),
+            cgroup_limit_kib: Some(64),
+            ..MemoryReading::default()
+        };
+        let memory = of_agent(&reading);
+        assert_eq!(memory.used_bytes(), ByteSize::mib(512));
+        let share = memory.pressure.unwrap().some_avg10;
+        assert!((share - 0.025).abs() < 1e-9, "{share}");
+        let ages: Vec<u32> = memory.lru_gen.iter().map(|class| class.age_s).collect();
+        assert_eq!(ages, [0, 60, 600, 3600]);
+        assert_eq!(memory.lru_gen[3].file_bytes, ByteSize(8192));
+        assert_eq!(memory.cgroup_limit_bytes, Some(ByteSize(65_536)));
+        assert_eq!(memory.check(ByteSize(1 << 30)), Ok(()));
+
+        let stats = GuestStats {
+            total: 1 << 30,
+            available: 1 << 29,
+            swap_in: Some(8192),
+            ..GuestStats::default()
+        };
+        let memory = of_balloon(&stats);
+        assert_eq!(memory.source, GuestMemorySource::Balloon);
+        assert_eq!((memory.pswpin, memory.pgscan), (Some(2), None));
+    }
+
+    #[test]
+    fn figures_that_overflow_are_possible_in_no_guest() {
+        let reading = MemoryReading {
+            mem_total_kib: u64::MAX,
+            lru_gen: Some(
+                [LruGen {
+                    anon: u64::MAX,
+                    file: u64::MAX,
+                }; 4],
+            ),
+            ..MemoryReading::default()
+        };
+        let memory = of_agent(&reading);
+        assert_eq!(memory.check(ByteSize(1 << 62)), Err("MemTotal"));
+    }
+}
