@@ -9,6 +9,7 @@
 //! | [`beside::defined`] | VMs with autostart run again after a boot of the host |
 //! | [`beside::attack`] | the API is flooded; guests and folding are not disturbed |
 //! | [`dashboard`] | the dashboard of real VMs in Chromium |
+//! | [`beside::guest_memory`] | the daemon knows the guest's memory figures; a trim takes only clean page cache; the balloon moves |
 //! | [`beside::liars`] | agents that report false values in every field |
 //! | [`beside::snapshots`], [`beside::hot_snapshots`] | a VM is saved, keeps running, and is restored with the same memory and disk; clones run beside it |
 //! | [`beside::object_store`] | a snapshot travels through an S3 server to another daemon, although both daemons are killed on the way |

@@ -11,6 +11,7 @@ use memfold_wire::agent::{
     OutputStream, PfnRun, VERSION,
 };
 use memfold_wire::encode;
+use memfold_wire::memory::{LruGen, MemoryReading, TrimEnd, TrimMethod, TrimResult};
 
 use super::segments::{self, SLOTS};
 use super::snapshots;
@@ -106,6 +107,10 @@ fn agents_that_send_false_hints_change_no_byte_and_folding_of_other_vms_continue
         assert!(support::vm(&stats, name).problem.is_none());
     }
     assert!(said.starts_with("played "), "{said}");
+    for vm in lab.report().unwrap().ledger.vms {
+        let figures = vm.guest.expect("agents report memory figures");
+        assert_eq!(figures.check(vm.ram_bytes), Ok(()), "{}", vm.name);
+    }
     assert!(support::vm(&stats, LIAR).bogus_pages > 0);
     assert!(
         slowest < patience(ANSWER),
@@ -356,6 +361,33 @@ fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
             bytes: vec![7; MAX_TEXT],
         });
     }
+    let most = u64::MAX;
+    let memory = vec![
+        FromAgent::Memory(Box::new(MemoryReading {
+            mem_total_kib: most,
+            mem_available_kib: most,
+            pgscan: most,
+            ..MemoryReading::default()
+        })),
+        FromAgent::Memory(Box::new(MemoryReading {
+            mem_total_kib: MEMORY.0 >> 10,
+            lru_gen: Some(
+                [LruGen {
+                    anon: most,
+                    file: most,
+                }; 4],
+            ),
+            ..MemoryReading::default()
+        })),
+        FromAgent::Trimmed(TrimResult {
+            order: 0,
+            reclaimed_bytes: most,
+            refaults: most,
+            steps: u32::MAX,
+            method: TrimMethod::None,
+            end: TrimEnd::Failed(i32::MIN),
+        }),
+    ];
     let mut wrong_version = frames(&[hello()]);
     wrong_version[6] ^= 0x55;
     vec![
@@ -370,6 +402,7 @@ fn cases(files: &[(u64, Vec<u8>)]) -> Vec<Vec<u8>> {
         frames(&many),
         frames(&inventories),
         frames(&commands),
+        begun(memory),
         wrong_version,
         frames(&theft),
         begun(theft),

@@ -16,6 +16,7 @@ mod domains;
 #[path = "../../cli/fake_node.rs"]
 mod fake_node;
 mod forks;
+mod guest_memory;
 mod hot_snapshots;
 mod integrity;
 mod layers;
