@@ -83,16 +83,15 @@ fn is_ours(machine: &Machine) -> bool {
 /// Asks a guest for its figures, and keeps them. Returns whether the guest is short of memory.
 fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpError> {
     let mut qmp = machine.monitor();
-    let asked = match known.get_mut(&machine.id()) {
-        Some(asked) => asked,
-        None => {
-            let device = find(machine, &mut qmp)?;
-            if let (Some(device), true) = (&device, is_ours(machine)) {
-                balloon::poll_guest_stats(&mut qmp, device, LOOK.as_secs())?;
-            }
-            let new = Asked { device, last: None };
-            known.entry(machine.id()).or_insert(new)
+    let asked = if let Some(asked) = known.get_mut(&machine.id()) {
+        asked
+    } else {
+        let device = find(machine, &mut qmp)?;
+        if let (Some(device), true) = (&device, is_ours(machine)) {
+            balloon::poll_guest_stats(&mut qmp, device, LOOK.as_secs())?;
         }
+        let new = Asked { device, last: None };
+        known.entry(machine.id()).or_insert(new)
     };
     let Some(device) = &asked.device else {
         return Ok(false);

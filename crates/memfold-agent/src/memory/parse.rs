@@ -23,7 +23,7 @@ fn number(word: &[u8]) -> Option<u64> {
     found
 }
 
-/// Reads `/proc/meminfo` (proc_meminfo(5)) into `reading`.
+/// Reads `/proc/meminfo` (`proc_meminfo(5)`) into `reading`.
 pub fn meminfo(text: &[u8], reading: &mut MemoryReading) {
     for line in lines(text) {
         let mut words = words(line);
@@ -46,7 +46,7 @@ pub fn meminfo(text: &[u8], reading: &mut MemoryReading) {
     }
 }
 
-/// Reads `/proc/vmstat` (proc_vmstat(5)) into `reading`. Sums begin at what `reading` holds.
+/// Reads `/proc/vmstat` (`proc_vmstat(5)`) into `reading`. Sums begin at what `reading` holds.
 pub fn vmstat(text: &[u8], reading: &mut MemoryReading) {
     for line in lines(text) {
         let mut words = words(line);
