@@ -30,7 +30,6 @@ use serde::Serialize;
 use memfold_host::caught::caught;
 
 use super::agent_budget::{Budget, weight};
-use super::agent_stream::{StreamEvent, StreamRequest, StreamedCommand};
 
 /// Shortest and longest wait before a reconnect.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
@@ -204,7 +203,7 @@ enum CommandEvent {
 /// dropped.
 #[derive(Debug)]
 pub struct AgentLink {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -217,6 +216,19 @@ pub(super) struct Shared {
     /// Serializes writes to the agent. This lock is separate from the state's lock, so that a slow
     /// guest does not block readers of the state.
     writer: Mutex<()>,
+}
+
+/// What a streamed command did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StreamEvent {
+    /// The command wrote these bytes. After they are passed on, call
+    /// [`StreamedCommand::passed_on`](super::StreamedCommand::passed_on).
+    Output(OutputStream, Vec<u8>),
+    /// So many bytes more may be sent to [`StreamedCommand::input`](super::StreamedCommand::input),
+    /// beside the first 128 KiB ([`INPUT_WINDOW`](memfold_wire::agent::INPUT_WINDOW)).
+    InputRoom(u32),
+    /// The command has ended with this exit code; no event follows.
+    Exited(i32),
 }
 
 /// A streamed command that runs in the guest.
@@ -393,48 +405,6 @@ impl AgentLink {
             let _ = self.shared.send(&ToAgent::Kill { command });
         }
         outcome
-    }
-}
-
-impl AgentLink {
-    /// Starts a command in the guest whose input and output are sent while it runs. `sink` gets the
-    /// command's events; it must return at once, and must not call this link. If the connection to
-    /// the agent ends, `sink` is dropped without [`StreamEvent::Exited`].
-    ///
-    /// # Errors
-    ///
-    /// [`AgentError::NoStreams`] if the agent is too old; [`AgentError::TooManyStreams`].
-    pub fn stream(
-        &self,
-        request: StreamRequest,
-        sink: impl Fn(StreamEvent) + Send + 'static,
-    ) -> Result<StreamedCommand, AgentError> {
-        let number = {
-            let mut state = self.shared.lock();
-            let agent = state.facts()?.agent.clone();
-            if state.version < STREAMS_VERSION {
-                return Err(AgentError::NoStreams { agent });
-            }
-            if state.streams.len() >= MAX_STREAMS {
-                return Err(AgentError::TooManyStreams);
-            }
-            let number = state.new_number();
-            let stream = LinkStream {
-                sink: Box::new(sink),
-                output_room: OUTPUT_WINDOW,
-                input_room: INPUT_WINDOW,
-            };
-            state.streams.insert(number, stream);
-            number
-        };
-        let command = StreamedCommand::new(self.shared.clone(), number);
-        self.shared.send(&ToAgent::Stream {
-            command: number,
-            script: request.script,
-            has_input: request.has_input,
-            terminal: request.terminal,
-        })?;
-        Ok(command)
     }
 }
 
@@ -839,6 +809,29 @@ impl Shared {
             state.streams.remove(&number);
         }
         None
+    }
+
+    /// Adds a streamed command, and returns its number.
+    pub(super) fn add_stream(
+        &self,
+        sink: impl Fn(StreamEvent) + Send + 'static,
+    ) -> Result<u32, AgentError> {
+        let mut state = self.lock();
+        let agent = state.facts()?.agent.clone();
+        if state.version < STREAMS_VERSION {
+            return Err(AgentError::NoStreams { agent });
+        }
+        if state.streams.len() >= MAX_STREAMS {
+            return Err(AgentError::TooManyStreams);
+        }
+        let number = state.new_number();
+        let stream = LinkStream {
+            sink: Box::new(sink),
+            output_room: OUTPUT_WINDOW,
+            input_room: INPUT_WINDOW,
+        };
+        state.streams.insert(number, stream);
+        Ok(number)
     }
 
     /// Takes room for `bytes` bytes of input to a streamed command.

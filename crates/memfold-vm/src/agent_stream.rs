@@ -3,11 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use memfold_wire::agent::{
-    MAX_INPUT, OUTPUT_COST, OUTPUT_WINDOW, OutputStream, Terminal, TerminalSize, ToAgent,
-};
+use memfold_wire::agent::{MAX_INPUT, OUTPUT_COST, OUTPUT_WINDOW, Terminal, TerminalSize, ToAgent};
 
-use super::agent_link::{AgentError, Shared};
+use super::agent_link::{AgentError, AgentLink, Shared, StreamEvent};
 
 /// Cost of passed-on output after which the agent is told that it may send more.
 const TELL_OUTPUT: usize = OUTPUT_WINDOW / 4;
@@ -23,19 +21,6 @@ pub struct StreamRequest {
     pub terminal: Option<Terminal>,
 }
 
-/// What a streamed command did.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StreamEvent {
-    /// The command wrote these bytes. After they are passed on, call
-    /// [`StreamedCommand::passed_on`].
-    Output(OutputStream, Vec<u8>),
-    /// So many bytes more may be sent to [`StreamedCommand::input`], beside the first 128 KiB
-    /// ([`INPUT_WINDOW`](memfold_wire::agent::INPUT_WINDOW)).
-    InputRoom(u32),
-    /// The command has ended with this exit code; no event follows.
-    Exited(i32),
-}
-
 /// A streamed command that was started in a guest. Dropping this value ends the command's
 /// processes: `SIGHUP`, and `SIGKILL` two seconds later. Each method may block for up to five
 /// seconds if the guest does not read.
@@ -47,15 +32,35 @@ pub struct StreamedCommand {
     passed_on: AtomicUsize,
 }
 
-impl StreamedCommand {
-    pub(super) const fn new(shared: Arc<Shared>, number: u32) -> Self {
-        Self {
-            shared,
-            number,
+impl AgentLink {
+    /// Starts a command in the guest whose input and output are sent while it runs. `sink` gets the
+    /// command's events; it must return at once, and must not call this link. If the connection to
+    /// the agent ends, `sink` is dropped without [`StreamEvent::Exited`].
+    ///
+    /// # Errors
+    ///
+    /// [`AgentError::NoStreams`] if the agent is too old; [`AgentError::TooManyStreams`].
+    pub fn stream(
+        &self,
+        request: StreamRequest,
+        sink: impl Fn(StreamEvent) + Send + 'static,
+    ) -> Result<StreamedCommand, AgentError> {
+        let command = StreamedCommand {
+            number: self.shared.add_stream(sink)?,
+            shared: Arc::clone(&self.shared),
             passed_on: AtomicUsize::new(0),
-        }
+        };
+        command.shared.send(&ToAgent::Stream {
+            command: command.number,
+            script: request.script,
+            has_input: request.has_input,
+            terminal: request.terminal,
+        })?;
+        Ok(command)
     }
+}
 
+impl StreamedCommand {
     /// Sends standard input to the command.
     ///
     /// # Errors

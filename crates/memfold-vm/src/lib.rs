@@ -53,9 +53,10 @@ pub mod trial;
 mod validate;
 
 pub use agent_link::{
-    AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult, Trim,
+    AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
+    StreamEvent, Trim,
 };
-pub use agent_stream::{StreamEvent, StreamRequest, StreamedCommand};
+pub use agent_stream::{StreamRequest, StreamedCommand};
 pub use cloud_init::{CloudInit, Seed};
 pub use conditions::{Reason, VmConditions};
 pub use connection::ConnectionError;
