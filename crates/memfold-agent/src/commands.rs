@@ -7,12 +7,13 @@
 //!
 //! `streamed` runs commands whose input and output are sent while they run.
 
+mod shell;
 mod streamed;
 
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,16 +22,12 @@ use memfold_wire::agent::{FromAgent, OutputStream, ToAgent};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
+use self::shell::{PIECE, ROUNDS_AFTER_END, exit_code, prepare};
 use self::streamed::{Request, Streams};
 use crate::wake::Wake;
 
 /// Largest number of commands that run at the same time.
 const MAX_COMMANDS: usize = 16;
-/// Most bytes of output in one message.
-const PIECE: usize = 16 << 10;
-/// Number of reads after the shell has ended, enough for a full pipe (1 MiB if the command enlarged
-/// it). Later output comes from children that the shell left running.
-const ROUNDS_AFTER_END: u32 = 64;
 /// Number of messages that the channel to the main thread can hold.
 const MESSAGES: usize = 8;
 
@@ -198,33 +195,6 @@ impl Commands {
 
 fn lock(running: &Running) -> std::sync::MutexGuard<'_, HashMap<(u32, u32), Option<Pid>>> {
     running.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Sets the shell's script, working directory and environment.
-fn prepare(command: &mut Command, script: &str) {
-    command.arg("-c").arg(script).current_dir("/");
-    if std::env::var_os("PATH").is_none() {
-        command.env(
-            "PATH",
-            "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        );
-    }
-    if std::env::var_os("HOME").is_none() {
-        command.env("HOME", "/root");
-    }
-    // With this variable, a script finds the agent's program wherever the guest keeps it.
-    if let Ok(agent) = std::env::current_exe() {
-        command.env("MEMFOLD_AGENT", agent);
-    }
-}
-
-/// Waits for the end of a command. Returns its exit code, or 128 plus the signal.
-fn exit_code(child: &mut Child) -> i32 {
-    let code = child.wait().ok().and_then(|status| {
-        let signal = status.signal().map(|s| 128 + s);
-        status.code().or(signal)
-    });
-    code.unwrap_or(127)
 }
 
 struct Task {

@@ -35,7 +35,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, kill_process_group,
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{Winsize, tcgetpgrp, tcsetwinsize};
 
-use super::{PIECE, ROUNDS_AFTER_END, exit_code, prepare};
+use super::shell::{PIECE, ROUNDS_AFTER_END, exit_code, prepare};
 use crate::wake::Wake;
 
 /// Most bytes of input that are written to the command at once.
