@@ -19,8 +19,8 @@ use memfold_units::ByteSize;
 use serde::Serialize;
 
 use super::context::Context;
+use super::shell_text::quoted;
 use super::streamed::{Input, Interrupt, Streamed};
-use super::vm::quoted;
 
 /// Most bytes of the guest's messages that are shown.
 const SHOWN: usize = 4096;

@@ -13,6 +13,7 @@ use memfold_api::{
 
 use super::console::Raw;
 use super::context::{Context, write_line};
+use super::shell_text::script;
 use super::streamed::{Connection, INPUT_PIECE, Interrupt, Streamed};
 use super::vm_info::segment;
 
@@ -47,7 +48,7 @@ pub(super) fn run(
     client: &Client,
     arguments: &Arguments,
 ) -> anyhow::Result<ExitCode> {
-    let script = super::vm::script(&arguments.command);
+    let script = script(&arguments.command);
     if !arguments.interactive && !arguments.tty {
         return at_once(context, client, arguments, script);
     }

@@ -31,6 +31,7 @@ mod report;
 mod segment;
 mod self_test;
 mod serve;
+mod shell_text;
 mod snapshot;
 mod streamed;
 mod systemd;
