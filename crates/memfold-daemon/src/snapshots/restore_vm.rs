@@ -72,14 +72,7 @@ impl Snapshots {
             return Err(DaemonError::NameTaken(request.vm.clone()));
         }
         restore::choose_host_ends(&mut spec, &request.forwards)?;
-        if request.renew >= Renew::Network && spec.mac.is_some() {
-            // The agent gives the guest's card this address, too.
-            spec.mac = Some(MacAddress::of_vm(&spec.name));
-        }
-        let seed = spec.cloud_init.as_mut().and_then(|of| of.seed.as_mut());
-        if let (Some(seed), Renew::Identity) = (seed, request.renew) {
-            seed.rename(&request.vm);
-        }
+        renew_outside_guest(&mut spec, request.renew);
         let held = manifest.counts.saved_pages * PAGE_SIZE;
         let admitted = self
             .below
@@ -267,6 +260,18 @@ impl Snapshots {
         if let Err(error) = threads::begin("working-set", work) {
             debug!(%error, "cannot start the thread that loads or records the restored VM's working set");
         }
+    }
+}
+
+/// Gives a VM the identities that are outside its guest: MAC address and seed disk.
+fn renew_outside_guest(spec: &mut VmSpec, renew: Renew) {
+    if renew >= Renew::Network && spec.mac.is_some() {
+        // The agent gives the guest's card this address, too.
+        spec.mac = Some(MacAddress::of_vm(&spec.name));
+    }
+    let seed = spec.cloud_init.as_mut().and_then(|of| of.seed.as_mut());
+    if let (Some(seed), Renew::Identity) = (seed, renew) {
+        seed.rename(&spec.name);
     }
 }
 
