@@ -7,7 +7,14 @@ use memfold_wire::agent::FileNumber;
 
 use super::numbering::Index;
 use super::packed::{PACKED_PAGES, Run, Unpacked, packed_bytes, packed_value, unpack};
-use super::vm_table::{PIECE, Piece};
+
+/// Number of consecutive pages of a file in a *piece*, the unit in which the engine matches files
+/// of VMs. A word of a bit set has as many bits.
+pub const PIECE: u32 = 64;
+
+/// One number for each of the 64 pages of a piece. Each number is stored plus one; 0 means that the
+/// page has no number.
+pub type Piece = [u32; PIECE as usize];
 
 /// File, and number of a packed piece of it.
 type Key = (FileNumber, u32);

@@ -2,9 +2,9 @@
 //! page of the page store each guest page maps. The first table follows the messages of the agent
 //! in the guest, which may be wrong.
 //!
-//! The tables store runs of pages ([`packed`](super::packed)). An agent with false hints can fill much
-//! of the tables. [`VmTable::cache`] therefore refuses pieces beyond a limit that depends on the size
-//! of the VM's RAM.
+//! The tables store runs of pages ([`packed`](super::packed)). An agent with false hints can fill
+//! much of the tables. [`VmTable::cache`] therefore refuses pieces beyond a limit that depends on
+//! the size of the VM's RAM.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,14 +20,7 @@ pub use super::numbering::Index;
 use super::numbering::Numbering;
 use super::packed::{Run, Table};
 use super::places::Places;
-
-/// Number of consecutive pages of a file in a *piece*, the unit in which the engine matches files of
-/// VMs. A word of a bit set has as many bits.
-pub const PIECE: u32 = 64;
-
-/// One number for each of the 64 pages of a piece. Each number is stored plus one; 0 means that the
-/// page has no number.
-pub type Piece = [u32; PIECE as usize];
+pub use super::places::{PIECE, Piece};
 
 /// State of a guest page that maps the page store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -326,7 +319,8 @@ impl VmTable {
         })
     }
 
-    /// Returns whether guest page `at` still shows the store page that it maps ([`Mapped::shared`]).
+    /// Returns whether guest page `at` still shows the store page that it maps
+    /// ([`Mapped::shared`]).
     #[must_use]
     pub fn is_shared(&self, at: Index) -> bool {
         self.shared.has(at)
@@ -459,7 +453,9 @@ impl VmTable {
             .runs()
             .flat_map(|run| run.at..run.at + run.pages);
         let missing: Vec<Index> = pages.filter(|&at| !seen.has(at)).collect();
-        missing.into_iter().for_each(|at| self.uncache(at));
+        for at in missing {
+            self.uncache(at);
+        }
     }
 
     /// Removes all cached pages from the table, because a new agent session numbers its files anew.
