@@ -184,8 +184,8 @@ impl DaemonError {
             Self::Agent(AgentError::NoSession(_)) => Some(
                 "the guest may still be booting, or memfold-agent is not installed in it; 'memfold vm list' shows its agent".into(),
             ),
-            Self::Agent(AgentError::NoStreams { .. }) => Some(
-                "install this memfold's memfold-agent in the guest and restart it there, or run the command without -i and -t".into(),
+            Self::Agent(AgentError::TooOld { .. }) => Some(
+                "install this memfold's memfold-agent in the guest and restart it there; 'memfold vm exec' without -i and -t works with any agent".into(),
             ),
             Self::Agent(AgentError::TooManyStreams) => Some("end one of them".into()),
             _ => None,

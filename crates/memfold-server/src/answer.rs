@@ -112,7 +112,7 @@ impl IntoResponse for Failure {
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Refused { .. }
-            | DaemonError::Agent(AgentError::NoStreams { .. } | AgentError::TooManyStreams)
+            | DaemonError::Agent(AgentError::TooOld { .. } | AgentError::TooManyStreams)
             | DaemonError::Lvm(LvmError::Unfit { .. })
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }

@@ -23,7 +23,7 @@ use memfold_wire::agent::{
     FromAgent, INPUT_WINDOW, MAX_STREAMS, OLDEST_VERSION, OUTPUT_COST, OUTPUT_WINDOW, OutputStream,
     STREAMS_VERSION, ToAgent, VERSION,
 };
-use memfold_wire::memory::{self, TrimOrder, TrimResult};
+use memfold_wire::memory::TrimResult;
 use memfold_wire::{Decoder, encode};
 use serde::Serialize;
 
@@ -148,9 +148,7 @@ pub enum AgentError {
     Timeout { seconds: f64 },
     #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
     TooMuchOutput,
-    #[error(
-        "the agent in the guest has version {version}, which cannot {what}; install this memfold's agent in the guest"
-    )]
+    #[error("the agent in the guest has version {version}, which cannot {what}")]
     TooOld { version: String, what: &'static str },
     #[error("the agent in the guest did not end the trim of its page cache within {seconds} s")]
     TrimTimeout { seconds: f64 },
@@ -158,8 +156,6 @@ pub enum AgentError {
     Frame(#[from] memfold_wire::FrameError),
     #[error("cannot write to the port of the guest's agent")]
     Write(#[source] std::io::Error),
-    #[error("memfold-agent {agent} in the guest is too old to stream a command's input and output")]
-    NoStreams { agent: String },
     #[error("{MAX_STREAMS} streamed commands run in the guest already")]
     TooManyStreams,
     #[error("more than {} KiB of input were sent before the command had taken them", INPUT_WINDOW >> 10)]
@@ -176,23 +172,6 @@ pub struct CommandResult {
     /// Exit code of the command, or 128 + signal if a signal killed the command.
     pub code: i32,
 }
-
-/// What the agent shall reclaim of the guest's page cache.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Trim {
-    /// Most bytes to reclaim.
-    pub bytes: u64,
-    /// Share of time, from 0 to 1, for which the guest's tasks may wait for memory (PSI `some`)
-    /// between two steps. Above that, the trim ends.
-    pub max_pressure: f64,
-    /// Longest time that the trim may take.
-    pub limit: Duration,
-    /// Whether anonymous memory must stay out of the guest's swap.
-    pub spare_swap: bool,
-}
-
-/// Time in which the agent must answer after the limit of a trim: its last step may take long.
-const TRIM_PATIENCE: Duration = Duration::from_secs(10);
 
 enum CommandEvent {
     Output(OutputStream, Vec<u8>),
@@ -247,7 +226,7 @@ impl std::fmt::Debug for LinkStream {
 }
 
 #[derive(Debug, Default)]
-struct State {
+pub(super) struct State {
     stop: bool,
     stats: AgentStats,
     stream: Option<UnixStream>,
@@ -259,8 +238,8 @@ struct State {
     streams: HashMap<u32, LinkStream>,
     next_command: u32,
     /// Receivers of results of trims, by number. The agent ends a trim when a new one comes.
-    trims: HashMap<u32, SyncSender<TrimResult>>,
-    next_trim: u32,
+    pub(super) trims: HashMap<u32, SyncSender<TrimResult>>,
+    pub(super) next_trim: u32,
 }
 
 impl AgentLink {
@@ -408,65 +387,6 @@ impl AgentLink {
     }
 }
 
-impl AgentLink {
-    /// Makes the agent reclaim clean page cache of the guest, and waits for the result. A trim that
-    /// runs already is ended, and returns what it has reclaimed.
-    ///
-    /// # Errors
-    ///
-    /// [`AgentError::TooOld`] if the agent does not know such an order.
-    pub fn trim(&self, trim: &Trim) -> Result<TrimResult, AgentError> {
-        let (sender, receiver) = sync_channel(1);
-        let order = {
-            let mut state = self.shared.lock();
-            let facts = state.facts()?;
-            if !facts.reports_memory() {
-                let version = facts.agent.clone();
-                let what = "trim the guest's page cache";
-                return Err(AgentError::TooOld { version, what });
-            }
-            let order = state.next_trim;
-            state.next_trim = order.wrapping_add(1);
-            state.trims.insert(order, sender);
-            order
-        };
-        let message = ToAgent::Trim(TrimOrder {
-            order,
-            bytes: trim.bytes,
-            max_some: hundredths(trim.max_pressure),
-            deadline_ms: u32::try_from(trim.limit.as_millis()).unwrap_or(u32::MAX),
-            spare_swap: trim.spare_swap,
-        });
-        let outcome = self.shared.send(&message).and_then(|()| {
-            match receiver.recv_timeout(trim.limit.saturating_add(TRIM_PATIENCE)) {
-                Ok(result) => Ok(result),
-                Err(RecvTimeoutError::Timeout) => Err(AgentError::TrimTimeout {
-                    seconds: trim.limit.as_secs_f64(),
-                }),
-                Err(RecvTimeoutError::Disconnected) => Err(AgentError::Lost),
-            }
-        });
-        self.shared.lock().trims.remove(&order);
-        outcome
-    }
-}
-
-/// Converts a share of time from 0 to 1 to hundredths of a percent.
-fn hundredths(share: f64) -> u16 {
-    // The value is between 0 and 10,000; not a number becomes 0.
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let hundredths = (share.clamp(0.0, 1.0) * 1e4).round() as u16;
-    hundredths
-}
-
-impl AgentFacts {
-    /// Returns whether the agent knows messages about the guest's memory: figures and trims.
-    #[must_use]
-    pub fn reports_memory(&self) -> bool {
-        memory::has_feature(&self.agent, memory::FEATURE)
-    }
-}
-
 impl Drop for AgentLink {
     fn drop(&mut self) {
         {
@@ -488,7 +408,7 @@ impl Drop for AgentLink {
 }
 
 impl State {
-    fn facts(&self) -> Result<&AgentFacts, AgentError> {
+    pub(super) fn facts(&self) -> Result<&AgentFacts, AgentError> {
         self.session.as_ref().ok_or_else(|| self.no_session())
     }
 
@@ -512,7 +432,7 @@ impl State {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -817,9 +737,10 @@ impl Shared {
         sink: impl Fn(StreamEvent) + Send + 'static,
     ) -> Result<u32, AgentError> {
         let mut state = self.lock();
-        let agent = state.facts()?.agent.clone();
+        let version = state.facts()?.agent.clone();
         if state.version < STREAMS_VERSION {
-            return Err(AgentError::NoStreams { agent });
+            let what = "stream a command's input and output";
+            return Err(AgentError::TooOld { version, what });
         }
         if state.streams.len() >= MAX_STREAMS {
             return Err(AgentError::TooManyStreams);

@@ -39,7 +39,7 @@ impl AgentLink {
     ///
     /// # Errors
     ///
-    /// [`AgentError::NoStreams`] if the agent is too old; [`AgentError::TooManyStreams`].
+    /// [`AgentError::TooOld`] if the agent is too old; [`AgentError::TooManyStreams`].
     pub fn stream(
         &self,
         request: StreamRequest,

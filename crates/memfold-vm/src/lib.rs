@@ -13,6 +13,7 @@
 mod agent_budget;
 pub mod agent_link;
 mod agent_stream;
+mod agent_trim;
 pub mod balloon;
 pub mod block_device;
 mod cloud_init;
@@ -54,9 +55,10 @@ mod validate;
 
 pub use agent_link::{
     AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
-    StreamEvent, Trim,
+    StreamEvent,
 };
 pub use agent_stream::{StreamRequest, StreamedCommand};
+pub use agent_trim::Trim;
 pub use cloud_init::{CloudInit, Seed};
 pub use conditions::{Reason, VmConditions};
 pub use connection::ConnectionError;

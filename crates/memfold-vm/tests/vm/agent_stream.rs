@@ -153,7 +153,7 @@ fn an_agent_of_version_1_is_welcomed_but_gets_no_streamed_commands() {
     link.wait_session(LONG).unwrap();
     let error = stream(&link).unwrap_err();
     assert!(
-        matches!(&error, AgentError::NoStreams { agent } if agent == "0.1.0"),
+        matches!(&error, AgentError::TooOld { version, .. } if version == "0.1.0"),
         "{error}"
     );
     // A newer agent is welcomed with the newest version that this daemon speaks.
