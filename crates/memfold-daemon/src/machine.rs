@@ -24,7 +24,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
-use self::guest_memory::GuestReading;
+use self::guest_reading::GuestReading;
 use self::pauses::Pauses;
 use self::settings::Settings;
 use crate::error::{DaemonError, refused};
@@ -34,6 +34,7 @@ use crate::run_state::RunState;
 mod agent_ready;
 mod clock;
 mod guest_memory;
+mod guest_reading;
 mod info;
 pub(crate) mod pauses;
 mod renewal;

@@ -23,16 +23,6 @@ const AGENT_REPORTS: Duration = Duration::from_secs(15);
 /// plugged in, the daemon may learn of it later than the guest.
 const REFUSALS: u32 = 10;
 
-/// The newest memory figures of a guest.
-#[derive(Debug, Default)]
-pub(super) struct GuestReading {
-    newest: Option<(Instant, GuestMemory)>,
-    /// Number of readings in succession that were refused because they are impossible.
-    refused: u32,
-    /// Whether the log says that readings were refused.
-    is_logged: bool,
-}
-
 fn kib(kib: u64) -> ByteSize {
     ByteSize(kib.saturating_mul(1024))
 }
