@@ -78,7 +78,10 @@ impl Work {
     pub(super) fn tick(&mut self) -> bool {
         self.bury();
         let problem = match self.keep_up() {
-            Ok(true) => return true,
+            Ok(true) => {
+                self.set(|status| status.lent_bytes = 0);
+                return true;
+            }
             Ok(false) => None,
             Err(error @ RegistryError::Superseded { .. }) => {
                 warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
