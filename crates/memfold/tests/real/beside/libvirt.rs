@@ -285,8 +285,8 @@ impl Stage<'_> {
     }
 }
 
-/// Runs a test on a host with its own libvirtd, if libvirt is there. `number`: differs between tests
-/// that run at the same time.
+/// Runs a test on a host with its own libvirtd, if libvirt is there. `number`: differs between
+/// tests that run at the same time.
 fn on_a_host(number: u32, test: impl FnOnce(&mut Stage)) {
     let Some(_turn) = support::turn_beside() else {
         return;
@@ -492,8 +492,8 @@ fn an_enabled_libvirt_domain_is_folded_with_a_vm_of_memfold_and_survives_both_da
         exec(client, VM, SUM);
         folded.held = exec(client, VM, HOLD).stdout;
         folded.assert_whole("rebooted");
-        // The domain is enabled in another trust domain while it runs: it stays in this one until its
-        // next start. The daemon does it here, as for the dashboard.
+        // The domain is enabled in another trust domain while it runs: it stays in this one until
+        // its next start. The daemon does it here, as for the dashboard.
         let request = LibvirtEnableRequest {
             domain: DOMAIN.into(),
             trust_domain: Some("other".into()),
@@ -662,7 +662,10 @@ fn enabled_by_tag(cli: &Cli, client: &Client, before: &str) {
     assert!(problem.contains("No Good"), "{row}");
     assert!(cli.said(&["libvirt", "status"]).contains("no: wrong tag"));
     define(&tagged("other"));
-    wait_xml(host, "enabled", |xml| xml.contains(&mark("other")));
+    // Until the daemon has noted the controllers that libvirt added, it may overwrite another change.
+    wait_xml(host, "enabled", |xml| {
+        xml.contains(&mark("other")) && xml.contains("controllers=")
+    });
     // As 'virsh edit' and virt-manager do: memfold's changes stay in the XML.
     define(&host.xml(DOMAIN).replace(&tag("other"), &tag("lab")));
     wait_xml(host, "in the other domain", |xml| {
