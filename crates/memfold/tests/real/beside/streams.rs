@@ -353,7 +353,8 @@ fn trees_and_files_are_copied_both_ways(state: &Path) {
         ],
     );
     assert_eq!(left.stdout, b"");
-    assert_eq!(listed(&there), listed(&back));
+    // The first line is the directory itself, whose time a refused copy into it may change.
+    assert_eq!(listed(&there)[1..], listed(&back)[1..]);
 
     // Standard input and output.
     let bytes = noise(300_000);
