@@ -3,9 +3,9 @@
 //!
 //! One real guest boots and reads files, so its agent reports which page of which file each page of
 //! its RAM caches. This report is recorded and then repeated for each VM of the study, until the VM
-//! caches as much as asked. The VMs of the study are no processes: the engine gets the same messages
-//! as from real agents, and folding is paused. So the study measures the engine's tables, and not
-//! the mappings in QEMU.
+//! caches as much as asked. The VMs of the study are no processes: the engine gets the same
+//! messages as from real agents, and folding is paused. So the study measures the engine's tables,
+//! and not the mappings in QEMU.
 //!
 //! | key | what is measured, for each number of VMs |
 //! |---|---|

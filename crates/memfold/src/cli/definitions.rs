@@ -49,8 +49,8 @@ pub(super) enum Arguments {
         #[arg(long)]
         despite_brake: bool,
     },
-    /// Change settings of a VM: at once where a running VM allows it (fold, resume_when_room), and
-    /// in its definition, for its next start
+    /// Change settings of a VM: at once where a running VM allows it (folding, going on after a
+    /// full disk), and in its definition, for its next start
     Set {
         /// Name of the VM
         name: String,

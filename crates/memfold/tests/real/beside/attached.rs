@@ -362,8 +362,8 @@ fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
         verify(client, "copied");
         assert_eq!(exec(client, "copied", "cat /run/nonce").stdout, nonce);
         assert_eq!(exec(client, "copied", READ_CD).stdout, cd);
-        // The restored VM is memfold's: when it is saved again, its overlays are frozen; it can also
-        // reboot.
+        // The restored VM is memfold's: when it is saved again, its overlays are frozen; it can
+        // also reboot.
         let saved = save(client, "copied", "again", false, KeepChoice::None).unwrap();
         assert_eq!(saved.free_kept, None);
         // The snapshot has copies of the kernel and the CD.

@@ -131,7 +131,7 @@ fn the_report_has_the_guests_own_figures(lab: &Lab) {
             .guest
             .map_or_else(Vec::new, |guest| guest.lru_gen);
         let on_lists: u64 = classes.iter().map(|class| class.file_bytes.0).sum();
-        on_lists >= CLEAN && on_lists <= MEMORY.0
+        (CLEAN..=MEMORY.0).contains(&on_lists)
     });
     assert!(guest.oom_kill == Some(0) && guest.pgscan.is_some());
 }

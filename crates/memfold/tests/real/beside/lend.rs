@@ -365,8 +365,8 @@ pub fn copy_fails(transport: Transport) {
 }
 
 /// Tests failed writes to the copy on disk, of which QEMU's event is not received, or after which
-/// the lender dies: data from before the failed write is never read. The guest uses the disk without
-/// a file system.
+/// the lender dies: data from before the failed write is never read. The guest uses the disk
+/// without a file system.
 pub fn lack_writes(transport: Transport) {
     let Some(_turn) = support::turn_ahead() else {
         return;

@@ -28,8 +28,8 @@ const SOME_SUMS: &str = "md5sum /usr/bin/python3.* /usr/bin/b*";
 /// effect, and few enough to be compared within the test.
 const CHOSEN: [&str; 2] = ["/usr/bin/[!x]*", "/usr/lib/x86_64-linux-gnu/libc*.so*"];
 
-/// Files of the segments of the other tests, 28 MiB. Building from a directory with only these files
-/// takes little time; building from an image unpacks the whole image.
+/// Files of the segments of the other tests, 28 MiB. Building from a directory with only these
+/// files takes little time; building from an image unpacks the whole image.
 const FEW: [&str; 4] = [
     "/usr/bin/[a-f]*",
     "/usr/bin/{ls,who,yes,uptime}",
