@@ -545,7 +545,7 @@ fn a_snapshot_whose_disk_a_definition_or_a_running_vm_names_is_not_removed_and_t
             refused(
                 &remove(more),
                 1,
-                &["definition 'web'", "'x'", "vm undefine"],
+                &["the definition of VM 'web'", "'x'", "vm undefine"],
             );
         }
         // A VM that was started like any other maps nothing of the snapshot.
