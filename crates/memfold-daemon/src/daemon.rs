@@ -24,6 +24,7 @@ use crate::mechanisms::Mechanisms;
 use crate::options::{BorrowWhen, DaemonOptions};
 use crate::pve::PveVms;
 use crate::reports::Reports;
+use crate::rightsizing::Rightsizing;
 use crate::sampling::Sampling;
 use crate::segments::Segments;
 use crate::snapshots::{Snapshots, clear_trials};
@@ -159,6 +160,7 @@ impl Daemon {
     fn begin_watching(&self, borrow: BorrowWhen) -> std::io::Result<()> {
         self.below.brake.begin()?;
         guest_pressure::begin(&self.below)?;
+        self.below.rightsizing.begin()?;
         self.below.swap_disks.begin_borrowing_again()?;
         vm_logs::begin(&self.below.registry)?;
         if borrow == BorrowWhen::Auto {
@@ -210,6 +212,12 @@ impl Daemon {
         self.below.swap_volumes.stop();
         // The engine may have ended already.
         let _ = self.below.folding.tell(Command::Stop);
+    }
+
+    /// Returns the service that decides how much memory each VM should have.
+    #[must_use]
+    pub fn rightsizing(&self) -> &Arc<Rightsizing> {
+        &self.below.rightsizing
     }
 
     /// Returns the service that reads the fold engine's figures and sets its limits.

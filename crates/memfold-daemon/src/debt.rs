@@ -137,6 +137,12 @@ impl DebtWatch {
         })
     }
 
+    /// Reports the debt of the last read of the page tables, and the memory that is available now.
+    pub fn report_now(&self) -> Result<DebtReport, DaemonError> {
+        let memory = self.memory()?;
+        Ok(self.lock().report(memory))
+    }
+
     /// Returns why the brake has stopped folding and KSM; `None` while folding and KSM may share
     /// pages.
     pub fn braked(&self) -> Result<Option<String>, DaemonError> {

@@ -11,6 +11,7 @@
 //!   DebtBrake        a thread: measures the debt, stops folding and KSM, asks guests to drop page cache
 //!   Leases           the lease registry: which host lends to which VM or volume
 //!   Lending          lending of this host's memory
+//!   Rightsizing      a thread: how much memory each VM should have; trims page caches and moves balloons
 //!   SwapDisks        VMs' swap disks on lent RAM: a thread for each
 //!   SwapVolumes      LVM volumes on lent RAM: a thread for each
 //!   Segments         file system images whose files VMs execute in place
@@ -52,6 +53,7 @@ mod mechanisms;
 mod options;
 mod pve;
 mod reports;
+mod rightsizing;
 mod run_state;
 mod sampling;
 mod segments;
@@ -80,6 +82,7 @@ pub use libvirt::LibvirtDomains;
 pub use memfold_host::chain;
 pub use options::{BorrowWhen, DaemonOptions};
 pub use reports::Reports;
+pub use rightsizing::Rightsizing;
 pub use sampling::{Live, Sampling};
 pub use segments::Segments;
 pub use snapshots::Snapshots;

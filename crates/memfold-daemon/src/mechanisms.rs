@@ -17,6 +17,7 @@ use crate::ksm_steering::KsmSteering;
 use crate::leases::Leases;
 use crate::lending::Lending;
 use crate::options::DaemonOptions;
+use crate::rightsizing::Rightsizing;
 use crate::segments::Segments;
 use crate::snapshot_locks::SnapshotLocks;
 use crate::swap_disks::SwapDisks;
@@ -32,6 +33,7 @@ pub(crate) struct Mechanisms {
     pub brake: Arc<DebtBrake>,
     pub leases: Arc<Leases>,
     pub lending: Arc<Lending>,
+    pub rightsizing: Arc<Rightsizing>,
     pub swap_disks: Arc<SwapDisks>,
     pub swap_volumes: Arc<SwapVolumes>,
     pub segments: Arc<Segments>,
@@ -65,6 +67,13 @@ impl Mechanisms {
         };
         let leases = Arc::new(Leases::open(options)?);
         let lending = Lending::new(leases.clone(), state, options.lend.clone(), needed);
+        let lending = Arc::new(lending);
+        let rightsizing = Rightsizing::new(
+            registry.clone(),
+            debt.clone(),
+            lending.clone(),
+            options.rightsize,
+        );
         let swap_disks = SwapDisks::new(registry.clone(), leases.clone());
         let swap_volumes = SwapVolumes::new(leases.clone(), state);
         let definitions = Arc::new(DefinitionFiles::new(options.definitions.clone()));
@@ -83,7 +92,8 @@ impl Mechanisms {
             ksm,
             brake: Arc::new(brake),
             leases,
-            lending: Arc::new(lending),
+            lending,
+            rightsizing: Arc::new(rightsizing),
             swap_disks: Arc::new(swap_disks),
             swap_volumes: Arc::new(swap_volumes),
             segments: Arc::new(segments),

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use memfold_api::LendRequest;
+use memfold_api::{LendRequest, RightsizeMode};
 use memfold_fold::EngineSettings;
 use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
@@ -33,6 +33,8 @@ pub struct DaemonOptions {
     pub paused: bool,
     /// Limits of the copy-on-write debt at which the brake acts.
     pub brake: BrakePolicy,
+    /// Whether the daemon changes the memory of VMs.
+    pub rightsize: RightsizeMode,
     /// Directory of the snapshots of this host.
     pub shelf: PathBuf,
     /// Directory of the segments of this host.

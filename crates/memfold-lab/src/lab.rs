@@ -17,7 +17,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::wait::{last_words, wait_for};
 use crate::warm::{Warm, note_guest};
 
-use memfold_api::{FoldRequest, FullReport};
+use memfold_api::{FoldRequest, FullReport, RightsizeMode};
 use memfold_daemon::{BorrowWhen, Daemon, DaemonOptions};
 use memfold_fold::{EngineSettings, EngineStats};
 use memfold_host::{GuestImage, guest_images};
@@ -119,6 +119,7 @@ impl Lab {
             exclude: Vec::new(),
             paused: true,
             brake: BrakePolicy::default(),
+            rightsize: RightsizeMode::Off,
             shelf: directory.path().join("snapshots"),
             segments: directory.path().join("segments"),
             definitions: directory.path().join("definitions"),

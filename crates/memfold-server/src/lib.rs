@@ -17,6 +17,7 @@ mod paths;
 mod planning;
 mod reference;
 mod reports;
+mod rightsize;
 mod routes;
 mod segments;
 mod server;

@@ -19,7 +19,7 @@ use super::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use super::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use super::{
     definitions, event_stream, exec_stream, hosts, lending, libvirt, live, metrics, planning,
-    reports, segments, session, snapshots, vms, web,
+    reports, rightsize, segments, session, snapshots, vms, web,
 };
 
 /// Makes the description of the API and its router from a table of the handlers, one a line:
@@ -73,6 +73,9 @@ api! {
     put "/v1/fold" reports::set_fold;
     get "/v1/debt" reports::debt;
     put "/v1/debt" reports::set_debt;
+    get "/v1/rightsize" rightsize::rightsize;
+    put "/v1/rightsize" rightsize::set_rightsize;
+    put "/v1/vms/{name}/sizing" rightsize::set_sizing;
     get "/v1/ksm" reports::ksm;
     post "/v1/ksm/start" reports::start_ksm;
     post "/v1/ksm/stop" reports::stop_ksm;

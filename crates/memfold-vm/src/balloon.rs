@@ -143,6 +143,14 @@ pub fn poll_guest_stats(qmp: &mut Qmp, device: &str, seconds: u64) -> Result<(),
     .map(drop)
 }
 
+/// Returns whether the guest's driver takes pages back from the balloon before its kernel would
+/// kill a process. `device`: path of the balloon ([`find`]).
+pub fn deflates_on_oom(qmp: &mut Qmp, device: &str) -> Result<bool, QmpError> {
+    let property = "deflate-on-oom";
+    let answer = qmp.execute("qom-get", json!({ "path": device, "property": property }))?;
+    Ok(answer.as_bool().unwrap_or(false))
+}
+
 /// Returns the VM's RAM with plugged memory: its size when the balloon is empty.
 pub fn full_size(qmp: &mut Qmp) -> Result<ByteSize, QmpError> {
     let answer = qmp.query("query-memory-size-summary")?;

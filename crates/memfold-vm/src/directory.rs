@@ -140,6 +140,8 @@ impl VmDirectory {
         settings = "settings.json";
         /// Image of the VM's seed disk.
         seed = "seed.img";
+        /// Limits of the VM's size that the operator set.
+        sizing = "sizing.json";
         /// Log of the relays between the swap disk and lenders.
         relay_log = "relay.log";
         /// Marker that exists until the restore of the VM is complete.

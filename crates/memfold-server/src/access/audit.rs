@@ -36,11 +36,11 @@ const REFUSALS_A_MINUTE: u32 = 60;
 /// Names of the fields of a request's body and query that are logged if their values are numbers,
 /// truth values or short texts.
 const DETAILS: &str = "\
-    advisor allow_arguments announce autostart bytes cleartext compress content cover_percent cpu_percent despite_brake \
-    disks domain drop_s durability for_vms force from from_boot_snapshot host keep keep_clock \
-    least_bytes leave_percent listen live max_bytes memory merge name no_lay one_domain order \
-    pages_per_second parent paused pinned prefetch qmp renew reserve role root seconds segment stream stripes \
-    target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm wait whole writer";
+    advisor allow_arguments announce autostart buffer_percent bytes cleartext compress content cover_percent cpu_percent despite_brake \
+    disks domain drop_s durability for_vms force from from_boot_snapshot host input keep keep_clock \
+    least_bytes leave_percent listen live max_bytes memory merge min_bytes mode name no_lay one_domain order \
+    pages_per_second parent paused pinned prefetch priority qmp renew reserve role root seconds segment snapshot stream stripes \
+    target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm wait when whole writer";
 
 /// Name and role of the session that a login has begun. They are attached to the response for the
 /// audit log.
@@ -341,7 +341,7 @@ mod tests {
     }
 
     /// Fields that may contain secrets and are never logged.
-    const LEFT_OUT: [&str; 4] = ["key", "script", "secret", "trust"];
+    const LEFT_OUT: [&str; 6] = ["key", "script", "secret", "settings", "terminal", "trust"];
 
     #[test]
     fn each_field_of_a_change_request_is_either_audited_or_listed_as_not_audited() {

@@ -28,6 +28,7 @@ mod number;
 mod plan;
 mod pve;
 mod report;
+mod rightsize;
 mod segment;
 mod self_test;
 mod serve;
@@ -99,6 +100,9 @@ enum Command {
     /// Show the memory that guests could claim by writing to shared memory, the memory available
     /// for it, and the brake
     Debt(debt::Arguments),
+    /// Right-sizing: show and change how much memory VMs have
+    #[command(subcommand)]
+    Rightsize(rightsize::Arguments),
     /// Folding: state, pause, limits
     #[command(subcommand)]
     Fold(fold::Arguments),
@@ -182,6 +186,7 @@ pub fn main() -> ExitCode {
         Command::Estimate(arguments) => estimate::run(&context, &arguments),
         Command::Debt(arguments) => debt::run(&context, &arguments),
         Command::Fold(arguments) => fold::run(&context, &arguments),
+        Command::Rightsize(arguments) => rightsize::run(&context, &arguments),
         Command::Ksm(arguments) => ksm::run(&context, arguments),
         Command::Snapshot(arguments) => snapshot::run(&context, arguments),
         Command::Clone(arguments) => snapshot::clone(&context, &arguments),

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use clap::Args;
 use memfold_api::{
-    DEFAULT_DEFINITIONS, DEFAULT_RECORDS, DEFAULT_SOCKET, DEFAULT_STATE, LendRequest,
+    DEFAULT_DEFINITIONS, DEFAULT_RECORDS, DEFAULT_SOCKET, DEFAULT_STATE, LendRequest, RightsizeMode,
 };
 use memfold_daemon::{BorrowWhen, Daemon, DaemonOptions};
 use memfold_fold::EngineSettings;
@@ -78,6 +78,10 @@ pub(super) struct Arguments {
     /// otherwise nothing more is shared and no VM is started; 0 disables the brake
     #[arg(long, value_name = "PERCENT", value_parser = cover)]
     cover: Option<f64>,
+    /// Whether to size VMs by their need: 'watch' says what would be done, 'on' trims page caches
+    /// of guests and moves their balloons
+    #[arg(long, value_enum, default_value_t, value_name = "MODE")]
+    rightsize: RightsizeMode,
     /// Start with folding paused
     #[arg(long)]
     paused: bool,
@@ -421,6 +425,7 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
             reserve: arguments.reserve.unwrap_or(brake.reserve),
             cover_percent: arguments.cover.unwrap_or(brake.cover_percent),
         },
+        rightsize: arguments.rightsize,
         shelf: arguments.snapshots.clone(),
         segments: arguments.segments.clone(),
         definitions: arguments.definitions(),

@@ -5,7 +5,7 @@ use super::support::{code, err, out, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-pub const COMMANDS: [(&[&str], &[&str], bool); 72] = [
+pub const COMMANDS: [(&[&str], &[&str], bool); 77] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -47,7 +47,7 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 72] = [
     ),
     (
         &["vm", "set"],
-        &["FIELD=VALUE", "--next-start", "resume_when_room"],
+        &["FIELD=VALUE", "--next-start", "going on after a full disk"],
         false,
     ),
     (&["vm", "list"], &["List VMs"], true),
@@ -108,6 +108,19 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 72] = [
         false,
     ),
     (&["debt"], &["shared memory", "--reserve", "--cover"], true),
+    (
+        &["rightsize", "status"],
+        &["how much memory each VM should have"],
+        true,
+    ),
+    (&["rightsize", "on"], &["trim page caches"], true),
+    (&["rightsize", "watch"], &["do nothing"], true),
+    (&["rightsize", "off"], &["alone"], true),
+    (
+        &["rightsize", "set"],
+        &["limits of a VM's size", "--min", "--pin"],
+        false,
+    ),
     (&["fold", "status"], &["folding has done"], true),
     (&["fold", "pause"], &["Pause folding"], true),
     (&["fold", "resume"], &["Resume folding"], true),

@@ -26,6 +26,7 @@ mod proxy;
 mod pve;
 mod python;
 mod relays;
+mod rightsize;
 mod service;
 mod settings;
 mod snapshots;

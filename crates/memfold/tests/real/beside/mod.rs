@@ -30,6 +30,7 @@ mod networks;
 mod object_store;
 mod pve;
 mod python;
+mod rightsized;
 mod segments;
 mod segments_killed;
 mod snapshots;

@@ -1,0 +1,206 @@
+//! `memfold rightsize`: shows how much memory each VM should have, whether the daemon changes it,
+//! and sets limits of a VM's size.
+
+use std::process::ExitCode;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::{Args, Subcommand};
+
+use memfold_api::{RightsizeEvent, RightsizeMode, RightsizeReport, RightsizeRequest, Sizing};
+use memfold_units::ByteSize;
+
+use super::context::Context;
+use super::table::table;
+
+/// Number of the last orders that the text shows.
+const EVENTS: usize = 10;
+
+#[derive(Subcommand, Debug)]
+pub(super) enum Arguments {
+    /// Show how much memory each VM should have, and the last orders
+    Status,
+    /// Size VMs: trim page caches of guests, and move their balloons
+    On,
+    /// Say what would be done, and do nothing
+    Watch,
+    /// Leave the memory of VMs alone; guests get back what is in their balloons
+    Off,
+    /// Set the limits of a VM's size, until the VM ends
+    Set(SetArguments),
+}
+
+#[derive(Args, Debug)]
+pub(super) struct SetArguments {
+    vm: String,
+    /// Smallest size of the VM (a quarter of its RAM by default, but at least 256 MiB)
+    #[arg(long, value_name = "SIZE")]
+    min: Option<ByteSize>,
+    /// Largest size of the VM (all of its RAM by default)
+    #[arg(long, value_name = "SIZE")]
+    max: Option<ByteSize>,
+    /// Memory beyond the working set, in percent of it (20 by default)
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u16).range(0..=1000))]
+    buffer: Option<u16>,
+    /// Weight of what the VM loses; VMs with a small weight give memory first (100 by default)
+    #[arg(long, value_name = "WEIGHT", value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    priority: Option<u16>,
+    /// Never change the VM's size
+    #[arg(long, conflicts_with = "unpin")]
+    pin: bool,
+    /// Change the VM's size again
+    #[arg(long)]
+    unpin: bool,
+}
+
+pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let client = context.client()?;
+    let mode = match arguments {
+        Arguments::Status => return context.print(&client.get("/v1/rightsize")?, render),
+        Arguments::Set(set) => {
+            let request = Sizing {
+                min_bytes: set.min.map(|size| size.0),
+                max_bytes: set.max.map(|size| size.0),
+                buffer_percent: set.buffer,
+                priority: set.priority,
+                pinned: (set.pin || set.unpin).then_some(set.pin),
+            };
+            let path = format!("/v1/vms/{}/sizing", set.vm);
+            return context.print(&client.put(&path, &request)?, |sizing| {
+                limits(&set.vm, sizing)
+            });
+        }
+        Arguments::On => RightsizeMode::On,
+        Arguments::Watch => RightsizeMode::Watch,
+        Arguments::Off => RightsizeMode::Off,
+    };
+    context.print(
+        &client.put("/v1/rightsize", &RightsizeRequest { mode })?,
+        render,
+    )
+}
+
+fn limits(vm: &str, sizing: &Sizing) -> String {
+    let size = |bytes: Option<u64>| bytes.map_or("default".into(), |b| ByteSize(b).to_string());
+    let buffer = sizing
+        .buffer_percent
+        .map_or("default".into(), |n| format!("{n} %"));
+    let priority = sizing.priority.map_or("default".into(), |n| n.to_string());
+    let pinned = if sizing.pinned == Some(true) {
+        "; pinned"
+    } else {
+        ""
+    };
+    format!(
+        "'{vm}': min {}, max {}, buffer {buffer}, priority {priority}{pinned}",
+        size(sizing.min_bytes),
+        size(sizing.max_bytes)
+    )
+}
+
+fn render(report: &RightsizeReport) -> String {
+    let mode = match report.mode {
+        RightsizeMode::Off => return "right-sizing: off; the memory of VMs is left alone".into(),
+        RightsizeMode::Watch => "watch; nothing is changed",
+        RightsizeMode::On => "on",
+    };
+    let Some(rung) = &report.rung else {
+        return format!("right-sizing: {mode}; the first look follows in 2 s");
+    };
+    let mut parts = vec![format!(
+        "right-sizing: {mode}\nhost: rung {rung}: {}; {} available, {} in reserve",
+        report.why,
+        ByteSize(report.available_bytes),
+        ByteSize(report.reserve_bytes)
+    )];
+    if report.vms.is_empty() {
+        parts.push("no running VMs".into());
+    } else {
+        let vms = report.vms.iter().map(|vm| {
+            [
+                vm.vm.clone(),
+                ByteSize(vm.size_bytes).to_string(),
+                ByteSize(vm.working_set_bytes).to_string(),
+                ByteSize(vm.target_bytes).to_string(),
+                vm.pressure
+                    .map_or("?".into(), |share| format!("{:.2} %", share * 100.0)),
+                vm.order.clone().unwrap_or_default(),
+                vm.reason.clone(),
+            ]
+        });
+        parts.push(table(
+            "VM  >SIZE  >WORKING SET  >TARGET  >PRESSURE  ORDER  REASON",
+            vms,
+        ));
+    }
+    let first = report.events.len().saturating_sub(EVENTS);
+    let events: Vec<String> = report.events[first..].iter().map(event).collect();
+    if !events.is_empty() {
+        parts.push(events.join("\n"));
+    }
+    parts.join("\n\n")
+}
+
+fn event(event: &RightsizeEvent) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now = now.map_or(0.0, |now| now.as_secs_f64());
+    let result = event.result.as_ref();
+    format!(
+        "{:.0} s ago: '{}': {}, because {}{}",
+        (now - event.at_unix_s).max(0.0),
+        event.vm,
+        event.order,
+        event.reason,
+        result.map_or_else(String::new, |result| format!("; {result}"))
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use memfold_api::VmRightsize;
+
+    #[test]
+    fn memfold_rightsize_shows_size_need_and_reason_of_each_vm_and_the_last_orders() {
+        let report = RightsizeReport {
+            mode: RightsizeMode::Watch,
+            rung: Some("ample".into()),
+            why: "the host has room".into(),
+            vms: vec![VmRightsize {
+                vm: "db".into(),
+                size_bytes: 2 << 30,
+                working_set_bytes: 1 << 30,
+                target_bytes: 3 << 29,
+                pressure: Some(0.0012),
+                order: Some("trim 64.0 MiB of page cache".into()),
+                reason: "page cache grew beyond the working set".into(),
+                ..VmRightsize::default()
+            }],
+            events: vec![RightsizeEvent {
+                vm: "db".into(),
+                order: "trim 16.0 MiB of page cache".into(),
+                reason: "it was not missed".into(),
+                result: Some("16.0 MiB reclaimed".into()),
+                ..RightsizeEvent::default()
+            }],
+            ..RightsizeReport::default()
+        };
+        let text = render(&report);
+        for words in [
+            "watch; nothing is changed",
+            "rung ample: the host has room",
+            "2.00 GiB",
+            "0.12 %",
+            "trim 64.0 MiB of page cache  page cache grew",
+            "'db': trim 16.0 MiB of page cache, because it was not missed; 16.0 MiB reclaimed",
+        ] {
+            assert!(text.contains(words), "{words:?} is not in\n{text}");
+        }
+        assert!(
+            render(&RightsizeReport {
+                mode: RightsizeMode::Off,
+                ..report
+            })
+            .contains("off")
+        );
+    }
+}

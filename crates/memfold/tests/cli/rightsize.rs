@@ -1,0 +1,93 @@
+//! Tests of `memfold rightsize`. The daemon is another process, and the VMs run no guest, so no
+//! guest reports figures.
+
+use serde_json::{Value, json};
+
+use super::support::{Daemon, code, err, out, refused, run, wait};
+
+/// Returns what right-sizing says about a VM.
+fn vm(daemon: &Daemon, name: &str) -> Option<Value> {
+    let report = daemon.json(&["rightsize", "status"]);
+    let vms = report["vms"].as_array().unwrap();
+    vms.iter().find(|vm| vm["vm"] == name).cloned()
+}
+
+#[test]
+fn a_vm_whose_guest_reports_nothing_keeps_its_size_and_rightsize_status_says_why() {
+    let daemon = Daemon::start();
+    assert_eq!(daemon.json(&["rightsize", "status"])["mode"], "watch");
+    daemon.paused_vm("quiet", &[]);
+    daemon.run(&["vm", "resume", "quiet"]);
+    assert_eq!(daemon.json(&["rightsize", "on"])["mode"], "on");
+    wait("right-sizing shows the VM", || {
+        vm(&daemon, "quiet").is_some()
+    });
+    let quiet = vm(&daemon, "quiet").unwrap();
+    assert_eq!(quiet["order"], Value::Null, "{quiet}");
+    let reason = quiet["reason"].as_str().unwrap();
+    assert!(reason.contains("never reported"), "{quiet}");
+    assert_eq!(quiet["size_bytes"], 64_u64 << 20, "{quiet}");
+    let text = out(&daemon.run(&["rightsize", "status"]));
+    assert!(
+        text.contains("right-sizing: on\nhost: rung ample"),
+        "{text}"
+    );
+    assert!(text.contains("never reported"), "{text}");
+    assert!(out(&daemon.run(&["rightsize", "off"])).contains("left alone"));
+    assert_eq!(daemon.json(&["rightsize", "status"])["vms"], json!([]));
+}
+
+#[test]
+fn limits_of_a_vms_size_survive_a_daemon_restart_and_wrong_limits_are_refused() {
+    let mut daemon = Daemon::start_with(&["--rightsize", "watch"]);
+    daemon.paused_vm("sized", &[]);
+    let set = &[
+        "rightsize",
+        "set",
+        "sized",
+        "--min",
+        "48M",
+        "--pin",
+        "--priority",
+        "7",
+    ];
+    let sizing = daemon.json(set);
+    assert_eq!(sizing["min_bytes"], 48_u64 << 20);
+    daemon.terminate();
+    daemon.start_again();
+    daemon.run(&["vm", "resume", "sized"]);
+    wait("right-sizing shows the VM", || {
+        vm(&daemon, "sized").is_some()
+    });
+    let sized = vm(&daemon, "sized").unwrap();
+    assert_eq!(
+        (&sized["sizing"]["priority"], &sized["sizing"]["pinned"]),
+        (&json!(7), &json!(true))
+    );
+    assert!(
+        sized["reason"].as_str().unwrap().contains("pinned"),
+        "{sized}"
+    );
+    let sizing = daemon.json(&["rightsize", "set", "sized", "--unpin"]);
+    assert_eq!(
+        (&sizing["pinned"], &sizing["priority"]),
+        (&json!(false), &json!(7))
+    );
+
+    let too_large = daemon.run(&["rightsize", "set", "sized", "--min", "1G"]);
+    refused(&too_large, 1, &["min is 1.00 GiB", "64.0 MiB of RAM"]);
+    refused(
+        &daemon.run(&["rightsize", "set", "nobody", "--pin"]),
+        1,
+        &["no VM named 'nobody'"],
+    );
+    for wrong in [
+        &["rightsize", "set", "sized", "--pin", "--unpin"][..],
+        &["rightsize", "set", "sized", "--priority", "0"],
+        &["rightsize", "maybe"],
+        &["serve", "--rightsize", "maybe"],
+    ] {
+        let output = run(wrong);
+        assert_eq!(code(&output), 2, "{wrong:?}: {}", err(&output));
+    }
+}
