@@ -662,7 +662,8 @@ fn enabled_by_tag(cli: &Cli, client: &Client, before: &str) {
     assert!(problem.contains("No Good"), "{row}");
     assert!(cli.said(&["libvirt", "status"]).contains("no: wrong tag"));
     define(&tagged("other"));
-    // Until the daemon has noted the controllers that libvirt added, it may overwrite another change.
+    // Until the daemon has noted the controllers that libvirt added, it may overwrite another
+    // change.
     wait_xml(host, "enabled", |xml| {
         xml.contains(&mark("other")) && xml.contains("controllers=")
     });
