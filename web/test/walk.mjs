@@ -199,6 +199,9 @@ await sayAndWait({ step: "ready" });
 await page.reload();
 const vm = vmToStop;
 await page.waitForSelector(".stats data[data-figure]");
+// The page shows the daemon's last sample, which may be older than the VM with the swap disk.
+await go(page, "#/vms", "tbody tr");
+await page.getByRole("row").filter({ hasText: "lent by" }).first().waitFor();
 for (const [name, hash, whole] of PAGES(vm)) {
   await go(page, hash, whole);
   say({ step: "figures", page: name, figures: await figures(page), counts: await counts(page), text: await page.textContent("main") });
