@@ -276,11 +276,11 @@ pub(super) const fn packed_bytes(bytes: &[u8]) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     /// Returns numbers that look random, the same in each run.
-    fn numbers() -> impl FnMut(u32) -> u32 {
+    pub fn numbers() -> impl FnMut(u32) -> u32 {
         let mut state = 7_u64;
         move |below| {
             state = state

@@ -170,17 +170,7 @@ impl Places {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Returns numbers that look random, the same in each run.
-    fn numbers() -> impl FnMut(u32) -> u32 {
-        let mut state = 1_u64;
-        move |below| {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            u32::try_from((state >> 33) % u64::from(below)).unwrap()
-        }
-    }
+    use crate::packed::tests::numbers;
 
     #[test]
     fn the_packed_table_of_places_agrees_with_a_map_after_random_changes() {
