@@ -95,14 +95,14 @@ pub enum RungReason {
     Room {
         /// `MemAvailable`.
         available: ByteSize,
-        /// The reserve.
+        /// Memory of the host that must stay available.
         reserve: ByteSize,
     },
     /// Little more than the reserve is available, or trims can bring the rest.
     NearReserve {
         /// `MemAvailable`.
         available: ByteSize,
-        /// The reserve.
+        /// Memory of the host that must stay available.
         reserve: ByteSize,
     },
     /// Less than the reserve is available, and trims did not suffice.

@@ -40,7 +40,7 @@ pub enum BalloonError {
     /// The target is below [`SMALLEST`], or above the VM's RAM.
     #[error("a balloon target must be from {SMALLEST} to {ram}, the VM's RAM; {target} is not")]
     Target {
-        /// The target.
+        /// Size that the guest should have been given, which is not possible.
         target: ByteSize,
         /// RAM of the VM, plugged memory included.
         ram: ByteSize,
