@@ -141,11 +141,11 @@ def test_a_tree_is_the_same_after_it_is_copied_in_and_out(
             guest.frame(0, data[at : at + 50_000])
         return 0
 
-    daemon.commands['exec "$MEMFOLD_AGENT" --receive tree /root/'] = receive
-    daemon.commands['exec "$MEMFOLD_AGENT" --send /root/tree'] = send
-    vm.copy_in(tree, "/root/")
+    daemon.commands['exec "$MEMFOLD_AGENT" --receive tree /srv/'] = receive
+    daemon.commands['exec "$MEMFOLD_AGENT" --send /srv/tree'] = send
+    vm.copy_in(tree, "/srv/")
     out = tmp_path / "out"
-    vm.copy_out("/root/tree", out)
+    vm.copy_out("/srv/tree", out)
     data = out / ("n" * 150) / "data"
     assert data.read_bytes() == (out / "second-name").read_bytes()
     assert data.read_bytes() == (tree / "second-name").read_bytes()
