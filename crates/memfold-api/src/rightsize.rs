@@ -67,7 +67,7 @@ pub struct RightsizeReport {
     pub reserve_bytes: u64,
     /// VMs, by name.
     pub vms: Vec<VmRightsize>,
-    /// Last orders, oldest first.
+    /// Last orders that were carried out, oldest first.
     pub events: Vec<RightsizeEvent>,
 }
 
@@ -107,7 +107,7 @@ pub struct RightsizeEvent {
     /// Why, as a sentence.
     pub reason: String,
     /// What became of it, as text: the memory that the guest gave, or why it failed; null while the
-    /// order is carried out, and in mode `watch`.
+    /// order is carried out.
     pub result: Option<String>,
 }
 

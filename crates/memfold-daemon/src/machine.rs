@@ -352,6 +352,11 @@ impl Machine {
         self.monitor.lock()
     }
 
+    /// Returns QEMU's monitor if nobody uses it at this moment.
+    pub fn idle_monitor(&self) -> Option<QmpGuard<'_>> {
+        self.monitor.try_lock()
+    }
+
     pub fn domain(&self) -> Option<&str> {
         self.role.domain.as_deref()
     }

@@ -62,6 +62,9 @@ struct State {
     sizings: BTreeMap<u32, Sizing>,
     /// VMs whose last order is still carried out, by the machine's number.
     busy: BTreeSet<u32>,
+    /// VMs whose balloon this service has moved, by the machine's number. Balloons that another
+    /// program moves are left alone.
+    moved: BTreeSet<u32>,
     last: Option<Last>,
     events: VecDeque<RightsizeEvent>,
     /// Number of the oldest event in `events`, counted from the daemon's start.
@@ -101,6 +104,7 @@ impl Rightsizing {
                 balloons: Balloons::default(),
                 sizings: BTreeMap::new(),
                 busy: BTreeSet::new(),
+                moved: BTreeSet::new(),
                 last: None,
                 events: VecDeque::new(),
                 first_event: 0,
@@ -211,7 +215,13 @@ impl Rightsizing {
         let now = self.began.elapsed();
         let machines = self.registry.machines();
         // QEMU may answer late, so the state is not locked meanwhile.
-        let mut balloons = std::mem::take(&mut self.state.lock().balloons);
+        let mut balloons = {
+            let mut state = self.state.lock();
+            let is_there = |id: &u32| machines.iter().any(|machine| machine.id() == *id);
+            state.sizings.retain(|id, _| is_there(id));
+            state.moved.retain(is_there);
+            std::mem::take(&mut state.balloons)
+        };
         balloons.keep(&machines);
         let looked: Vec<Looked> = machines
             .into_iter()
@@ -233,6 +243,8 @@ impl Rightsizing {
             .collect();
         let input: Vec<_> = looked.iter().map(|vm| vm.input.clone()).collect();
         let mut state = self.state.lock();
+        // An operator may have changed the mode meanwhile.
+        let mode = state.mode;
         state.balloons = balloons;
         let decision = state.controller.step(now, host, &input);
         if state.last.as_ref().map(|last| last.decision.rung) != Some(decision.rung) {
@@ -246,11 +258,8 @@ impl Rightsizing {
             if mode != RightsizeMode::On || is_busy {
                 state.controller.discard_order(vm.vm);
             }
-            if is_busy {
-                continue;
-            }
-            let event = state.note(looked.machine.name(), order, vm.reason.to_string());
-            if mode == RightsizeMode::On {
+            if mode == RightsizeMode::On && !is_busy {
+                let event = state.note(looked.machine.name(), order, vm.reason.to_string());
                 state.busy.insert(id);
                 begun.push((looked.machine.clone(), order, event));
             }
@@ -298,9 +307,11 @@ impl Rightsizing {
                     }
                 })
             }
-            Action::Balloon { target } => machine
-                .set_balloon(target)
-                .map(|()| format!("balloon target is {target}")),
+            Action::Balloon { target } => {
+                self.state.lock().moved.insert(machine.id());
+                let set = machine.set_balloon(target);
+                set.map(|()| format!("balloon target is {target}"))
+            }
             Action::Plug { .. } | Action::Unplug { .. } => Err(refused(
                 "memory is not plugged or unplugged",
                 "use a balloon",
@@ -318,15 +329,21 @@ impl Rightsizing {
         if let Some(event) = state.event(event) {
             event.result = Some(text);
         }
+        let is_on = state.mode == RightsizeMode::On;
+        drop(state);
+        // Right-sizing may have been turned off, or the VM pinned, while the order was carried out.
+        if !is_on || self.sizing(machine).pinned == Some(true) {
+            self.give_all_back(machine);
+        }
     }
 
-    /// Gives a guest back what is in its balloon.
+    /// Gives a guest back what is in its balloon, if this service has put it there.
     fn give_all_back(&self, machine: &Machine) {
-        let has_balloon = self.state.lock().balloons.is_inflated(machine.id());
-        if !has_balloon {
+        if !self.state.lock().moved.remove(&machine.id()) {
             return;
         }
         if let Err(error) = machine.restore_balloon() {
+            self.state.lock().moved.insert(machine.id());
             warn!(vm = machine.name(), %error, "cannot give a VM back what is in its balloon; try 'memfold rightsize on' and 'memfold rightsize off' again");
         }
     }

@@ -28,6 +28,15 @@ struct Known {
     held: ByteSize,
 }
 
+impl Known {
+    const fn balloon(self) -> Balloon {
+        Balloon {
+            held: self.held,
+            deflate_on_oom: self.deflate_on_oom,
+        }
+    }
+}
+
 impl Balloons {
     /// Forgets the balloons of VMs that have ended.
     pub fn keep(&mut self, machines: &[Arc<Machine>]) {
@@ -35,15 +44,13 @@ impl Balloons {
             .retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
     }
 
-    /// Returns whether a VM's balloon held memory at the last look.
-    pub fn is_inflated(&self, id: u32) -> bool {
-        let known = self.known.get(&id).copied().flatten();
-        known.is_some_and(|known| known.held.0 > 0)
-    }
-
-    /// Asks QEMU for a VM's balloon. `None`: the VM has none, or QEMU did not answer.
+    /// Asks QEMU for a VM's balloon. While the VM is saved, for example, the monitor is in use, and
+    /// the last answer is returned. `None`: the VM has no balloon, or QEMU has not answered yet.
     pub fn look(&mut self, machine: &Machine) -> Option<Balloon> {
-        let mut qmp = machine.monitor();
+        let Some(mut qmp) = machine.idle_monitor() else {
+            let known = self.known.get(&machine.id()).copied().flatten()?;
+            return Some(known.balloon());
+        };
         let known = if let Some(known) = self.known.get(&machine.id()) {
             *known
         } else {
@@ -62,12 +69,9 @@ impl Balloons {
         let full = balloon::full_size(&mut qmp).ok()?;
         let actual = balloon::actual(&mut qmp).ok()?;
         let held = ByteSize(full.0.saturating_sub(actual.0));
-        self.known
-            .insert(machine.id(), Some(Known { held, ..known }));
-        Some(Balloon {
-            held,
-            deflate_on_oom: known.deflate_on_oom,
-        })
+        let known = Known { held, ..known };
+        self.known.insert(machine.id(), Some(known));
+        Some(known.balloon())
     }
 }
 
