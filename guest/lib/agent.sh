@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The image that VMs boot: the base image with the memfold agent and its two units. Written with
-# debugfs, so no mount and no root is needed, and a new agent costs seconds.
+# The image that VMs boot: the base image with the memfold agent, its configuration and its two
+# units. Written with debugfs, so no mount and no root is needed, and a new agent costs seconds.
 
 agent_binary=
 
@@ -19,7 +19,7 @@ build_agent() {
 
 # final_key_of BASE-KEY
 final_key_of() {
-    { printf '%s\n' "$1" && cat ${agent_binary:+"$agent_binary"} "$guest"/memfold-{agent,segments}.service "$guest/lib/agent.sh"; } |
+    { printf '%s\n' "$1" && cat ${agent_binary:+"$agent_binary"} "$guest"/memfold-{agent,segments}.service "$guest/agent.toml" "$guest/lib/agent.sh"; } |
         sha256sum | cut -c1-16
 }
 
@@ -40,6 +40,11 @@ write $agent_binary /usr/local/sbin/memfold-agent
 sif /usr/local/sbin/memfold-agent mode 0100755
 sif /usr/local/sbin/memfold-agent uid 0
 sif /usr/local/sbin/memfold-agent gid 0
+mkdir /etc/memfold
+write $guest/agent.toml /etc/memfold/agent.toml
+sif /etc/memfold/agent.toml mode 0100644
+sif /etc/memfold/agent.toml uid 0
+sif /etc/memfold/agent.toml gid 0
 write $guest/memfold-agent.service /etc/systemd/system/memfold-agent.service
 sif /etc/systemd/system/memfold-agent.service mode 0100644
 sif /etc/systemd/system/memfold-agent.service uid 0
@@ -56,6 +61,8 @@ END
         local got
         got=$(debugfs -R 'cat /usr/local/sbin/memfold-agent' "$temp" 2>/dev/null | sha256sum)
         [[ $got == "$(sha256sum <"$agent_binary")" ]] || fail "the agent could not be written into the image: $log"
+        got=$(debugfs -R 'cat /etc/memfold/agent.toml' "$temp" 2>/dev/null)
+        [[ $got == "$(<"$guest/agent.toml")" ]] || fail "the agent's configuration could not be written into the image: $log"
         log=$(e2fsck -fn "$temp" 2>&1) || fail "the image with the agent is damaged: $log"
     fi
     mv "$temp" "$out"

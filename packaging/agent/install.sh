@@ -10,6 +10,7 @@ set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
 program=/usr/local/sbin/memfold-agent
+configuration=/etc/memfold/agent.toml
 units=/etc/systemd/system
 script=/etc/init.d/memfold-agent
 
@@ -54,6 +55,10 @@ install_agent() {
     "$built" --version >/dev/null || cannot "$built does not run here"
     if [ -e /usr/sbin/memfold-agent ]; then
         cannot "the package memfold-agent is installed. Upgrade it, or remove it first"
+    fi
+    # The owner of the guest may have written it before.
+    if [ ! -e "$configuration" ]; then
+        put "$here/agent.toml" "$configuration" 644
     fi
     put "$built" "$program" 755
     case $manager in
@@ -108,6 +113,11 @@ uninstall_agent() {
         rm -f "$script"
     fi
     rm -f "$program"
+    # A configuration that the owner has written stays.
+    if cmp -s "$here/agent.toml" "$configuration"; then
+        rm "$configuration"
+        rmdir "${configuration%/*}" 2>/dev/null || true
+    fi
     say "removed"
 }
 

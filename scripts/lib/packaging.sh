@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# What only packages and their tests need.
+# What only packages and their tests need. apparmor and checkpolicy have compilers; nothing
+# loads a profile or policy on this machine.
 
-packaging_packages=(debhelper dpkg-dev gnupg lintian mmdebstrap systemd-container)
+packaging_packages=(apparmor checkpolicy debhelper dh-apparmor dpkg-dev gnupg lintian mmdebstrap systemd-container)
 
 setup_packaging() {
     local -a missing

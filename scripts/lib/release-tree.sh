@@ -34,7 +34,7 @@ agent_archive() {
     # It is linked without symbols: strip(1) of this machine cannot read it.
     [[ -z $arm64 ]] || install -m 755 "$arm64" "$top/memfold-agent.aarch64"
     install -m 755 "$repo/packaging/agent/install.sh" "$top"
-    install -m 644 "$repo/packaging/agent/README" "$repo/packaging/agent/memfold-agent.openrc" \
+    install -m 644 "$repo/packaging/agent/README" "$repo/packaging/agent/memfold-agent.openrc" "$repo/packaging/agent/agent.toml" \
         "$repo/guest/memfold-agent.service" "$repo/guest/memfold-segments.service" "$repo/LICENSE" "$top"
     tar --create --sort=name --format=ustar --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner \
         --directory "$work" "${top##*/}" | gzip -9 --no-name >"$file"

@@ -5,12 +5,15 @@
 # clean_root SUITE NAME PACKAGE...: the archive of a root of SUITE with these packages. Another
 # NAME, should what is in it change.
 clean_root() {
-    local suite=$1 name=$2 log cache root
+    local suite=$1 name=$2 log cache root lock
     local -a options
     shift 2
     cache=$(memfold_cache)/roots
     mkdir -p "$cache"
     root=$cache/$name.tar
+    # Two tests may need the root at once. The second one waits for the first.
+    exec {lock}>"$cache/$name.lock"
+    flock "$lock"
     if [[ ! -e $root ]]; then
         say "making a root: $name (a minute, once)" >&2
         log=$(mktemp)
@@ -26,5 +29,6 @@ clean_root() {
         mv "$cache/$name.new.tar" "$root"
         give_back "$cache"
     fi
+    exec {lock}>&-
     printf '%s' "$root"
 }

@@ -12,6 +12,7 @@ import { Events } from "./pages/events.js";
 import { Host } from "./pages/host.js";
 import { Leases } from "./pages/leases.js";
 import { Plan } from "./pages/plan.js";
+import { Rightsize } from "./pages/rightsize.js";
 import { Segments } from "./pages/segments.js";
 import { Sharing } from "./pages/sharing.js";
 import { Snapshots } from "./pages/snapshots.js";
@@ -21,6 +22,7 @@ import { Vms } from "./pages/vms.js";
 const PAGES = [
   ["host", "Host", Host],
   ["vms", "VMs", Vms],
+  ["rightsize", "Right-sizing", Rightsize],
   ["sharing", "Sharing", Sharing],
   ["snapshots", "Snapshots", Snapshots],
   ["segments", "Segments", Segments],

@@ -40,6 +40,7 @@ const PAGES = (vm) => [
   ["vms", "#/vms", "tbody tr"],
   ["vm", `#/vms/${vm}`, ".map canvas"],
   ["swap", `#/vms/${borrower}`, ".segment-strip"],
+  ["rightsize", "#/rightsize", ".rungs li"],
   ["sharing", "#/sharing", ".matrix td"],
   ["snapshots", "#/snapshots", ".tree li"],
   ["segments", "#/segments", ".card"],

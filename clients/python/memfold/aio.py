@@ -73,9 +73,10 @@ class AsyncClient(Wrapper[Client]):
         token: str | None = None,
         ca: str | None = None,
         timeout: float | None = None,
+        ttl_s: int | None = 60,
     ) -> None:
         """Makes a client like `memfold.Client`."""
-        super().__init__(Client(address, token=token, ca=ca, timeout=timeout))
+        super().__init__(Client(address, token=token, ca=ca, timeout=timeout, ttl_s=ttl_s))
 
     version = threaded(Client.version)
     doctor = threaded(Client.doctor)

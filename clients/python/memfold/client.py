@@ -6,7 +6,6 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from .models import (
     ExecStreamRequest,
     ExecTerminal,
     FullReport,
+    GuestCopy,
     KeepChoice,
     PullBody,
     PullReport,
@@ -38,6 +38,8 @@ from .models import (
     Renew,
     RestoreRequest,
     SaveRequest,
+    SetReport,
+    SetRequest,
     SnapshotInfo,
     StopReport,
     StopRequest,
@@ -46,6 +48,7 @@ from .models import (
 )
 from .process import Process
 from .transport import Transport
+from .ttl import Extender
 
 T = TypeVar("T")
 
@@ -80,6 +83,7 @@ class Client:
         token: str | None = None,
         ca: str | None = None,
         timeout: float | None = None,
+        ttl_s: int | None = 60,
     ) -> None:
         """Makes a client, without a request to the daemon.
 
@@ -87,10 +91,14 @@ class Client:
         `MEMFOLD_SOCKET`, or /run/memfold/memfold.sock. `token`: for https, a token of the daemon.
         `ca`: file with the certificates that may sign the daemon's; unset: those of the system.
         `timeout`: longest time to wait for an answer, in seconds, in addition to the time that a
-        request gives to a guest; unset: no limit.
+        request gives to a guest; unset: no limit. `ttl_s`: VMs that this client starts and does not
+        keep are switched off so many seconds after this program has ended, however it ends, or has
+        dropped their objects; unset: they continue to run.
         """
         self._transport = Transport(address, token, ca)
         self._timeout = timeout
+        self._ttl_s = ttl_s
+        self._extender = None if ttl_s is None else Extender(ttl_s)
 
     def _call(
         self, kind: type[T], method: str, path: str, body: Any = None, guest_s: float = 0.0
@@ -181,11 +189,15 @@ class Client:
         """Starts a VM. The guest boots meanwhile; `Vm.wait_agent` waits for it.
 
         `description`: fields of a file for `memfold vm run --file`. `despite_brake`: starts the VM
-        although the brake is on. `keep`: the end of a `with` block does not stop the VM.
+        although the brake is on. `keep`: neither the end of a `with` block nor the end of this
+        program stops the VM.
         """
         query = "?" + urlencode({"despite_brake": "true"}) if despite_brake else ""
         name = str(description.get("name", ""))
-        return self._start(name, "/v1/vms" + query, dict(description), keep)
+        described = dict(description)
+        if not keep and self._ttl_s is not None:
+            described.setdefault("ttl_s", self._ttl_s)
+        return self._start(name, "/v1/vms" + query, described, keep)
 
     def clone(
         self,
@@ -205,8 +217,9 @@ class Client:
         """Starts a VM with an identity of its own from a snapshot, and waits for its guest.
 
         `name`: unset: the snapshot's name with a random suffix. `ready_s`: longest time in seconds
-        until the guest has renewed its identity and runs commands; 0: do not wait. `keep`: the end
-        of a `with` block does not stop the VM. The other settings are those of `RestoreRequest`.
+        until the guest has renewed its identity and runs commands; 0: do not wait. `keep`: neither
+        the end of a `with` block nor the end of this program stops the VM. The other settings are
+        those of `RestoreRequest`.
         """
         # A name has at most 64 characters.
         vm = name or f"{snapshot[:51]}-{secrets.token_hex(6)}"
@@ -219,6 +232,7 @@ class Client:
             keep_clock=keep_clock,
             disks=disks,
             forwards=list(forwards),
+            ttl_s=None if keep else self._ttl_s,
         )
         path = f"/v1/snapshots/{quote(snapshot, safe='')}/restore"
         started = self._start(vm, path, request, keep, unique=name is None)
@@ -281,30 +295,22 @@ class Client:
         self._call(type(None), "DELETE", _definition(name))
 
     def start(self, name: str, *, despite_brake: bool = False) -> "Vm":
-        """Starts a defined VM. The end of a `with` block does not stop this VM."""
+        """Starts a defined VM. Neither a `with` block nor this program stops this VM at its end."""
         query = "?" + urlencode({"despite_brake": "true"}) if despite_brake else ""
         return self._start(name, f"{_definition(name)}/start{query}", None, keep=True)
 
     def _start(
         self, name: str, path: str, body: Any, keep: bool, unique: bool = False
     ) -> "Vm":
-        """Starts a VM. An interrupted start leaves no VM, unless the VM is to be kept.
-
-        `unique`: whether no other VM can have this name.
-        """
-        # Another thread sends the request, because an interrupt (SIGINT) ends what the main thread
-        # does. Only the daemon's answer tells whether this request, or somebody else's, started
-        # the VM of this name.
-        pool = ThreadPoolExecutor(1, "memfold-start")
-        future = pool.submit(lambda: self._call(VmInfo, "POST", path, body))
-        pool.shutdown(wait=False)
+        """Starts a VM. `unique`: whether no other VM can have this name."""
         try:
-            return Vm(self, future.result(), keep)
-        except BaseException as error:
-            failed = future.exception()
-            if failed is None:
-                Vm(self, future.result(), keep).__exit__(type(error), error, None)
-            elif not keep and unique and not isinstance(failed, Refused):
+            return Vm(self, self._call(VmInfo, "POST", path, body), keep)
+        except Refused:
+            raise
+        except BaseException:
+            # The daemon may start the VM nevertheless; its time to live then ends it. A VM with a
+            # given name may be somebody else's.
+            if unique and not keep:
                 self._abandon(name)
             raise
 
@@ -374,7 +380,10 @@ class Client:
 
 
 class Vm:
-    """A VM. The end of a `with` block switches the VM off, unless it is kept."""
+    """A VM. The end of a `with` block switches the VM off, unless it is kept.
+
+    A VM with a time to live is extended as long as the program holds this object.
+    """
 
     def __init__(self, client: Client, info: VmInfo, keep: bool) -> None:
         self._client = client
@@ -383,6 +392,8 @@ class Vm:
         """The VM as the daemon described it last."""
         self.keep = keep
         """Whether the VM continues to run after a `with` block."""
+        if not keep and info.ttl_left_s is not None and client._extender is not None:
+            client._extender.add(self)
 
     def __repr__(self) -> str:
         return f"<Vm {self.name!r}: {self.info.state}>"
@@ -391,6 +402,17 @@ class Vm:
     def name(self) -> str:
         """Name of the VM, unique on its host."""
         return self.info.name
+
+    def _extend(self, limit_s: float) -> None:
+        path = self._path + "/extend"
+        self._client._transport.request("POST", path, None, limit_s)
+
+    def _live_on(self) -> None:
+        """Ends the VM's time to live, so that it runs until somebody stops it."""
+        if self._client._extender is not None:
+            self._client._extender.remove(self)
+        request = SetRequest(settings={"ttl_s": ""}, when="now")
+        self._client._call(SetReport, "POST", self._path + "/settings", request)
 
     def refresh(self) -> VmInfo:
         """Reads the VM again."""
@@ -437,7 +459,9 @@ class Vm:
         place = None
         if terminal is not None:
             place = ExecTerminal(kind=term, rows=terminal[0], columns=terminal[1])
-        request = ExecStreamRequest(script=script, input=stdin, terminal=place)
+        return self._stream(ExecStreamRequest(script=script, input=stdin, terminal=place))
+
+    def _stream(self, request: ExecStreamRequest) -> Process:
         headers = {"Connection": "upgrade", "Upgrade": "memfold-exec"}
         connection, response = self._client._transport.open(
             "POST", self._path + "/exec/stream", encode(request), headers, self._client._timeout
@@ -449,7 +473,8 @@ class Vm:
 
     def read_file(self, path: str) -> bytes:
         """Returns the content of a file in the guest."""
-        with self.popen(f"exec cat -- {shlex.quote(path)}") as process:
+        copy = GuestCopy(kind="send_file", path=path)
+        with self._stream(ExecStreamRequest(copy=copy)) as process:
             done = process.communicate()
         if done.code != 0:
             raise MemfoldError(_said(self.name, done.stderr, done.code))
@@ -472,7 +497,8 @@ class Vm:
         destination = Path(destination)
         if destination.is_dir():
             destination /= Path(source).name
-        with self.popen(f'exec "$MEMFOLD_AGENT" --send {shlex.quote(source)}') as process:
+        copy = GuestCopy(kind="send_archive", path=source)
+        with self._stream(ExecStreamRequest(copy=copy)) as process:
             output = copies.Output(process)
             try:
                 copies.unpack(output, destination)  # type: ignore[arg-type]
@@ -485,9 +511,8 @@ class Vm:
                 raise
 
     def _receive(self, destination: str, pack: Callable[[Any], None], name: str) -> None:
-        words = f"{shlex.quote(name)} {shlex.quote(destination)}"
-        command = f'exec "$MEMFOLD_AGENT" --receive {words}'
-        with self.popen(command, stdin=True) as process:
+        copy = GuestCopy(kind="receive_archive", path=destination, name=name)
+        with self._stream(ExecStreamRequest(copy=copy, input=True)) as process:
             try:
                 pack(copies.Input(process))
                 process.close_stdin()
@@ -523,12 +548,15 @@ class Vm:
         keep: KeepChoice = "auto",
         live: bool = False,
         compress: bool = False,
+        encrypt: bool | str = False,
+        plain_disks: bool = False,
         drop_s: int | None = None,
         keep_clock: bool = False,
     ) -> dict[str, Any]:
         """Saves the VM, which continues to run, and returns the snapshot's manifest.
 
-        `SaveRequest` describes the settings.
+        `encrypt` encrypts the memory with the key of this name, or with the daemon's only key if it
+        is true. `SaveRequest` describes the other settings.
         """
         request = SaveRequest(
             vm=self.name,
@@ -536,6 +564,9 @@ class Vm:
             keep=keep,
             live=live,
             compress=compress,
+            encrypt=encrypt is not False,
+            key=encrypt if isinstance(encrypt, str) else None,
+            plain_disks=plain_disks,
             drop_s=drop_s,
             keep_clock=keep_clock,
         )
@@ -562,15 +593,17 @@ class Vm:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.keep:
-            return
         try:
-            self.close()
+            if not self.keep:
+                self.close()
+            elif self.info.ttl_left_s is not None:
+                self._live_on()
         except MemfoldError as failed:
             # The error of the block is the one to report.
             if error is None:
                 raise
-            error.add_note(f"VM '{self.name}' could not be stopped, and may still run: {failed}")
+            left = "kept" if self.keep else "stopped, and may still run"
+            error.add_note(f"VM '{self.name}' could not be {left}: {failed}")
 
 
 def _said(vm: str, errors: bytes, code: int) -> str:

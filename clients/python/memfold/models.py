@@ -15,6 +15,9 @@ BootSnapshot = Union[
 Durability = Literal["disk", "replica", "none"]
 """Place where the bytes of a swap disk on lent RAM survive if its lender dies."""
 
+GuestCopyKind = Literal["send_archive", "send_file", "receive_archive"]
+"""What a guest does to copy files."""
+
 KeepChoice = Literal["auto", "none", "hot", "all"]
 """Which of the guest's caches a snapshot keeps."""
 
@@ -30,8 +33,25 @@ SegmentState = Union[
 ]
 """State, in the guest, of a segment that is attached to the guest's VM."""
 
+SetWhen = Literal["always", "now", "next_start"]
+"""When changed settings of a VM take effect."""
+
 SwapPlace = Literal["lent", "degraded", "on_copy", "on_disk", "lost"]
 """Where the data of a VM's swap disk is."""
+
+
+@dataclass(kw_only=True)
+class ChangedSetting:
+    """A changed setting of a VM."""
+
+    name: str
+    """Name of the setting."""
+    next_start: bool
+    """Whether the VM has the new value from its next start on."""
+    now: bool
+    """Whether the running VM has the new value."""
+    value: str
+    """New value, as in the request."""
 
 
 @dataclass(kw_only=True)
@@ -232,10 +252,12 @@ class ExecResult:
 class ExecStreamRequest:
     """Request body of `POST /v1/vms/{name}/exec/stream`."""
 
+    copy: GuestCopy | None = None
+    """Copy of files that the guest makes, instead of running a script; null: it runs the script."""
     input: bool | None = None
     """Whether the client sends standard input; otherwise the command's input is empty."""
-    script: str
-    """Text of a shell script, which `/bin/sh -c` runs in the guest."""
+    script: str | None = None
+    """Text of a shell script, which `/bin/sh -c` runs in the guest; empty with `copy`."""
     terminal: ExecTerminal | None = None
     """Terminal of the command; null: the command has pipes."""
 
@@ -260,6 +282,20 @@ class FullReport:
     """Counters and settings of folding."""
     ledger: dict[str, Any]
     """Memory use of the host and of each VM."""
+
+
+@dataclass(kw_only=True)
+class GuestCopy:
+    """Copy of files between a guest and the client, through the standard input or output of a
+    streamed command. Archives are tar archives as `memfold vm cp` makes them."""
+
+    kind: GuestCopyKind
+    """What the guest does."""
+    name: str | None = None
+    """Name of the copy in a directory; only with `receive_archive`."""
+    path: str
+    """Absolute path in the guest. `receive_archive`: path of the copy, or of the directory for
+    it."""
 
 
 @dataclass(kw_only=True)
@@ -340,7 +376,8 @@ class PushReport:
     new_bytes: int
     """Part of `stored_bytes` that the store did not have before."""
     sent_bytes: int
-    """Compressed bytes that were sent for `new_bytes`."""
+    """Compressed bytes that were sent: for `new_bytes`, and for the pages that VMs touch at once,
+    which are sent a second time, together."""
     signed: bool
     """Whether the snapshot's description was signed."""
     stored_bytes: int
@@ -447,6 +484,8 @@ class RestoreRequest:
     `false`: each page is loaded when the guest accesses it."""
     renew: Renew | None = None
     """Which identities of the saved VM are replaced in the restored VM."""
+    ttl_s: int | None = None
+    """Time to live of the VM in seconds, as in a VM's description. Unset: no limit."""
     vm: str
     """Name of the restored VM."""
 
@@ -460,11 +499,17 @@ class SaveRequest:
     drop_s: int | None = None
     """Longest time for the guest to drop its caches, in seconds; caches that remain are saved.
     Unset: the time to write the page cache to the disk with the snapshots, 5 s to 120 s."""
+    encrypt: bool | None = None
+    """Whether the snapshot's memory and device state are encrypted. An encrypted snapshot has no
+    parent."""
     keep: KeepChoice | None = None
     """Which of the guest's caches the snapshot keeps."""
     keep_clock: bool | None = None
     """Whether the guest's clock stays behind by the time for which the save stopped the VM.
     `false`: after a stop of 100 ms or longer, the guest's clock is set to the host's."""
+    key: str | None = None
+    """Name of the key with which the snapshot is encrypted. Unset: the only key that the daemon
+    has."""
     live: bool | None = None
     """Whether the VM runs while its RAM is copied. The snapshot is of one instant in either
     case."""
@@ -473,10 +518,34 @@ class SaveRequest:
     parent: str | None = None
     """Snapshot whose pages the new one refers to instead of saving them again. Unset: the snapshot
     from which the VM runs, if it runs from one."""
+    plain_disks: bool | None = None
+    """Whether disks and other files in an encrypted snapshot may be unencrypted. `false`: a save
+    that would put such files into the snapshot is refused."""
     vm: str
     """Name of the VM to save."""
     whole: bool | None = None
     """Whether all pages are saved, even if the VM runs from a snapshot."""
+
+
+@dataclass(kw_only=True)
+class SetReport:
+    """Response of `POST /v1/vms/{name}/settings`."""
+
+    name: str
+    """Name of the VM."""
+    settings: list[ChangedSetting]
+    """The settings, sorted by name."""
+
+
+@dataclass(kw_only=True)
+class SetRequest:
+    """Request body of `POST /v1/vms/{name}/settings`."""
+
+    settings: dict[str, str]
+    """Values by the names of settings, which are the fields of a definition: a TOML value, or just
+    text. An empty text removes the field."""
+    when: SetWhen | None = None
+    """When the settings take effect."""
 
 
 @dataclass(kw_only=True)
@@ -492,6 +561,9 @@ class SnapshotInfo:
     fork: bool
     """Whether forks start from the snapshot, so that it is removed when no VM and no other snapshot
     needs it."""
+    key: str | None = None
+    """Name of the key with which the snapshot's memory is encrypted; unset if it is not
+    encrypted."""
     memory_bytes: int
     """Size of the saved VM's RAM, in bytes."""
     name: str
@@ -555,6 +627,9 @@ class VmInfo:
     connected."""
     agent_problems: list[str]
     """Problems that the guest's agent reports, as text."""
+    allowed: list[str] | None = None
+    """What the guest's owner lets the host do in the guest, as words of the agent's configuration,
+    such as `exec`; unset if no agent is connected, or if it is older and allows everything."""
     boot_snapshot: BootSnapshot | None = None
     """Status of the VM's boot snapshot; unset if the VM's description did not ask for one."""
     clock: ClockStep | None = None
@@ -589,7 +664,7 @@ class VmInfo:
     qemu: str
     """Version of the VM's QEMU."""
     ram_bytes: int
-    """Size of the VM's guest RAM, in bytes."""
+    """Size of the VM's guest RAM, in bytes, without memory that virtio-mem can plug."""
     refold_problems: list[str]
     """Reasons why pages that the guest rewrote can be folded again only while the VM is paused;
     empty: they can be folded again at any time."""
@@ -608,6 +683,9 @@ class VmInfo:
     """Action that would make the VM run again, as text."""
     swap: VmSwap | None = None
     """The VM's swap disk, if memfold created one."""
+    ttl_left_s: float | None = None
+    """Seconds until the VM is switched off because nobody has extended its time to live; unset: it
+    has no time to live."""
 
 
 @dataclass(kw_only=True)

@@ -83,9 +83,13 @@ class FakeDaemon(ThreadingMixIn, UnixStreamServer):
             case "GET", ["vms"]:
                 return 200, [self.listed(vm) for vm in list(self.vms.values())]
             case "POST", ["vms"]:
-                return self.start(body["name"])
+                return self.start(body["name"], body.get("ttl_s"))
             case "POST", ["snapshots", _, "restore"]:
-                return self.start(body["vm"])
+                return self.start(body["vm"], body.get("ttl_s"))
+            case "POST", ["vms", name, "extend"] if name in self.vms:
+                return 200, self.vms[name]
+            case "POST", ["vms", name, "settings"] if name in self.vms:
+                return 200, {"name": name, "settings": []}
             case "POST", ["vms", name, "stop"] if name in self.vms:
                 time.sleep(self.stop_s)
                 del self.vms[name]
@@ -94,12 +98,12 @@ class FakeDaemon(ThreadingMixIn, UnixStreamServer):
                 return 200, {"stdout": body["script"], "stderr": "", "code": 3}
         return 404, {"error": f"no such path or VM: {path}", "hint": None}
 
-    def start(self, name: str) -> tuple[int, Any]:
+    def start(self, name: str, ttl_s: int | None) -> tuple[int, Any]:
         time.sleep(self.start_s)
         if name in self.vms:
             return 409, {"error": f"the name '{name}' is taken", "hint": "choose another name"}
         renewal = {"pending": self.pending > 0, "done": [], "left": []}
-        self.vms[name] = vm_info(name, renewal=renewal)
+        self.vms[name] = vm_info(name, renewal=renewal, ttl_left_s=ttl_s)
         return 200, self.vms[name]
 
     def listed(self, vm: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +142,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def stream(self, body: Any) -> None:
         self.server.requests.append((self.command, self.path, body))
-        commands, script = self.server.commands.items(), body["script"]
+        copy = body.get("copy")
+        script = f"{copy['kind']} {copy['path']}" if copy else body["script"]
+        commands = self.server.commands.items()
         [run] = [run for start, run in commands if script.startswith(start)]
         self.protocol_version = "HTTP/1.1"
         self.send_response(101)

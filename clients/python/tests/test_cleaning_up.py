@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,14 +93,13 @@ INTERRUPTED = """
 import signal, sys, time, memfold
 # A shell's background job ignores SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with memfold.Client(sys.argv[1]).clone("warm", "web"):
+with memfold.Client(sys.argv[1]).clone("warm"):
     print("in the block", flush=True)
     time.sleep(60)
 """
 
 
-# An interrupt while the VM is being started has hung once; the cause is not known yet.
-@pytest.mark.parametrize("moment", ["block"])
+@pytest.mark.parametrize("moment", ["start", "block"])
 def test_an_interrupt_ends_the_vm(daemon: FakeDaemon, moment: str) -> None:
     daemon.start_s = 1.0 if moment == "start" else 0.0
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE)}
@@ -120,4 +120,48 @@ def test_an_interrupt_ends_the_vm(daemon: FakeDaemon, moment: str) -> None:
         assert program.wait() == -signal.SIGINT, said
     assert "KeyboardInterrupt" in said
     assert daemon.vms == {}
-    assert len(daemon.of("POST", "/v1/vms/web/stop")) == 1
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_vm_is_extended_as_long_as_the_program_holds_it(daemon: FakeDaemon) -> None:
+    client = Client(daemon.address, ttl_s=1)
+    vm = client.clone("warm", "web")
+    [request] = daemon.of("POST", "/v1/snapshots/warm/restore")
+    assert request["ttl_s"] == 1
+    wait_for(lambda: len(daemon.of("POST", "/v1/vms/web/extend")) >= 3)
+    del vm
+
+    def is_left_alone() -> bool:
+        before = len(daemon.of("POST", "/v1/vms/web/extend"))
+        # Four extensions would fit in.
+        time.sleep(1.0)
+        return len(daemon.of("POST", "/v1/vms/web/extend")) == before
+
+    # An extension may be under way.
+    wait_for(is_left_alone)
+
+
+def test_an_extension_that_fails_is_tried_again(daemon: FakeDaemon) -> None:
+    daemon.answers["POST /v1/vms/web/extend"] = (500, {"error": "the daemon is ending"})
+    with Client(daemon.address, ttl_s=1).run({"name": "web", "memory": "512M"}):
+        [request] = daemon.of("POST", "/v1/vms")
+        assert request["ttl_s"] == 1
+        wait_for(lambda: len(daemon.of("POST", "/v1/vms/web/extend")) >= 3)
+
+
+def test_a_kept_vm_has_no_time_to_live(client: Client, daemon: FakeDaemon) -> None:
+    client.clone("warm", "kept", keep=True)
+    [request] = daemon.of("POST", "/v1/snapshots/warm/restore")
+    assert request.get("ttl_s") is None
+    # A VM may turn out to be wanted.
+    with client.clone("warm", "wanted") as vm:
+        vm.keep = True
+    assert sorted(daemon.vms) == ["kept", "wanted"]
+    [request] = daemon.of("POST", "/v1/vms/wanted/settings")
+    assert request["settings"] == {"ttl_s": ""}

@@ -141,8 +141,8 @@ def test_a_tree_is_the_same_after_it_is_copied_in_and_out(
             guest.frame(0, data[at : at + 50_000])
         return 0
 
-    daemon.commands['exec "$MEMFOLD_AGENT" --receive tree /srv/'] = receive
-    daemon.commands['exec "$MEMFOLD_AGENT" --send /srv/tree'] = send
+    daemon.commands["receive_archive /srv/"] = receive
+    daemon.commands["send_archive /srv/tree"] = send
     vm.copy_in(tree, "/srv/")
     out = tmp_path / "out"
     vm.copy_out("/srv/tree", out)
@@ -161,7 +161,8 @@ def test_a_failed_copy_raises_the_guests_words_and_leaves_nothing(
         guest.frame(1, b"memfold-agent: no such file\n")
         return 1
 
-    daemon.commands["exec"] = fail
+    for kind in ("send_archive", "send_file", "receive_archive"):
+        daemon.commands[kind] = fail
     out = tmp_path / "into"
     out.mkdir()
     calls: list[Callable[[], object]] = [

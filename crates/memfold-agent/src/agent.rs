@@ -17,10 +17,12 @@ mod state;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use memfold_sys::guest;
 use memfold_wire::agent::{AgentCounters, FromAgent, VERSION};
+use memfold_wire::permission::Permission;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use self::connection::{PATIENCE, RETRY};
@@ -28,11 +30,13 @@ pub use self::state::Agent;
 use self::state::{Sink, State};
 use crate::backoff::Backoff;
 use crate::commands::Commands;
+use crate::consent::Consent;
 use crate::glob::Rules;
-use crate::memory::{Reports, Trimmer};
+use crate::memory::{Reports, Trimmer, hotplug};
 use crate::mounts::Mounts;
 use crate::page_cache::PageCache;
 use crate::port::{self, Port};
+use crate::privileges;
 use crate::trace::{Round, Tracer};
 use crate::worker::{Finding, Job, Worker};
 
@@ -55,6 +59,9 @@ const REPAIR_DELAY: Duration = Duration::from_secs(2);
 const REPAIR_INTERVAL: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(300));
 /// Shortest and longest interval between two directory walks for files without a path.
 const FIND_INTERVAL: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(120));
+/// Shortest and longest interval between two sessions that the agent begins because it has used
+/// most of its file numbers. (Each session costs an inventory.)
+const RENEWAL_INTERVAL: (Duration, Duration) = (Duration::from_secs(600), Duration::from_secs(600));
 
 /// Result of one `poll`. The worker and the commands are polled only while the send queue has space
 /// for their messages.
@@ -77,7 +84,21 @@ impl Agent {
             guest::signal::TERM,
             guest::signal::INT,
         ])?;
-        let mut problems = Vec::new();
+        let consent = Consent::read();
+        for problem in &consent.problems {
+            say!("memfold-agent: {problem}");
+        }
+        let mut problems = consent.problems.clone();
+        // Threads inherit the capabilities, too.
+        if let Err(e) = privileges::give_up(&consent) {
+            say!("memfold-agent: cannot give up capabilities: {e}");
+        }
+        // The host may shrink this guest's memory, so it may let it grow, too.
+        if !text && consent.allows(Permission::Trim) {
+            if let Err(e) = hotplug::prepare(Path::new("/")) {
+                problems.push(format!("plugged memory may stay offline: {e}"));
+            }
+        }
         let tracer = match Tracer::new() {
             Ok(tracer) => Some(tracer),
             Err(e) => {
@@ -90,7 +111,19 @@ impl Agent {
         } else {
             Sink::Port(wait_for_port(&signals)?)
         };
-        let mut agent = Self {
+        let mut agent = Self::assemble(signals, sink, tracer, problems, consent)?;
+        agent.read_mounts();
+        Ok(agent)
+    }
+
+    fn assemble(
+        signals: OwnedFd,
+        sink: Sink,
+        tracer: Option<Tracer>,
+        problems: Vec<String>,
+        consent: Consent,
+    ) -> io::Result<Self> {
+        Ok(Self {
             signals,
             mountinfo: File::open("/proc/self/mountinfo").ok(),
             sink,
@@ -107,17 +140,18 @@ impl Agent {
             cache: PageCache::default(),
             worker: Worker::start()?,
             commands: Commands::new()?,
+            consent,
             inventory_running: false,
             inventory_wanted: false,
             repair: Backoff::new(REPAIR_INTERVAL),
             find: Backoff::new(FIND_INTERVAL),
             finding: false,
             counters_sent: (Instant::now(), AgentCounters::default()),
+            most_files: u32::MAX,
+            renewal: Backoff::new(RENEWAL_INTERVAL),
             memory: Reports::default(),
             trimmer: Trimmer::default(),
-        };
-        agent.read_mounts();
-        Ok(agent)
+        })
     }
 
     /// Runs the agent until `SIGTERM` or `SIGINT`.
@@ -160,11 +194,15 @@ impl Agent {
                 self.say(&figures);
             }
         }
+        let is_idle = self.commands.is_idle();
         while self.state != State::Refused && self.has_room() {
             let Some(message) = self.commands.next() else {
                 break;
             };
             self.say(&message);
+        }
+        if is_idle && matches!(self.sink, Sink::Port(_)) && self.is_session_used_up() {
+            self.renew_session();
         }
         if let Sink::Port(port) = &mut self.sink {
             if !matches!(self.state, State::Absent(_)) && port.send().is_err() {

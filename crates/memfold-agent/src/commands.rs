@@ -102,11 +102,7 @@ impl Commands {
                 let text = format!(
                     "memfold-agent: command {command} is already running, or {MAX_COMMANDS} others are\n"
                 );
-                // A thread of its own sends this, because the calling thread also empties the
-                // channel, which may be full.
-                let _ = std::thread::Builder::new()
-                    .stack_size(64 << 10)
-                    .spawn(move || task.fail(&text));
+                in_background(move || task.fail(&text));
                 return;
             }
             running.insert(key, None);
@@ -118,6 +114,16 @@ impl Commands {
         if spawned.is_err() {
             lock(&self.running).remove(&key);
         }
+    }
+
+    /// Sends messages to the daemon among those of the commands.
+    pub fn answer(&self, messages: Vec<FromAgent>) {
+        let outbox = self.outbox();
+        in_background(move || {
+            for message in messages {
+                outbox.send(message);
+            }
+        });
     }
 
     /// Kills the shell of command number `command` and its children (the process group). Does
@@ -182,6 +188,13 @@ impl Commands {
         }
     }
 
+    /// Returns whether nothing that was started for the daemon runs: every message is in the queue
+    /// that [`Self::next`] empties.
+    pub fn is_idle(&self) -> bool {
+        // Each thread that may send a message has a reference of its own.
+        Arc::strong_count(&self.wake) == 1
+    }
+
     /// Returns the next message of a command to send to the daemon; `None` if there is none.
     pub fn next(&self) -> Option<FromAgent> {
         loop {
@@ -191,6 +204,12 @@ impl Commands {
             }
         }
     }
+}
+
+/// Sends messages on a thread of its own, because the main thread also empties the channel, which
+/// may be full.
+fn in_background(send: impl FnOnce() + Send + 'static) {
+    let _ = std::thread::Builder::new().stack_size(64 << 10).spawn(send);
 }
 
 fn lock(running: &Running) -> std::sync::MutexGuard<'_, HashMap<(u32, u32), Option<Pid>>> {

@@ -86,6 +86,11 @@ impl Files {
         self.map = HashMap::new();
     }
 
+    /// Returns how many numbers this table has given to files.
+    pub const fn numbers_used(&self) -> u32 {
+        self.next
+    }
+
     /// Advances the clock by which the table knows the least recently used files.
     pub const fn tick(&mut self) {
         self.now = self.now.wrapping_add(1);

@@ -16,6 +16,8 @@
 //! | `files`, `resolve`, [`mounts`], [`glob`] | file numbers, paths, file systems, rules |
 //! | `batch`, `port` | messages and their sending |
 //! | `commands` | shell commands that the daemon runs, at once or with live input and output |
+//! | [`consent`] | what the guest's owner lets the host do |
+//! | `privileges` | capabilities that the agent gives up |
 //! | [`copy`] | copies of files between guest and host |
 //! | [`memory`] | figures of the guest's memory; trimming of its page cache |
 //! | [`free_pages`] | free page frames, which a snapshot can leave out |
@@ -39,6 +41,7 @@ mod backoff;
 mod batch;
 mod block_devices;
 mod commands;
+pub mod consent;
 pub mod copy;
 pub mod drop_caches;
 pub mod extents;
@@ -51,6 +54,7 @@ pub mod memory;
 pub mod mounts;
 mod page_cache;
 mod port;
+mod privileges;
 pub mod reseed;
 mod residency;
 mod resolve;

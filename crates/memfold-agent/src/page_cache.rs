@@ -75,6 +75,11 @@ impl PageCache {
         self.last = None;
     }
 
+    /// Returns how many file numbers this session has used.
+    pub fn numbers_used(&self) -> u32 {
+        self.files.numbers_used()
+    }
+
     /// Replaces the table of the guest's mounts, after a mount or unmount.
     pub fn set_mounts(&mut self, mounts: Mounts) {
         self.disks.clear();

@@ -35,8 +35,12 @@ pub enum ClientError {
         #[source]
         source: io::Error,
     },
-    #[error("{}", .0.error)]
-    Refused(ErrorBody),
+    #[error("{}", .body.error)]
+    Refused {
+        /// Status of the HTTP response.
+        status: u16,
+        body: ErrorBody,
+    },
     #[error("the daemon closed the connection in the middle of its answer; see the daemon's log")]
     Http(#[from] hyper::Error),
     #[error("cannot read the daemon's answer; use a daemon and a client of the same version")]
@@ -238,5 +242,8 @@ async fn refusal(response: Response<Incoming>) -> Result<ClientError> {
         hint: None,
         impossible_here: false,
     });
-    Ok(ClientError::Refused(refused))
+    Ok(ClientError::Refused {
+        status: status.as_u16(),
+        body: refused,
+    })
 }

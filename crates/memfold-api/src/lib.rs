@@ -2,6 +2,7 @@
 //! The crate contains no server code. The name of a field contains its unit (`_bytes`, `_ms`).
 
 mod access;
+mod advice;
 mod client;
 mod definition;
 mod event_stream;
@@ -16,6 +17,7 @@ mod snapshot;
 mod vm;
 
 pub use access::*;
+pub use advice::*;
 pub use client::*;
 pub use definition::*;
 pub use event_stream::*;

@@ -2,6 +2,7 @@
 //! does about it, and what the operator allows.
 
 use memfold_units::ByteSize;
+use memfold_vm::SizingSpec;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -16,7 +17,7 @@ pub enum RightsizeMode {
     /// The daemon says what it would do, and does nothing.
     #[default]
     Watch,
-    /// The daemon trims page caches of guests, and moves their balloons.
+    /// The daemon trims page caches of guests, moves their balloons, and plugs memory.
     On,
 }
 
@@ -36,7 +37,9 @@ pub struct Sizing {
     /// Smallest size, in bytes; by default a quarter of the VM's RAM, but at least 256 MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_bytes: Option<u64>,
-    /// Largest size, in bytes; by default all of the VM's RAM.
+    /// Largest size, in bytes; by default the size that the VM had before right-sizing changed it:
+    /// all of its RAM, unless another program, such as libvirt, has moved its balloon. A VM with
+    /// `memory_max` can grow to that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bytes: Option<u64>,
     /// Memory that the VM has beyond its working set, in percent of the working set; by default 20.
@@ -67,8 +70,47 @@ pub struct RightsizeReport {
     pub reserve_bytes: u64,
     /// VMs, by name.
     pub vms: Vec<VmRightsize>,
-    /// Last orders that were carried out, oldest first.
+    /// Last orders that were carried out, oldest first: as many as the request asked for.
     pub events: Vec<RightsizeEvent>,
+    /// Last changes of the rung, oldest first, at most 64.
+    #[serde(default)]
+    pub rungs: Vec<RungChange>,
+    /// Number of orders since the daemon's start, by what was ordered and why.
+    #[serde(default)]
+    pub orders: Vec<OrderCount>,
+}
+
+/// Query parameters of `GET /v1/rightsize`.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize, ToSchema, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub struct RightsizeQuery {
+    /// Number of orders in `events`, 0 to 1,000; by default 100.
+    pub events: Option<u32>,
+}
+
+/// A change of the host's rung.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RungChange {
+    /// Time of the change, in seconds since 1970.
+    pub at_unix_s: f64,
+    /// New rung: `ample`, `trim`, `balloon`, `lent` or `brake`.
+    pub rung: String,
+    /// Why, as a sentence.
+    pub why: String,
+}
+
+/// Number of orders of one kind.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct OrderCount {
+    /// What was ordered: `trim`, `balloon`, `plug` or `unplug`.
+    pub kind: String,
+    /// Why, in a word, such as `cache_not_missed` or `host_short`.
+    pub reason: String,
+    /// Number of orders that were given.
+    pub count: u64,
+    /// Number of them that could not be carried out.
+    pub failed: u64,
 }
 
 /// What right-sizing knows about one VM.
@@ -78,6 +120,10 @@ pub struct VmRightsize {
     pub vm: String,
     /// Memory that the guest may use now, in bytes.
     pub size_bytes: u64,
+    /// Part of `size_bytes` that virtio-mem has plugged, in bytes; null if the VM has no virtio-mem
+    /// device.
+    #[serde(default)]
+    pub plugged_bytes: Option<u64>,
     /// Memory that the guest would miss, in bytes.
     pub working_set_bytes: u64,
     /// What the working set is based on: `probed`, `kernel lists`, `upper bound` or `unknown`.
@@ -111,6 +157,19 @@ pub struct RightsizeEvent {
     pub result: Option<String>,
 }
 
+/// Rungs of the ladder, from the lowest to the highest.
+pub const RUNGS: [&str; 5] = ["ample", "trim", "balloon", "lent", "brake"];
+
+impl RightsizeReport {
+    /// Returns the rung as a number, from 0 (`ample`) to 4 (`brake`); `None` before the first look.
+    #[must_use]
+    pub fn rung_number(&self) -> Option<u8> {
+        let rung = self.rung.as_deref()?;
+        let index = RUNGS.iter().position(|name| *name == rung)?;
+        u8::try_from(index).ok()
+    }
+}
+
 impl Sizing {
     /// Returns these limits with the fields of `changes` that are set.
     #[must_use]
@@ -124,33 +183,34 @@ impl Sizing {
         }
     }
 
-    /// Checks the limits of a VM with this RAM. The error says which limit is wrong, and why.
-    pub fn check(&self, ram: ByteSize) -> Result<(), String> {
-        let too_large = |what: &str, bytes: u64| {
-            format!("{what} is {}, and the VM has {ram} of RAM", ByteSize(bytes))
-        };
-        if let Some(min) = self.min_bytes.filter(|min| *min > ram.0) {
-            return Err(too_large("min", min));
+    /// Checks the limits of a VM that can have this much memory. The error says which limit is
+    /// wrong, and why.
+    pub fn check(&self, largest: ByteSize) -> Result<(), String> {
+        SizingSpec::from(*self).check(largest)
+    }
+}
+
+impl From<SizingSpec> for Sizing {
+    fn from(of: SizingSpec) -> Self {
+        Self {
+            min_bytes: of.min.map(|size| size.0),
+            max_bytes: of.max.map(|size| size.0),
+            buffer_percent: of.buffer,
+            priority: of.priority,
+            pinned: of.pinned.then_some(true),
         }
-        if let Some(max) = self.max_bytes.filter(|max| *max > ram.0) {
-            return Err(too_large("max", max));
+    }
+}
+
+impl From<Sizing> for SizingSpec {
+    fn from(of: Sizing) -> Self {
+        Self {
+            min: of.min_bytes.map(ByteSize),
+            max: of.max_bytes.map(ByteSize),
+            buffer: of.buffer_percent,
+            priority: of.priority,
+            pinned: of.pinned.unwrap_or(false),
         }
-        if let (Some(min), Some(max)) = (self.min_bytes, self.max_bytes) {
-            if min > max {
-                let (min, max) = (ByteSize(min), ByteSize(max));
-                return Err(format!("min ({min}) is above max ({max})"));
-            }
-        }
-        if self.buffer_percent.is_some_and(|percent| percent > 1000) {
-            return Err("buffer is above 1000 percent".into());
-        }
-        if self
-            .priority
-            .is_some_and(|priority| !(1..=10_000).contains(&priority))
-        {
-            return Err("priority is not 1 to 10000".into());
-        }
-        Ok(())
     }
 }
 

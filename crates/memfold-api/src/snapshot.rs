@@ -1,6 +1,7 @@
 //! Types of the daemon's API for snapshots: requests to save, restore and verify them, and the
 //! reports.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use memfold_snapshot::Renew;
@@ -56,6 +57,17 @@ pub struct SaveRequest {
     /// `false`: after a stop of 100 ms or longer, the guest's clock is set to the host's.
     #[serde(default)]
     pub keep_clock: bool,
+    /// Whether the snapshot's memory and device state are encrypted. An encrypted snapshot has no
+    /// parent.
+    #[serde(default)]
+    pub encrypt: bool,
+    /// Name of the key with which the snapshot is encrypted. Unset: the only key that the daemon
+    /// has.
+    pub key: Option<String>,
+    /// Whether disks and other files in an encrypted snapshot may be unencrypted. `false`: a save
+    /// that would put such files into the snapshot is refused.
+    #[serde(default)]
+    pub plain_disks: bool,
 }
 
 impl SaveRequest {
@@ -147,6 +159,10 @@ pub struct RestoreRequest {
     #[serde(default)]
     #[schema(value_type = Vec<String>)]
     pub forwards: Vec<Forward>,
+    /// Time to live of the VM in seconds, as in a VM's description. Unset: no limit.
+    #[serde(default)]
+    #[schema(value_type = Option<u32>, minimum = 1)]
+    pub ttl_s: Option<NonZeroU32>,
 }
 
 impl RestoreRequest {

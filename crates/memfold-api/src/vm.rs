@@ -21,7 +21,7 @@ pub struct VmInfo {
     pub domain: Option<String>,
     /// Process ID of the VM's QEMU.
     pub pid: i32,
-    /// Size of the VM's guest RAM, in bytes.
+    /// Size of the VM's guest RAM, in bytes, without memory that virtio-mem can plug.
     pub ram_bytes: u64,
     /// Origin of the VM: `started` if memfold started the VM, or `attached`; `defined` for a VM
     /// that is off, which only `memfold vm list` lists.
@@ -33,8 +33,15 @@ pub struct VmInfo {
     /// Kernel version of the guest, as the guest's agent reports it; unset if no agent is
     /// connected.
     pub agent: Option<String>,
+    /// Seconds until the VM is switched off because nobody has extended its time to live; unset:
+    /// it has no time to live.
+    #[serde(default)]
+    pub ttl_left_s: Option<f64>,
     /// Problems that the guest's agent reports, as text.
     pub agent_problems: Vec<String>,
+    /// What the guest's owner lets the host do in the guest, as words of the agent's configuration,
+    /// such as `exec`; unset if no agent is connected, or if it is older and allows everything.
+    pub allowed: Option<Vec<String>>,
     /// Reasons why memfold does not fold the VM's RAM; empty: memfold folds it.
     pub fold_problems: Vec<String>,
     /// Reasons why pages that the guest rewrote can be folded again only while the VM is paused;
@@ -130,13 +137,41 @@ pub struct ExecResult {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ExecStreamRequest {
-    /// Text of a shell script, which `/bin/sh -c` runs in the guest.
+    /// Text of a shell script, which `/bin/sh -c` runs in the guest; empty with `copy`.
+    #[serde(default)]
     pub script: String,
+    /// Copy of files that the guest makes, instead of running a script; null: it runs the script.
+    pub copy: Option<GuestCopy>,
     /// Whether the client sends standard input; otherwise the command's input is empty.
     #[serde(default)]
     pub input: bool,
     /// Terminal of the command; null: the command has pipes.
     pub terminal: Option<ExecTerminal>,
+}
+
+/// Copy of files between a guest and the client, through the standard input or output of a streamed
+/// command. Archives are tar archives as `memfold vm cp` makes them.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GuestCopy {
+    /// What the guest does.
+    pub kind: GuestCopyKind,
+    /// Absolute path in the guest. `receive_archive`: path of the copy, or of the directory for it.
+    pub path: String,
+    /// Name of the copy in a directory; only with `receive_archive`.
+    pub name: Option<String>,
+}
+
+/// What a guest does to copy files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum GuestCopyKind {
+    /// Writes a file or directory to standard output, as an archive.
+    SendArchive,
+    /// Writes a file to standard output.
+    SendFile,
+    /// Makes a file or directory from the archive on standard input.
+    ReceiveArchive,
 }
 
 /// Terminal of a command that runs in a guest.

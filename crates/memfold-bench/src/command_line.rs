@@ -19,8 +19,8 @@ use crate::images::{self, NoImages};
 use crate::output::Output;
 use crate::study::{Options, Study};
 use crate::{
-    clones, demo, desktops, figure, fold, fork, generate, hints, ksm, record, remote, report,
-    scale, segments, selftest, snapshots,
+    clones, demo, desktops, figure, fold, fork, generate, hints, ksm, mappings, record, remote,
+    report, rightsize, scale, segments, selftest, snapshots,
 };
 
 /// Exit code of a program that this host cannot run.
@@ -52,6 +52,9 @@ enum Command {
     /// Prove that folding loses no byte on this host
     #[command(hide = true)]
     SelfTest(Box<SelfTestArguments>),
+    /// Measured process of the study 'mappings'
+    #[command(hide = true)]
+    MappingsProcess(mappings::process::Arguments),
     /// Manual page and completions, for packages
     #[command(hide = true)]
     Generate(generate::Arguments),
@@ -90,8 +93,14 @@ enum Name {
     /// A VM that swaps to this host's disk and to RAM of another host: throughput, loss of a
     /// lender, a real sort
     Remote,
+    /// VMs with changing work in one memory budget: their memory and work if nobody sizes them,
+    /// with free page reporting alone, with Proxmox VE's rule for balloons, and with memfold
+    Rightsize,
     /// Memory and time of the fold engine for up to 1,000 VMs, by their number
     Scale,
+    /// Up to 60,000 folded runs in one process: how long its threads stall while KSM, compaction,
+    /// forks and more go on, and what a mapping costs
+    Mappings,
 }
 
 #[derive(Args, Debug)]
@@ -124,7 +133,9 @@ impl Name {
             Self::Ksm => study(ksm::run, ksm::figures, false),
             Self::Desktops => study(desktops::run, desktops::figures, true),
             Self::Remote => study(remote::run, remote::figures, true),
+            Self::Rightsize => study(rightsize::run, rightsize::figures, true),
             Self::Scale => study(scale::run, |_| Vec::new(), false),
+            Self::Mappings => study(mappings::run, mappings::figures, true),
         }
     }
 }
@@ -143,6 +154,9 @@ pub fn main() -> ExitCode {
     let result = match (&cli.command, cli.study.study) {
         (Some(Command::Demo(arguments)), _) => demo::run(arguments).map(|()| true),
         (Some(Command::SelfTest(arguments)), _) => self_test(arguments),
+        (Some(Command::MappingsProcess(arguments)), _) => {
+            mappings::process::run(arguments).map(|()| true)
+        }
         (Some(Command::Generate(arguments)), _) => {
             generate::run(arguments, Cli::command()).map(|()| true)
         }
@@ -159,7 +173,7 @@ pub fn main() -> ExitCode {
 
 fn fail(error: &anyhow::Error) -> ExitCode {
     memfold_host::say!("memfold-bench: {error:#}");
-    if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
+    if let Some(ClientError::Refused { body, .. }) = error.downcast_ref::<ClientError>() {
         if let Some(hint) = &body.hint {
             memfold_host::say!("hint: {hint}");
         }
@@ -223,8 +237,12 @@ fn run(name: Name, arguments: &Arguments) -> anyhow::Result<()> {
         options.memory.is_none() || name == Name::Snapshots,
         "the study '{title}' has its sizes of VMs: --memory is for 'snapshots'"
     );
-    // Every study but this one boots VMs.
-    if name != Name::Fold {
+    let boots_vms = match name {
+        Name::Fold => false,
+        Name::Mappings => options.is_wanted(mappings::NEIGHBOURS),
+        _ => true,
+    };
+    if boots_vms {
         check_host(&arguments.output)?;
     }
     let result = record::envelope(title, options.quick, (study.run)(options)?);

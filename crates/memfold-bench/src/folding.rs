@@ -3,8 +3,9 @@
 
 use std::os::fd::OwnedFd;
 
-use anyhow::{anyhow, bail};
+use anyhow::{Context as _, anyhow, bail};
 use memfold_folder::Folder;
+use memfold_sys::region::Area;
 use memfold_wire::library::{FoldRun, Freeze, Order, Outcome, Reply, Stats, VERSION};
 
 /// The fold library, which carries out orders. A reply of the wrong kind is an error.
@@ -55,6 +56,13 @@ impl Library {
             [outcome] => Ok(outcome),
             ref others => bail!("the fold library sent an unexpected reply: {others:?}"),
         }
+    }
+
+    /// Discards memory as QEMU does it, which goes through the fold library.
+    pub fn discard(&self, area: Area) -> anyhow::Result<()> {
+        let (start, bytes) = (area.start().0, area.bytes());
+        let done = self.0.discard(start.try_into()?, bytes.try_into()?);
+        Ok(done.context("the memory to discard is no RAM of the fold library")??)
     }
 
     pub fn stats(&self) -> anyhow::Result<Box<Stats>> {

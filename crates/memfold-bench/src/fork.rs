@@ -12,15 +12,22 @@
 //! | `dirty_N.shares_ms` | from the request until the parent shared its memory, too (the fork started meanwhile) |
 //! | `dirty_N.returns_ms` | from the request until the layer was complete: forks can be started |
 //! | `dirty_N.child_runs_ms` | from the request until guest code of the fork has written a byte to its console |
-//! | `dirty_N.written_over_changed` | bytes that the layer takes on disk, over private bytes of the parent's RAM just before (`Anonymous` and `Swap` of its mappings in `smaps`) |
+//! | `dirty_N.changed_mib` | private memory of the parent's RAM just before the fork (`Anonymous` and `Swap` of its mappings in `smaps`) |
+//! | `dirty_N.written_mib` | what the layer takes on disk |
+//! | `dirty_N.written_over_changed` | the second over the first |
+//! | `dirty_N.write_ms` | the least for `returns_ms`: the time to write as many bytes into a new file beside the layer |
 //! | `dirty_N.pss_over_before` | PSS of parent and fork when the fork runs, over the parent's before; also without code that the emulator translated |
 //! | `whole_save_s`, `qemu_save_s` | a save of all pages, and QEMU's own, with the VM stopped |
 //! | `fan_out` | forks of one layer, one after the other: number that hold the parent's memory, and their start times |
 //! | `depth_ratio` | time to restore the last generation, over that of the first, alternately |
 //! | `streamed.over_local` | from the request until guest code of a VM runs whose snapshot is fetched meanwhile, over a link of 1 Gbit/s with 1 ms, over the same of a VM whose snapshot is here |
+//! | `streamed.chunks_over_local` | the same if the store does not have the pages that VMs touch at once together |
+//! | `streamed.link_over_local` | the part of it that the link alone needs for what was sent by then |
 //! | `streamed.fetched_percent` | part of the snapshot that the store had sent by then |
 //! | `streamed.complete_s` | from the request until the whole snapshot was here |
 
+use std::io::Write as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -28,13 +35,13 @@ use memfold_api::{ForkRequest, KeepChoice, PullBody, PushBody, RestoreRequest, S
 use memfold_fold::EngineSettings;
 use memfold_ksm::ranges::{self, Mapping};
 use memfold_lab::{DiskMode, HttpStore, Lab, wait_for};
-use memfold_snapshot::Renew;
+use memfold_snapshot::{Renew, working_set};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::{Map, Value, json};
 
 use crate::clones::{HOLD, percentile, sizes, start};
 use crate::qemu_way::{self, Form};
-use crate::record::{ratios, spread};
+use crate::record::{self, ratios, spread};
 use crate::study::Options;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
@@ -87,7 +94,9 @@ struct Sample {
     returns_ms: f64,
     shares_ms: f64,
     child_runs_ms: f64,
-    written_over_changed: f64,
+    changed_mib: f64,
+    written_mib: f64,
+    write_ms: f64,
     pss_over_before: f64,
     pss_over_before_without_code: f64,
 }
@@ -144,7 +153,10 @@ fn summary(samples: &[Sample], of: impl Fn(&[f64]) -> Value) -> Value {
         "returns_ms": part(|s| s.returns_ms),
         "shares_ms": part(|s| s.shares_ms),
         "child_runs_ms": part(|s| s.child_runs_ms),
-        "written_over_changed": part(|s| s.written_over_changed),
+        "changed_mib": part(|s| s.changed_mib),
+        "written_mib": part(|s| s.written_mib),
+        "write_ms": part(|s| s.write_ms),
+        "written_over_changed": part(|s| s.written_mib / s.changed_mib),
         "pss_over_before": part(|s| s.pss_over_before),
         "pss_over_before_without_code": part(|s| s.pss_over_before_without_code),
     })
@@ -190,7 +202,9 @@ fn measure(lab: &Lab, mib: u64, round: usize) -> anyhow::Result<Sample> {
         returns_ms,
         shares_ms,
         child_runs_ms: returns_ms + started.ms,
-        written_over_changed: written as f64 / changed as f64,
+        changed_mib: record::mib(changed as f64),
+        written_mib: record::mib(written as f64),
+        write_ms: write_ms(&place, written)?,
         pss_over_before: (parent.pss + forked.pss) / before.pss,
         pss_over_before_without_code: (parent.pss - parent.emulated_code + forked.pss
             - forked.emulated_code)
@@ -213,6 +227,17 @@ fn changed_bytes(pid: i32) -> anyhow::Result<u64> {
     let pages: u64 = images.map(|of| of.anonymous_pages + of.swapped_pages).sum();
     ensure!(pages > 0, "the VM does not run from an image");
     Ok(pages * PAGE_SIZE)
+}
+
+/// Returns the milliseconds that it takes to write `bytes` bytes into a new file of a directory.
+fn write_ms(place: &std::path::Path, bytes: u64) -> anyhow::Result<f64> {
+    let piece = vec![0xa5; 1 << 20];
+    let mut file = tempfile::tempfile_in(place)?;
+    let began = Instant::now();
+    for _ in 0..bytes.div_ceil(1 << 20) {
+        file.write_all(&piece)?;
+    }
+    Ok(began.elapsed().as_secs_f64() * 1000.0)
 }
 
 /// Returns the bytes that the files of a directory take on disk.
@@ -278,6 +303,17 @@ fn fan_out(lab: &Lab, number: usize) -> anyhow::Result<Value> {
 /// 1 ms, and from the same snapshot here, in turn.
 fn streamed(lab: &Lab, rounds: usize) -> anyhow::Result<Value> {
     let snapshots = lab.daemon().snapshots();
+    // A VM ran from the snapshot, so memfold knows which pages VMs touch first.
+    let set = lab
+        .directory()
+        .join("snapshots")
+        .join(TEMPLATE)
+        .join(working_set::FILE);
+    wait_for(
+        "no working set was recorded",
+        (LIMIT, Duration::from_millis(100)),
+        || Ok(set.exists().then_some(())),
+    )?;
     let objects = lab.directory().join("objects");
     std::fs::create_dir(&objects)?;
     let url = format!("file://{}", objects.display());
@@ -286,56 +322,118 @@ fn streamed(lab: &Lab, rounds: usize) -> anyhow::Result<Value> {
         ..PushBody::default()
     };
     let pushed = snapshots.push(TEMPLATE, to_directory)?;
+    let chunks_only = forget_first_pages(&objects)?;
     let store = HttpStore::start(&objects, GIGABIT, Duration::from_millis(1))?;
-    let (mut over, mut fetched, mut complete) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut over, mut chunks_over, mut link, mut fetched, mut complete) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for round in 0..rounds {
         let local = start(lab, TEMPLATE, "local", Renew::Network)?.ms;
         lab.daemon().vms().wait_agent("local", BOOT_TIMEOUT)?;
         let held = lab.exec("local", TELL, LIMIT)?;
         lab.stop("local")?;
-        let name = format!("streamed-{round}");
-        let body = PullBody {
-            url: store.url(),
-            from: Some(TEMPLATE.into()),
-            allow_arguments: true,
-            stream: true,
-            ..PullBody::default()
-        };
-        let (sent, began) = (store.sent_bytes(), Instant::now());
-        snapshots.pull(&name, body)?;
-        let pulled_ms = began.elapsed().as_secs_f64() * 1000.0;
-        let ms = pulled_ms + start(lab, &name, "remote", Renew::Network)?.ms;
-        let sent = store.sent_bytes() - sent;
-        over.push(ms / local);
-        fetched.push(sent as f64 / pushed.sent_bytes as f64 * 100.0);
-        let is_here = || {
-            let list = snapshots.list()?.into_iter();
-            let mut found = list.filter(|info| info.name == name);
-            Ok(found.any(|info| info.problem.is_none()).then_some(()))
-        };
-        wait_for(
-            "the snapshot is not complete",
-            (LIMIT, Duration::from_millis(20)),
-            is_here,
-        )?;
-        complete.push(began.elapsed().as_secs_f64());
-        lab.daemon().vms().wait_agent("remote", BOOT_TIMEOUT)?;
-        ensure!(
-            lab.exec("remote", TELL, LIMIT)? == held,
-            "the memory differs"
-        );
-        lab.stop("remote")?;
-        eprintln!(
-            "streamed: {local:.0} ms local, {pulled_ms:.0} until it can start, {ms:.0} ms in all, {} sent",
-            ByteSize(sent)
-        );
+        let names = (format!("streamed-{round}"), format!("chunks-{round}"));
+        let of = streamed_start(lab, &store, (TEMPLATE, &names.0), &held)?;
+        let chunks = streamed_start(lab, &store, (&chunks_only, &names.1), &held)?;
+        over.push(of.ms / local);
+        chunks_over.push(chunks.ms / local);
+        link.push(of.sent as f64 / GIGABIT * 1000.0 / local);
+        fetched.push(of.sent as f64 / pushed.sent_bytes as f64 * 100.0);
+        complete.push(of.complete_s);
+        eprintln!("streamed: {local:.0} ms local, {of}; chunks only: {chunks}");
     }
     Ok(json!({
         "over_local": spread(&over),
+        "chunks_over_local": spread(&chunks_over),
+        "link_over_local": spread(&link),
         "fetched_percent": spread(&fetched),
         "complete_s": spread(&complete),
         "snapshot_mib": pushed.sent_bytes >> 20,
     }))
+}
+
+/// Writes another description of the snapshot [`TEMPLATE`] into a store: one that does not name the
+/// pages that VMs touch at once. Returns its name.
+fn forget_first_pages(objects: &Path) -> anyhow::Result<String> {
+    let name = format!("{TEMPLATE}-chunks");
+    let place = objects.join("snapshots");
+    let text = std::fs::read(place.join(format!("{TEMPLATE}.json")))?;
+    let mut description: Value = serde_json::from_slice(&text)?;
+    let first = description
+        .as_object_mut()
+        .and_then(|of| of.remove("first_pages"));
+    ensure!(first.is_some(), "the push stored no first pages");
+    description["name"] = name.clone().into();
+    std::fs::write(place.join(format!("{name}.json")), description.to_string())?;
+    Ok(name)
+}
+
+/// Start of a VM whose snapshot was fetched meanwhile.
+#[derive(Clone, Copy, Debug)]
+struct StreamedStart {
+    /// Milliseconds until VMs could be started.
+    pulled_ms: f64,
+    /// Milliseconds until guest code ran.
+    ms: f64,
+    /// Bytes that the store had sent by then.
+    sent: u64,
+    /// Seconds until the whole snapshot was here.
+    complete_s: f64,
+}
+
+impl std::fmt::Display for StreamedStart {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{:.0} until it can start, {:.0} ms in all, {} sent",
+            self.pulled_ms,
+            self.ms,
+            ByteSize(self.sent)
+        )
+    }
+}
+
+/// Starts a VM from a snapshot that is fetched meanwhile, and waits until it is here. `held`: what
+/// the VM must have in memory.
+fn streamed_start(
+    lab: &Lab,
+    store: &HttpStore,
+    (from, name): (&str, &str),
+    held: &str,
+) -> anyhow::Result<StreamedStart> {
+    let snapshots = lab.daemon().snapshots();
+    let body = PullBody {
+        url: store.url(),
+        from: Some(from.into()),
+        allow_arguments: true,
+        stream: true,
+        ..PullBody::default()
+    };
+    let (sent, began) = (store.sent_bytes(), Instant::now());
+    snapshots.pull(name, body)?;
+    let pulled_ms = began.elapsed().as_secs_f64() * 1000.0;
+    let ms = pulled_ms + start(lab, name, "remote", Renew::Network)?.ms;
+    let sent = store.sent_bytes() - sent;
+    let is_here = || {
+        let list = snapshots.list()?.into_iter();
+        let mut found = list.filter(|info| info.name == name);
+        Ok(found.any(|info| info.problem.is_none()).then_some(()))
+    };
+    wait_for(
+        "the snapshot is not complete",
+        (LIMIT, Duration::from_millis(20)),
+        is_here,
+    )?;
+    let complete_s = began.elapsed().as_secs_f64();
+    lab.daemon().vms().wait_agent("remote", BOOT_TIMEOUT)?;
+    let is_same = lab.exec("remote", TELL, LIMIT)? == held;
+    ensure!(is_same, "the memory differs");
+    lab.stop("remote")?;
+    Ok(StreamedStart {
+        pulled_ms,
+        ms,
+        sent,
+        complete_s,
+    })
 }
 
 /// Forks a fork of a fork, and restores the first and the last generation in turn. Returns the

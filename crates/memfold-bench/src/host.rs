@@ -50,12 +50,12 @@ impl Stat {
         let words = text.rsplit(')').next().unwrap_or_default();
         let words = words.split_ascii_whitespace();
         let fields: Vec<u64> = words.map(|word| word.parse().unwrap_or(0)).collect();
-        let is_known = fields.len() > 12;
+        let is_known = fields.len() > 14;
         ensure!(is_known, "unexpected words in {}: {text}", path.display());
         Ok(Self(fields))
     }
 
-    /// Returns field `number` of `stat`, counted from 1 as in `proc_pid_stat(5)` (3 to 15); 0 if
+    /// Returns field `number` of `stat`, counted from 1 as in `proc_pid_stat(5)` (3 to 17); 0 if
     /// the field is no number.
     pub fn field(&self, number: usize) -> u64 {
         self.0[number - 3]

@@ -13,6 +13,13 @@
 //! | `process_bytes_per_page` | growth of this process's memory (`VmRSS`), for each cached page |
 //! | `hint_ns_per_page` | CPU time of the engine's thread for taking the hints, for each page |
 //! | `stats_cpu_ms` | CPU time of the engine's thread for all figures of `memfold report` |
+//! | `hint_to_order_p95_s` | time from a page's hint to its order, at the default CPU budget |
+//! | `churn_cpu_percent` | CPU time of the engine's thread meanwhile, as a share of one core |
+//!
+//! For the last two, the engine folds: each VM reports one run of pages per second, for 20 s. All
+//! these VMs have the same RAM, which is memory of this process, and they carry out each order at
+//! once, without a change of their memory. So the time of the library and of the kernel is not
+//! contained.
 //!
 //! `exponents`: slope of the logarithm of a total over the logarithm of the number of VMs, between
 //! the first and the last number of VMs. 1 means that the cost of a VM does not depend on how many
@@ -22,7 +29,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, ensure};
 use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Guest, GuestError, Refold, VmId};
@@ -30,7 +37,7 @@ use memfold_lab::{DiskMode, Lab};
 use memfold_units::{ByteSize, Hva, PAGE_SIZE, Pfn};
 use memfold_vm::{RamBlock, RamLayout, RamSlot};
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
-use memfold_wire::library::{Advice, Order, Reply};
+use memfold_wire::library::{Advice, Order, Outcome, Reply};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -53,6 +60,9 @@ const FILES: usize = 512;
 
 const BOOT: Duration = Duration::from_secs(180);
 const READ: Duration = Duration::from_secs(300);
+
+/// Number of seconds for which each VM of the study reports a run of pages per second.
+const CHURN_ROUNDS: u32 = 20;
 
 /// Address at which the RAM of all VMs of the study seems to be. Nothing is mapped there.
 const RAM: Hva = Hva(0x6000_0000_0000);
@@ -142,7 +152,7 @@ fn record() -> anyhow::Result<Recorded> {
     Ok(Recorded { runs, files, pages })
 }
 
-/// A VM that executes no order.
+/// A VM that changes nothing for an order, and answers that it has carried the order out.
 struct NoGuest;
 
 impl Guest for NoGuest {
@@ -150,8 +160,15 @@ impl Guest for NoGuest {
         rustix::process::getpid()
     }
 
-    fn order(&mut self, _: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
-        Ok(Reply::Ok)
+    fn order(&mut self, order: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+        Ok(match order {
+            Order::Fold { runs, .. } => Reply::Outcomes {
+                outcomes: vec![Outcome::Done; runs.len()],
+                cpu_ns: 0,
+                stopped_ns: 0,
+            },
+            _ => Reply::Ok,
+        })
     }
 
     fn refold(&mut self) -> Refold {
@@ -170,9 +187,9 @@ struct Running {
 }
 
 impl Running {
-    fn start() -> Self {
+    fn start(settings: EngineSettings) -> Self {
         let (commands, receiver) = sync_channel(64);
-        let engine = Engine::new(EngineSettings::default());
+        let engine = Engine::new(settings);
         let thread = std::thread::spawn(move || engine.run(&receiver));
         Self {
             commands,
@@ -191,17 +208,16 @@ impl Running {
         Ok(answered.recv().context("the engine has ended")?.0)
     }
 
-    fn add(&self, id: VmId, cache: &Cache) -> anyhow::Result<()> {
-        let pages = cache.ram_pages;
+    fn add(&self, id: VmId, hva: Hva, pages: u64) -> anyhow::Result<()> {
         let block = RamBlock {
             name: "ram0".into(),
-            hva: RAM,
+            hva,
             pages,
         };
         let slot = RamSlot {
             pfn: Pfn(0),
             pages,
-            hva: RAM,
+            hva,
             block: 0,
         };
         self.tell(Command::Add {
@@ -216,7 +232,11 @@ impl Running {
             guest: Box::new(NoGuest),
             problem: None,
         })?;
-        self.tell(Command::AgentSession(id))?;
+        self.tell(Command::AgentSession(id))
+    }
+
+    /// Sends an inventory of the page cache of a VM.
+    fn inventory(&self, id: VmId, cache: &Cache) -> anyhow::Result<()> {
         let say = |message| self.tell(Command::Agent(id, message));
         say(FromAgent::InventoryBegin)?;
         for part in cache.files.chunks(FILES) {
@@ -252,13 +272,14 @@ fn own_memory() -> anyhow::Result<u64> {
 }
 
 /// Measures the engine with this number of VMs.
-fn measure(vms: u32, cache: &Cache) -> anyhow::Result<Value> {
-    let engine = Running::start();
+fn measure(vms: u32, cache: &Cache, rounds: u32) -> anyhow::Result<Value> {
+    let engine = Running::start(EngineSettings::default());
     engine.tell(Command::SetPaused(true))?;
     let before = own_memory()?;
     let began_cpu = engine.stats()?.engine_cpu_s;
     for id in 1..=vms {
-        engine.add(id, cache)?;
+        engine.add(id, RAM, cache.ram_pages)?;
+        engine.inventory(id, cache)?;
     }
     // The answer waits until all hints are taken.
     let stats = engine.stats()?;
@@ -271,6 +292,8 @@ fn measure(vms: u32, cache: &Cache) -> anyhow::Result<Value> {
     );
     let hints_s = stats.engine_cpu_s - began_cpu;
     let stats_s = engine.stats()?.report_cpu_s - stats.report_cpu_s;
+    drop(engine);
+    let (p95_s, churn_cpu_percent) = churn(vms, rounds)?;
     Ok(json!({
         "vms": vms,
         "cached_pages": pages,
@@ -279,7 +302,64 @@ fn measure(vms: u32, cache: &Cache) -> anyhow::Result<Value> {
         "process_mib": grown >> 20,
         "hint_ns_per_page": hints_s * 1e9 / pages as f64,
         "stats_cpu_ms": stats_s * 1e3,
+        "hint_to_order_p95_s": p95_s,
+        "churn_cpu_percent": churn_cpu_percent,
     }))
+}
+
+/// Returns the 95th percentile of the time from a page's hint to its order in seconds, and the CPU
+/// time of the engine's thread in percent of one core, while each VM reports one run a second.
+fn churn(vms: u32, rounds: u32) -> anyhow::Result<(Option<f64>, f64)> {
+    const COMMON_FILES: u32 = 256;
+    const FILE_PAGES: u32 = 64;
+    const RUN: u32 = 5;
+    let bytes = u64::from(COMMON_FILES * FILE_PAGES) * PAGE_SIZE;
+    // Memory that was never written: pages of zeroes, which need no RAM.
+    let ram = vec![0_u8; usize::try_from(bytes + PAGE_SIZE)?];
+    let hva = Hva((ram.as_ptr() as u64).next_multiple_of(PAGE_SIZE));
+    let engine = Running::start(EngineSettings {
+        drop_zero: false,
+        ..EngineSettings::default()
+    });
+    let files: Vec<FileFacts> = (0..COMMON_FILES)
+        .map(|file| FileFacts {
+            file,
+            path: format!("/usr/lib/file-{file}").into(),
+            size_bytes: u64::from(FILE_PAGES) * PAGE_SIZE,
+        })
+        .collect();
+    for id in 1..=vms {
+        engine.add(id, hva, bytes / PAGE_SIZE)?;
+        engine.tell(Command::Agent(id, FromAgent::Files(files.clone())))?;
+    }
+    let before = engine.stats()?;
+    let began = Instant::now();
+    let step = Duration::from_secs(1) / vms.max(1);
+    // Each VM reads other parts of the files in each round, and two VMs in a row the same.
+    for (n, id) in (0..rounds).flat_map(|n| (1..=vms).map(move |id| (n, id))) {
+        let part = (id - 1) / 2 * rounds + n;
+        let page = part * RUN % (FILE_PAGES - RUN);
+        let file = part % COMMON_FILES;
+        let run = HintRun {
+            file,
+            page: page.into(),
+            pfn: (file * FILE_PAGES + page).into(),
+            pages: RUN,
+        };
+        engine.tell(Command::Agent(id, FromAgent::Hints(vec![run])))?;
+        let next = began + step * (n * vms + id);
+        std::thread::sleep(next.saturating_duration_since(Instant::now()));
+    }
+    // The last hints need their settling time.
+    std::thread::sleep(Duration::from_secs(5));
+    let elapsed_s = began.elapsed().as_secs_f64();
+    let after = engine.stats()?;
+    let folded: u64 = after.vms.iter().map(|vm| vm.folded_pages).sum();
+    ensure!(folded > 0 || vms < 2, "the engine has folded no page");
+    let cpu_s = after.engine_cpu_s - before.engine_cpu_s;
+    drop(engine);
+    drop(ram);
+    Ok((after.hint_to_fold_p95_s, cpu_s / elapsed_s * 100.0))
 }
 
 /// Runs the study `scale`. Returns its JSON record.
@@ -296,7 +376,7 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
     );
     let mut samples = Vec::new();
     for vms in options.pick(&VMS[..3], &VMS[..]) {
-        let sample = measure(*vms, &cache)?;
+        let sample = measure(*vms, &cache, CHURN_ROUNDS)?;
         eprintln!("{sample}");
         samples.push(sample);
     }
@@ -325,6 +405,9 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
         results[key] = last[key].clone();
         results["exponents"][key] = json!((total(last) / total(first)).log(vms));
     }
+    for key in ["process_mib", "hint_to_order_p95_s", "churn_cpu_percent"] {
+        results[key] = last[key].clone();
+    }
     Ok(json!({ "results": results, "samples": samples }))
 }
 
@@ -348,8 +431,11 @@ mod tests {
         };
         let cache = Cache::new(&recorded).unwrap();
         assert_eq!((cache.pages, cache.files.len()), (CACHED.0 / PAGE_SIZE, 6));
-        let found = measure(2, &cache).unwrap();
+        let found = measure(2, &cache, 2).unwrap();
         assert_eq!(found["cached_pages"], 2 * cache.pages);
         assert!(number(&found["table_bytes_per_page"]) < 1.0, "{found}");
+        // The hints wait for the settling time of a second.
+        let p95_s = number(&found["hint_to_order_p95_s"]);
+        assert!((1.0..5.0).contains(&p95_s), "{found}");
     }
 }

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
-const STUDIES: [&str; 8] = [
+const STUDIES: [&str; 9] = [
     "fold",
     "hints",
     "snapshots",
@@ -14,6 +14,7 @@ const STUDIES: [&str; 8] = [
     "ksm",
     "desktops",
     "remote",
+    "mappings",
 ];
 
 fn run(arguments: &[&str]) -> Output {

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use memfold_api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, VmInfo};
 use memfold_host::chain;
 use memfold_snapshot::{Manifest, restore};
-use memfold_vm::{AgentError, Definition, LaunchError, VmSpec, swap};
+use memfold_vm::{AgentError, Definition, LaunchError, VmSpec};
+use memfold_wire::order::GuestOrder;
 use tracing::{info, warn};
 
 use crate::boot_snapshot::{self, mark, name_of};
@@ -27,18 +28,6 @@ use crate::vms::Vms;
 /// Time limit for the guest's systemd to start all units, counted from the first answer of the
 /// guest's agent.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
-
-/// Shell command that waits in the guest until systemd has started all units. Some units may have
-/// failed (state `degraded`).
-const BOOTED: &str = "state=$(timeout 280 systemctl is-system-running --wait); echo $state; [ \"$state\" = running ] || [ \"$state\" = degraded ]";
-
-/// Shell command that prints the guest's boot id, which is different after each boot.
-const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
-
-/// Shell command that reboots the guest after 0.3 s, so that the command's result still reaches the
-/// daemon.
-const REBOOT: &str =
-    "command -v systemctl > /dev/null && { (sleep 0.3; systemctl reboot) > /dev/null 2>&1 & }";
 
 /// Time limit for a short command in the guest, and for the removal of an ended VM from the
 /// daemon's table.
@@ -132,7 +121,7 @@ impl Boots {
     }
 
     fn save_booted(&self, machine: &Machine) -> Result<(), DaemonError> {
-        let booted = machine.run(BOOTED, BOOT_TIMEOUT)?;
+        let booted = machine.run(GuestOrder::WaitBooted, BOOT_TIMEOUT)?;
         if booted.code != 0 {
             let state = text(&booted.stdout);
             return Err(DaemonError::BadRequest(format!(
@@ -197,6 +186,7 @@ impl Boots {
             force: true,
             // The VM ran before the reboot; if the brake refused its start, the VM would be lost.
             despite_brake: true,
+            ttl_s: machine.settings().ttl_s,
             ..RestoreRequest::new(name)
         };
         let info = self.snapshots.restore(&manifest.name, &request).map_err(|error| {
@@ -227,7 +217,7 @@ fn swap_on_when_booted(machine: &Arc<Machine>) {
     }
     machine.on_agent_ready("swap-on", |machine| {
         let vm = machine.name();
-        let said = match machine.run(&swap::swap_on(), SWAP_ON_TIMEOUT) {
+        let said = match machine.run(GuestOrder::SwapOn, SWAP_ON_TIMEOUT) {
             Ok(done) if done.code == 0 => {
                 info!(vm, "swap disk enabled in the guest");
                 return;
@@ -246,12 +236,12 @@ fn swap_on_when_booted(machine: &Arc<Machine>) {
 fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError> {
     let end = Instant::now() + timeout;
     let boot = |limit| {
-        let answer = machine.run(BOOT_ID, limit)?;
+        let answer = machine.run(GuestOrder::BootId, limit)?;
         let whole = answer.code == 0 && !answer.stdout.is_empty();
         Ok::<_, AgentError>(whole.then_some(answer.stdout))
     };
     let before = boot(ANSWER_TIMEOUT)?;
-    if machine.run(REBOOT, ANSWER_TIMEOUT)?.code != 0 {
+    if machine.run(GuestOrder::Reboot, ANSWER_TIMEOUT)?.code != 0 {
         return Err(DaemonError::BadRequest(format!(
             "the guest of '{}' has no systemctl to reboot with",
             machine.name()

@@ -68,6 +68,8 @@ struct State {
     asked: BTreeMap<String, Instant>,
     relieving: bool,
     events: VecDeque<BrakeEvent>,
+    /// Rung of right-sizing's ladder, and why; `None`: right-sizing is off.
+    rung: Option<(&'static str, String)>,
 }
 
 /// A question to the fold engine about the debt.
@@ -97,7 +99,13 @@ impl DebtWatch {
             asked: BTreeMap::new(),
             relieving: false,
             events: VecDeque::new(),
+            rung: None,
         }))
+    }
+
+    /// Notes the rung of right-sizing's ladder, and why the host is on it.
+    pub fn note_rung(&self, rung: Option<(&'static str, String)>) {
+        self.lock().rung = rung;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -240,6 +248,8 @@ impl State {
             given_back_bytes: bytes(self.given_back_pages),
             vms,
             events: self.events.iter().cloned().collect(),
+            rung: self.rung.as_ref().map(|(rung, _)| (*rung).to_owned()),
+            rung_why: self.rung.as_ref().map(|(_, why)| why.clone()),
             ..DebtReport::default()
         };
         report.debt_bytes = report.folded_bytes

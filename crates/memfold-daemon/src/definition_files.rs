@@ -1,6 +1,6 @@
 //! The files of VMs' definitions: `NAME.toml` in one directory. Each file is replaced atomically,
 //! and is on the disk before a request is answered, so that the definition survives a power
-//! failure.
+//! failure. Requests of several clients change one definition one after the other.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -9,28 +9,36 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use memfold_vm::{Definition, LaunchError, SpecError, check_name, missing_is_fine};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::DaemonError;
 
 /// The directory with the files of all definitions.
 #[derive(Debug)]
-pub(crate) struct DefinitionFiles(PathBuf);
+pub(crate) struct DefinitionFiles {
+    directory: PathBuf,
+    /// Held while a file is changed: all writers use the same temporary file.
+    changes: Mutex<()>,
+}
 
 impl DefinitionFiles {
     pub const fn new(directory: PathBuf) -> Self {
-        Self(directory)
+        Self {
+            directory,
+            changes: Mutex::new(()),
+        }
     }
 
     fn path(&self, name: &str) -> Result<PathBuf, DaemonError> {
         check_name("name", name).map_err(LaunchError::from)?;
-        Ok(self.0.join(format!("{name}.toml")))
+        Ok(self.directory.join(format!("{name}.toml")))
     }
 
     /// Returns the names of all files without `.toml`, sorted. A file that a user has put there may
     /// have a name that no VM can have.
     pub fn names(&self) -> Result<Vec<String>, DaemonError> {
-        let failed = failed(&self.0);
-        let entries = missing_is_fine(fs::read_dir(&self.0).map(Some)).map_err(failed)?;
+        let failed = failed(&self.directory);
+        let entries = missing_is_fine(fs::read_dir(&self.directory).map(Some)).map_err(failed)?;
         let mut names = Vec::new();
         for entry in entries.into_iter().flatten() {
             let path = PathBuf::from(entry.map_err(failed)?.file_name());
@@ -87,13 +95,36 @@ impl DefinitionFiles {
 
     /// Writes a definition, and replaces an older one of this VM.
     pub fn write(&self, definition: &Definition) -> Result<(), DaemonError> {
+        self.write_locked(&self.changes.lock(), definition)
+    }
+
+    /// Writes `new` if the definition of this VM is still `before`. Returns whether it was. If not,
+    /// another request has changed the definition since `before` was read.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::read`] and [`Self::write`].
+    pub fn replace(&self, before: &Definition, new: &Definition) -> Result<bool, DaemonError> {
+        let changes = self.changes.lock();
+        if self.read(&new.vm.name)? != *before {
+            return Ok(false);
+        }
+        self.write_locked(&changes, new)?;
+        Ok(true)
+    }
+
+    fn write_locked(
+        &self,
+        _changes: &MutexGuard<'_, ()>,
+        definition: &Definition,
+    ) -> Result<(), DaemonError> {
         let name = &definition.vm.name;
         let path = self.path(name)?;
         let text = definition
             .to_toml()
             .map_err(|error| DaemonError::BadRequest(error.to_string()))?;
-        let temporary = self.0.join(format!(".{name}.new"));
-        let written = fs::create_dir_all(&self.0)
+        let temporary = self.directory.join(format!(".{name}.new"));
+        let written = fs::create_dir_all(&self.directory)
             .and_then(|()| write_private(&temporary, &text))
             .and_then(|()| fs::rename(&temporary, &path))
             .and_then(|()| self.sync());
@@ -110,6 +141,7 @@ impl DefinitionFiles {
     ///
     /// [`DaemonError::NoSuchDefinition`] if there is no file.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
+        let _changes = self.changes.lock();
         let path = self.path(name)?;
         match fs::remove_file(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -120,7 +152,7 @@ impl DefinitionFiles {
     }
 
     fn sync(&self) -> io::Result<()> {
-        File::open(&self.0)?.sync_all()
+        File::open(&self.directory)?.sync_all()
     }
 }
 
@@ -171,11 +203,11 @@ mod tests {
         }
         files.write(&definition("db", 0)).unwrap();
         assert_eq!(files.names().unwrap(), ["db", "web"]);
-        let mode = fs::metadata(files.0.join("web.toml"))
+        let mode = fs::metadata(files.directory.join("web.toml"))
             .unwrap()
             .permissions();
         assert_eq!(mode.mode() & 0o777, 0o600);
-        assert_eq!(fs::read_dir(&files.0).unwrap().count(), 2);
+        assert_eq!(fs::read_dir(&files.directory).unwrap().count(), 2);
         files.remove("web").unwrap();
         for gone in [files.remove("web"), files.read("web").map(drop)] {
             assert!(matches!(gone, Err(DaemonError::NoSuchDefinition(_))));
@@ -197,14 +229,60 @@ mod tests {
                 assert!(error.contains("1 to 64 characters"), "{name}: {error}");
             }
         }
-        fs::rename(files.0.join("web.toml"), files.0.join("db.toml")).unwrap();
+        fs::rename(
+            files.directory.join("web.toml"),
+            files.directory.join("db.toml"),
+        )
+        .unwrap();
         let error = files.read("db").unwrap_err().to_string();
         assert!(error.contains("defines VM 'web'"), "{error}");
-        fs::write(files.0.join("bad.toml"), "name = 'bad'\nmemory = \n").unwrap();
+        fs::write(
+            files.directory.join("bad.toml"),
+            "name = 'bad'\nmemory = \n",
+        )
+        .unwrap();
         let error = memfold_host::chain(&files.read("bad").unwrap_err());
         assert!(
             error.contains("bad.toml") && error.contains("line 2"),
             "{error}"
         );
+    }
+    #[test]
+    fn a_definition_that_two_requests_write_at_once_is_always_one_of_the_two() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = DefinitionFiles::new(directory.path().join("vms"));
+        let short = definition("web", 1);
+        let mut long = short.clone();
+        long.vm.qemu_args = vec!["-no-reboot".into(); 2000];
+        files.write(&short).unwrap();
+        std::thread::scope(|scope| {
+            let writers = [&short, &long].map(|one| {
+                let files = &files;
+                scope.spawn(move || (0..100).for_each(|_| files.write(one).unwrap()))
+            });
+            while !writers
+                .iter()
+                .all(std::thread::ScopedJoinHandle::is_finished)
+            {
+                let read = files.read("web").unwrap();
+                assert!(read == short || read == long, "{read:?}");
+            }
+        });
+        assert_eq!(fs::read_dir(&files.directory).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_definition_that_was_changed_since_it_was_read_is_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = DefinitionFiles::new(directory.path().join("vms"));
+        let [first, second, third] = [1, 2, 3].map(|order| definition("web", order));
+        let is_gone = |result| matches!(result, Err(DaemonError::NoSuchDefinition(_)));
+        assert!(is_gone(files.replace(&first, &second)));
+        files.write(&first).unwrap();
+        assert!(files.replace(&first, &second).unwrap());
+        assert!(!files.replace(&first, &third).unwrap());
+        assert_eq!(files.read("web").unwrap(), second);
+        files.remove("web").unwrap();
+        assert!(is_gone(files.replace(&second, &third)));
     }
 }

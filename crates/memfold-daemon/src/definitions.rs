@@ -141,10 +141,14 @@ impl Definitions {
 
     /// Sets whether the daemon starts a VM after each boot of the host.
     pub fn set_autostart(&self, name: &str, is_on: bool) -> Result<DefinitionInfo, DaemonError> {
-        let mut definition = self.files.read(name)?;
-        definition.autostart = is_on;
-        self.files.write(&definition)?;
-        self.get(name)
+        loop {
+            let before = self.files.read(name)?;
+            let mut new = before.clone();
+            new.autostart = is_on;
+            if self.files.replace(&before, &new)? {
+                return self.get(name);
+            }
+        }
     }
 
     /// Starts a defined VM.
@@ -169,9 +173,17 @@ impl Definitions {
                     renew,
                     despite_brake,
                     forwards: vm.forwards,
+                    ttl_s: vm.ttl_s,
                     ..RestoreRequest::new(vm.name)
                 };
-                self.boots.snapshots.restore(&snapshot, &request)
+                let restored = self.boots.snapshots.restore(&snapshot, &request)?;
+                // The saved VM may have had other limits.
+                let below = &self.boots.below;
+                let machine = below.registry.machine(&restored.name)?;
+                below
+                    .rightsizing
+                    .replace_sizing(&machine, vm.sizing.into())?;
+                Ok(restored)
             }
             None if despite_brake => self.boots.run_despite_brake(vm),
             None => self.boots.run(vm),
@@ -199,7 +211,12 @@ impl Definitions {
                 .clone()
                 .unwrap_or_else(|| "no trust domain".into())
         };
+        let most = |of: &VmSpec| match of.pluggable() {
+            Some(_) => of.largest_memory().to_string(),
+            None => "none".into(),
+        };
         let found = differs("memory", is.memory.to_string(), was.memory.to_string())
+            .or_else(|| differs("memory_max", most(is), most(was)))
             .or_else(|| differs("vcpus", is.vcpus.to_string(), was.vcpus.to_string()))
             .or_else(|| differs("domain", domain(is), domain(was)));
         match found {

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_api::{Borrowed, FullReport, VmInfo};
+use memfold_api::{Borrowed, FullReport, RightsizeReport, VmInfo};
 use memfold_lend::{Lease, LenderStatus};
 use memfold_units::ByteSize;
 use parking_lot::Mutex;
@@ -54,6 +54,8 @@ pub struct Figures {
     pub distrusted: u64,
     /// Number of times that lenders served wrong bytes since the daemon's start.
     pub lies: u64,
+    /// What right-sizing knows and has done, without single orders.
+    pub rightsizing: RightsizeReport,
 }
 
 fn keep_for(cpu: Duration) -> Duration {
@@ -168,6 +170,7 @@ mod tests {
             leases: None,
             distrusted: 0,
             lies: 0,
+            rightsizing: RightsizeReport::default(),
         }
     }
 

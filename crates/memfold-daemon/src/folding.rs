@@ -102,9 +102,11 @@ impl Folding {
             None => (self.as_known(), None),
         };
         for machine in self.registry.machines() {
+            let Some(why) = machine.is_silent() else {
+                continue;
+            };
             let mut vms = stats.vms.iter_mut();
-            let vm = vms.find(|vm| vm.name == machine.name());
-            if let (Some(vm), Some(why)) = (vm, machine.is_silent()) {
+            if let Some(vm) = vms.find(|vm| vm.name == machine.name()) {
                 vm.problem = Some(why);
             }
         }

@@ -51,6 +51,13 @@ fn is_short(now: &GuestStats, before: Option<&GuestStats>) -> bool {
     swaps || now.available < now.total / SHORT_PART
 }
 
+/// Returns how long ago the guest reported these figures, at the time `unix` since 1970. `None`:
+/// the query before returned the same report, so the guest has said nothing since.
+fn age_of_new(now: &GuestStats, before: Option<&GuestStats>, unix: Duration) -> Option<Duration> {
+    let is_new = before.is_none_or(|before| before.updated_s != now.updated_s);
+    is_new.then(|| unix.saturating_sub(Duration::from_secs(now.updated_s)))
+}
+
 /// Starts the thread that queries guests until the daemon ends.
 pub(crate) fn begin(below: &Arc<Mechanisms>) -> io::Result<()> {
     let mut known = BTreeMap::new();
@@ -104,7 +111,9 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpE
         return Ok(false);
     };
     if !machine.agent_reports_memory() {
-        machine.note_balloon_stats(&now);
+        if let Some(age) = age_of_new(&now, before.as_ref(), threads::unix_time()) {
+            machine.note_balloon_stats(&now, age);
+        }
     }
     Ok(is_short(&now, before.as_ref()))
 }
@@ -133,6 +142,25 @@ fn stop_asking(machine: &Machine, known: &mut BTreeMap<u32, Asked>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_report_of_a_balloon_driver_that_is_read_twice_counts_once_and_from_when_it_was_made() {
+        let report = |updated_s| GuestStats {
+            updated_s,
+            total: 1 << 30,
+            ..GuestStats::default()
+        };
+        let age = |report: &GuestStats, before: Option<&GuestStats>, ms| {
+            age_of_new(report, before, Duration::from_millis(ms))
+        };
+        let (first, second) = (report(100), report(105));
+        let ms = |ms| Some(Duration::from_millis(ms));
+        assert_eq!(age(&first, None, 103_200), ms(3200));
+        assert_eq!(age(&first, Some(&first), 104_900), None);
+        assert_eq!(age(&second, Some(&first), 108_200), ms(3200));
+        // The host's clock was set back.
+        assert_eq!(age(&second, Some(&first), 90_000), ms(0));
+    }
 
     #[test]
     fn a_guest_that_has_little_available_memory_or_swaps_in_is_short_of_memory() {

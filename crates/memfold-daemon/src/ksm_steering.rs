@@ -8,7 +8,8 @@
 //!                  a live save?       yes: run = 0 (written by the save), until the save ends
 //!                  another program wrote run?  run is left alone, until it is 1 again
 //!                  else: pages_to_scan, sleep_millisecs by the controller (`ksm::steer`)
-//!   stop, the daemon's end, the next daemon after a kill: the old settings are restored; merged pages stay merged
+//!   stop, the daemon's end, the next daemon after a kill: the old settings are restored (but not run, if another
+//!     program wrote it); merged pages stay merged
 //! ```
 //! If 0 is written to KSM's file `run`, merged pages stay merged. If 2 is written, they are
 //! unmerged, which needs as much memory at once as merging has saved. So memfold writes 2 only if
@@ -193,9 +194,9 @@ impl KsmSteering {
         // Dropping the old guard first restores the old settings, so that the new guard records
         // those.
         let mut kept_out = BTreeSet::new();
-        if let Some(old) = steered.take() {
-            old.guard.restore()?;
-            kept_out = old.kept_out;
+        if let Some(mut old) = steered.take() {
+            kept_out = std::mem::take(&mut old.kept_out);
+            old.end(false)?;
         }
         let ours = self.ours(&domain);
         info!(
@@ -282,11 +283,9 @@ impl KsmSteering {
                 "run 'memfold ksm start' to steer KSM; to stop KSM that another program runs: echo 0 > /sys/kernel/mm/ksm/run",
             ));
         };
-        if request.unmerge {
-            old.controls.unmerge(0)?;
-        }
-        old.guard.restore()?;
-        info!(domain = old.domain, "memfold no longer steers KSM");
+        let domain = old.domain.clone();
+        old.end(request.unmerge)?;
+        info!(domain, "memfold no longer steers KSM");
         self.overview()
     }
 
@@ -295,9 +294,10 @@ impl KsmSteering {
         let Some(old) = self.steered.lock().take() else {
             return;
         };
-        match old.guard.restore() {
+        let domain = old.domain.clone();
+        match old.end(false) {
             Ok(()) => info!(
-                domain = old.domain,
+                domain,
                 "memfold no longer steers KSM; KSM's settings restored"
             ),
             Err(error) => {

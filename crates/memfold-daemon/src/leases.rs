@@ -14,7 +14,6 @@ use memfold_lend::distrust::{Distrust, Distrusted};
 use memfold_lend::graph::{Borrowing, Stripe};
 use memfold_lend::registry::{MAX_TTL, check_name};
 use memfold_lend::relay::stripes::{MOST, Stripes};
-use memfold_lend::wire::patience;
 use memfold_lend::{
     Durability, Endpoint, Lease, LeaseId, Picture, Registry, RegistryAt, RegistryError,
     SqliteRegistry, Want,
@@ -147,6 +146,31 @@ impl Leases {
             leases.check_host()?;
         }
         Ok(leases)
+    }
+
+    /// Returns the access of host `host` to `registry`, for tests. `state`: an empty directory.
+    #[cfg(test)]
+    pub(crate) fn of_registry(
+        host: &str,
+        registry: Arc<dyn Registry>,
+        state: &std::path::Path,
+    ) -> Self {
+        Self {
+            host: host.to_owned(),
+            registry,
+            place: "test".into(),
+            own: true,
+            elsewhere: false,
+            heard: Mutex::default(),
+            distrust: Mutex::new(Distrust::open(&state.join("distrusted.json"))),
+        }
+    }
+
+    /// Makes the registry count as heard without interruption for the time `since`, for tests.
+    #[cfg(test)]
+    pub(crate) fn heard_for(&self, since: Duration) {
+        let now = Instant::now();
+        *self.heard.lock() = now.checked_sub(since).map(|before| (before, now));
     }
 
     /// Checks this host's name.
@@ -374,25 +398,23 @@ impl Leases {
         }
     }
 
-    /// Returns the index of a part of `borrowing` whose lender has been silent for too long.
-    pub(crate) fn silent_part(&self, borrowing: &Borrowing) -> Option<usize> {
+    /// Returns the indexes of those parts of `borrowing` whose lender has been silent for longer
+    /// than `patience`.
+    pub(crate) fn silent_parts(&self, borrowing: &Borrowing, patience: Duration) -> Vec<usize> {
         // While the registry is away, lenders cannot report to it, so all lenders look silent for a
         // while afterwards.
-        let (picture, heard) = self.heard()?;
-        // The lender may be stopped, while the VM waits for its answers.
-        let patience = patience(borrowing.durability_now());
-        if heard <= patience {
-            return None;
-        }
+        let Some((picture, _)) = self.heard().filter(|(_, heard)| *heard > patience) else {
+            return Vec::new();
+        };
         let is_silent = |stripe: &Stripe| {
             picture.lenders.iter().any(|lender| {
                 lender.lender.host == stripe.lender
                     && u128::from(lender.silent_ms) > patience.as_millis()
             })
         };
-        let mut reached = borrowing.reached();
-        let (part, _) = reached.find(|(_, part)| part.stripes().any(is_silent))?;
-        Some(part)
+        let silent = borrowing.reached();
+        let silent = silent.filter(|(_, part)| part.stripes().any(is_silent));
+        silent.map(|(part, _)| part).collect()
     }
 }
 

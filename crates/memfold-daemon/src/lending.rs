@@ -41,6 +41,9 @@ pub struct Lending {
     needed: Arc<AtomicU64>,
     /// Number of this host's guests that are short of memory.
     short_guests: Arc<AtomicU32>,
+    /// Bytes that right-sizing wants back, and bytes that it wants to stay available.
+    wanted_back: Arc<AtomicU64>,
+    kept: Arc<AtomicU64>,
     lender: Mutex<Option<Lender>>,
 }
 
@@ -107,6 +110,8 @@ impl Lending {
             configured,
             needed,
             short_guests: Arc::default(),
+            wanted_back: Arc::default(),
+            kept: Arc::default(),
             lender: Mutex::default(),
         }
     }
@@ -114,6 +119,13 @@ impl Lending {
     /// Sets the number of this host's guests that are short of memory.
     pub(crate) fn set_short_guests(&self, count: u32) {
         self.short_guests.store(count, Ordering::Relaxed);
+    }
+
+    /// Takes `wanted_back` bytes of lent memory back for this host's VMs, and offers no more than
+    /// leaves `kept` bytes available. Both are 0 while right-sizing is not on.
+    pub(crate) fn claim(&self, wanted_back: u64, kept: u64) {
+        self.wanted_back.store(wanted_back, Ordering::Relaxed);
+        self.kept.store(kept, Ordering::Relaxed);
     }
 
     /// Ends all exports of lent memory.
@@ -196,6 +208,8 @@ impl Lending {
             directory: self.directory.clone(),
             owed: self.needed.clone(),
             short_guests: self.short_guests.clone(),
+            wanted_back: self.wanted_back.clone(),
+            kept: self.kept.clone(),
         })
     }
 
@@ -218,17 +232,26 @@ impl Lending {
             );
             return;
         }
-        // The registry may not answer yet: its daemon may start later. The lender's thread retries.
-        match self.start_lender(&request) {
-            Ok(lender) => {
-                // A request may have started another lender in the meantime.
-                self.lender.lock().get_or_insert(lender);
-            }
-            Err(error) => warn!(
+        if let Err(error) = self.begin(&request) {
+            warn!(
                 error = chain(&error),
                 "cannot start the lender; fix the cause and run 'memfold lend'"
-            ),
+            );
         }
+    }
+
+    /// Starts the lender at the daemon's start, unless an operator's request has meanwhile started
+    /// one, or has stopped lending.
+    fn begin(&self, request: &LendRequest) -> Result<(), DaemonError> {
+        // The lock is held until the lender runs: the start of a second lender would remove the
+        // files of the first one's exports, and end its leases.
+        let mut lender = self.lender.lock();
+        if lender.is_none() && self.to_lend().as_ref() == Some(request) {
+            // The registry may not answer yet: its daemon may start later. The lender's thread
+            // retries.
+            *lender = Some(self.start_lender(request)?);
+        }
+        Ok(())
     }
 
     /// Recalls all leases and ends lending, on an operator's request. Returns the lender's last
@@ -258,5 +281,55 @@ impl Lending {
         // host name.
         lender.take_if(|l| l.has_ended() && l.status().problem.is_none());
         lender.as_ref().map(Lender::status)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_lend::SqliteRegistry;
+
+    use super::*;
+
+    fn request() -> LendRequest {
+        LendRequest {
+            max_bytes: LEAST,
+            listen: None,
+            announce: None,
+            ports: None,
+            transport: Transport::Nbd,
+            cleartext: false,
+        }
+    }
+
+    fn lending(state: &Path, configured: Option<LendRequest>) -> Lending {
+        let registry = SqliteRegistry::open(&state.join("registry.db")).unwrap();
+        let leases = Leases::of_registry("lender", Arc::new(registry), state);
+        Lending::new(Arc::new(leases), state, configured, Arc::default())
+    }
+
+    #[test]
+    fn at_its_start_the_daemon_starts_no_second_lender_beside_that_of_an_operator() {
+        let directory = tempfile::tempdir().unwrap();
+        let request = request();
+        let lending = lending(directory.path(), Some(request.clone()));
+        *lending.lender.lock() = Some(lending.start_lender(&request).unwrap());
+        // The start of a lender empties this directory.
+        let export = directory.path().join("lend/export");
+        std::fs::write(&export, "").unwrap();
+        lending.begin(&request).unwrap();
+        assert!(export.exists());
+        lending.shut_down();
+        lending.begin(&request).unwrap();
+        assert!(lending.status().is_some() && !export.exists());
+    }
+
+    #[test]
+    fn at_its_start_the_daemon_does_not_lend_if_an_operator_has_stopped_lending() {
+        let directory = tempfile::tempdir().unwrap();
+        let request = request();
+        let lending = lending(directory.path(), Some(request.clone()));
+        assert_eq!(lending.stop(), None);
+        lending.begin(&request).unwrap();
+        assert!(lending.status().is_none());
     }
 }

@@ -28,6 +28,7 @@
 //! The daemon may be killed at any instant. A new daemon finds everything again: the VMs in the
 //! state directory, their memory mappings and the page store in the kernel.
 
+mod advice;
 mod arrivals;
 mod backoff;
 mod boot_snapshot;
@@ -82,7 +83,7 @@ pub use libvirt::LibvirtDomains;
 pub use memfold_host::chain;
 pub use options::{BorrowWhen, DaemonOptions};
 pub use reports::Reports;
-pub use rightsizing::Rightsizing;
+pub use rightsizing::{EVENTS as RIGHTSIZE_EVENTS, Rightsizing};
 pub use sampling::{Live, Sampling};
 pub use segments::Segments;
 pub use snapshots::Snapshots;

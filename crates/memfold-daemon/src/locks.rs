@@ -10,7 +10,8 @@
 //!                                 Segments (removing): in the order of [`Rank`]
 //!   states of services            DebtWatch, KsmSteering (steered), Lending (lender), SwapDisks (guards), SwapVolumes (keepers)
 //!   the registry                  Arrivals, then VmRegistry (vms)
-//!   states of single objects      Guard, Keeper, Machine's fields, SnapshotLocks, Leases (heard, distrust), Folding (last), Samples
+//!   states of single objects      Guard, Keeper, Machine's fields, SnapshotLocks, Leases (heard, distrust), Folding (last), Samples,
+//!                                 DefinitionFiles (changes)
 //! ```
 //! A *right* is a lock that a thread may hold for minutes. Debug builds check that threads take
 //! rights in this order. A thread never holds two rights of one rank.
@@ -111,11 +112,50 @@ impl<const RANK: u8, G> Right<RANK, G> {
             _guard: lock()?,
         })
     }
+
+    /// Takes the right as soon as it is free, but gives up when `give_up` says so. `lock` tries for
+    /// a short time to lock the mutex of the right.
+    pub fn take_unless(lock: impl Fn() -> Option<G>, give_up: impl Fn() -> bool) -> Option<Self> {
+        loop {
+            let right = Self::try_take(&lock);
+            if right.is_some() || give_up() {
+                return right;
+            }
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Duration;
+
+    use parking_lot::Mutex;
+
     use super::*;
+
+    #[test]
+    fn a_right_that_is_held_is_waited_for_until_the_waiter_gives_up() {
+        let mutex = Mutex::new(());
+        let is_saved = AtomicBool::new(false);
+        let ask = || {
+            SaveRight::take_unless(
+                || mutex.try_lock_for(Duration::from_millis(1)),
+                || is_saved.load(Ordering::Relaxed),
+            )
+        };
+        std::thread::scope(|scope| {
+            let held = mutex.lock();
+            let waiter = scope.spawn(|| ask().is_some());
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!waiter.is_finished());
+            drop(held);
+            assert!(waiter.join().unwrap());
+        });
+        let _held = mutex.lock();
+        is_saved.store(true, Ordering::Relaxed);
+        assert!(ask().is_none());
+    }
 
     #[test]
     fn locks_taken_in_rank_order_may_be_released_in_any_order() {

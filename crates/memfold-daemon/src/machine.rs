@@ -4,27 +4,31 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, BootSnapshot, SegmentState};
-use memfold_fold::{Command, Guest, NO_LIBRARY, QemuGuest, SharedLibraryState, Unfolded, VmId};
+use memfold_fold::{
+    Command, Guest, LibraryState, NO_LIBRARY, QemuGuest, SharedLibraryState, Unfolded, VmId,
+};
 use memfold_ledger::VmAccount;
 use memfold_snapshot::Renewal;
 use memfold_snapshot::clock::ClockStep;
 use memfold_store::StoreIdentity;
 use memfold_vm::{
-    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, QmpGuard, RamBlock, RamLayout,
-    SegmentSpec, SharedQmp, StreamEvent, StreamRequest, StreamedCommand, Vm, VmConditions,
+    AgentError, AgentEvent, AgentLink, AgentOptions, CommandResult, GuestTask, QmpGuard, RamBlock,
+    RamLayout, SegmentSpec, SharedQmp, StreamEvent, StreamRequest, StreamedCommand, Vm,
+    VmConditions,
 };
 use memfold_wire::agent::FromAgent;
 use memfold_wire::library::Advice;
+use memfold_wire::order::GuestOrder;
 use parking_lot::{Condvar, Mutex};
 use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
-use self::guest_reading::GuestReading;
+pub(crate) use self::guest_reading::GuestReading;
 use self::pauses::Pauses;
 use self::settings::Settings;
 use crate::error::{DaemonError, refused};
@@ -41,6 +45,7 @@ mod renewal;
 mod running;
 mod set;
 pub(crate) mod settings;
+mod ttl;
 mod watch;
 
 /// Time between two reads of a VM's conditions for folding and its memory layout.
@@ -99,6 +104,9 @@ struct Marks {
     /// State of setting the guest's clock after a pause. `clock_set` is notified when it changes.
     clock: Mutex<Option<ClockStep>>,
     clock_set: Condvar,
+    /// How often setting the guest's clock was wanted since it was done last. Above 0, a thread
+    /// does it.
+    clock_wanted: AtomicU64,
     /// Smallest unused number for the swap disk's next block nodes in QEMU.
     swap_generation: Mutex<u64>,
     /// Whether the swap disk was moved back to the local disk because one of its copies was lost.
@@ -123,13 +131,15 @@ pub(crate) struct Machine {
     monitor: Arc<SharedQmp>,
     seen: Mutex<Seen>,
     /// The reason why the fold library cannot be used, whatever the VM's state; `None` if it can.
-    library_problem: Option<String>,
+    library_problem: Mutex<Option<String>>,
     /// Settings that an operator can change.
     settings: Mutex<Settings>,
+    /// When the VM's time to live began or was last extended.
+    extended: Mutex<Instant>,
     library_state: Mutex<SharedLibraryState>,
     library_watch: Mutex<LibraryWatch>,
     marks: Marks,
-    can_stop: bool,
+    can_stop: AtomicBool,
     commands: SyncSender<Command>,
     qemu: String,
 }
@@ -152,6 +162,10 @@ impl Machine {
         let (guest, library_problem) = match vm.library_link() {
             None => (None, Some(NO_LIBRARY.to_owned())),
             Some(Err(error)) => {
+                if error.may_pass() {
+                    // The daemon connects later, as to a library that stopped answering.
+                    *library.lock() = LibraryState::Lost;
+                }
                 let why = format!("cannot reach memfold's library in QEMU: {error}");
                 (None, Some(why))
             }
@@ -163,12 +177,13 @@ impl Machine {
             }
         };
         let machine = Arc::new(Self {
-            can_stop: guest.as_ref().is_some_and(Guest::can_stop),
+            can_stop: AtomicBool::new(guest.as_ref().is_some_and(Guest::can_stop)),
             role,
             monitor,
             seen: Mutex::new(Seen { layout, conditions }),
-            library_problem,
+            library_problem: Mutex::new(library_problem),
             settings: Mutex::new(Settings::of(&vm)),
+            extended: Mutex::new(Instant::now()),
             library_state: Mutex::new(library),
             library_watch: Mutex::new(LibraryWatch {
                 connected: Instant::now(),
@@ -299,7 +314,7 @@ impl Machine {
     fn fold_problems(&self) -> Vec<String> {
         let seen = self.seen.lock();
         let conditions = seen.conditions.fold.iter().map(ToString::to_string);
-        let library = self.library_problem.iter().cloned();
+        let library = self.library_problem.lock().clone();
         let arriving = self.arriving();
         let arriving = arriving.map(|how| format!("the VM's snapshot is still {how}"));
         let switched_off = self.switched_off();
@@ -352,6 +367,12 @@ impl Machine {
         self.monitor.lock()
     }
 
+    /// Locks QEMU's monitor like [`Self::monitor`]. If others use it for longer than `limit`, all
+    /// commands of the guard fail.
+    pub fn monitor_within(&self, limit: Duration) -> QmpGuard<'_> {
+        self.monitor.lock_within(limit)
+    }
+
     /// Returns QEMU's monitor if nobody uses it at this moment.
     pub fn idle_monitor(&self) -> Option<QmpGuard<'_>> {
         self.monitor.try_lock()
@@ -363,8 +384,8 @@ impl Machine {
 
     /// Returns whether the fold library in QEMU can stop the VM for the daemon. The library resumes
     /// the VM if the daemon dies.
-    pub const fn can_stop(&self) -> bool {
-        self.can_stop
+    pub fn can_stop(&self) -> bool {
+        self.can_stop.load(Ordering::Relaxed)
     }
 
     pub const fn id(&self) -> VmId {
@@ -441,7 +462,7 @@ impl Machine {
         let mut account = memfold_ledger::take::vm(pid, &self.role.name, domain, &layout, stores, &segments)
             .inspect_err(|error| warn!(vm = self.name(), %error, "cannot read the VM's page tables, so the memory report omits the VM; no action is needed if the VM is ending"))
             .ok()?;
-        account.guest = self.guest_memory();
+        account.guest = self.guest_memory().map(|(_, memory)| memory);
         Some(account)
     }
 
@@ -466,8 +487,12 @@ impl Machine {
             .ok_or_else(|| AgentError::NoSession("the VM has no port for the agent".into()))
     }
 
-    pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
-        self.agent_or_error()?.run(script, timeout)
+    pub fn run(
+        &self,
+        task: impl Into<GuestTask>,
+        timeout: Duration,
+    ) -> Result<CommandResult, AgentError> {
+        self.agent_or_error()?.run(task, timeout)
     }
 
     pub fn stream(
@@ -478,13 +503,17 @@ impl Machine {
         self.agent_or_error()?.stream(request, sink)
     }
 
-    /// Runs a shell command in the guest, for commands that print a line or two. A command that
-    /// prints more than 4096 bytes ([`SHORT`]) is killed.
-    pub fn run_short(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
+    /// Runs an order in the guest that prints a line or two. An order that prints more than 4096
+    /// bytes ([`SHORT`]) is killed.
+    pub fn run_short(
+        &self,
+        order: GuestOrder,
+        timeout: Duration,
+    ) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         result.code = self
             .agent_or_error()?
-            .run_streaming(script, timeout, |_, bytes| {
+            .run_streaming(order, timeout, |_, bytes| {
                 result.stdout.extend_from_slice(bytes);
                 result.stdout.len() <= SHORT
             })?;
@@ -520,6 +549,17 @@ impl Machine {
     /// VM with a swap disk is not saved, so the two do not conflict.)
     pub fn swap_right(&self) -> SwapRight<'_> {
         SwapRight::take(|| self.marks.swapping.lock())
+    }
+
+    /// Locks the VM for a save that a user has asked for. Waits for whatever else holds the lock
+    /// for a moment, such as the record of the pages that a restored VM needs first. Returns `None`
+    /// at once if the VM is being saved, and after [`SAVE_TIMEOUT`] otherwise.
+    pub(crate) fn save_right_unless_saved(&self) -> Option<SaveRight<'_>> {
+        let end = Instant::now() + SAVE_TIMEOUT;
+        SaveRight::take_unless(
+            || self.marks.saving.try_lock_for(SAVE_POLL),
+            || self.marks.being_saved.load(Ordering::Relaxed) || Instant::now() >= end,
+        )
     }
 
     /// Locks the VM for a save if no other thread holds this lock.
@@ -565,6 +605,11 @@ impl Machine {
 
 /// Longest time that a request waits for the right to save a VM.
 const RIGHT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Longest time that a user's save waits for another holder of the right to save the VM, and how
+/// often it looks whether that holder is a save.
+const SAVE_TIMEOUT: Duration = Duration::from_secs(5);
+const SAVE_POLL: Duration = Duration::from_millis(50);
 
 /// Largest output of a short command, in bytes.
 const SHORT: usize = 4096;

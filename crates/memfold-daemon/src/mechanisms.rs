@@ -53,7 +53,8 @@ impl Mechanisms {
         folding: Arc<Folding>,
     ) -> Result<Self, DaemonError> {
         let state = &options.state;
-        let snapshots = Arc::new(SnapshotShelf::open(&options.shelf));
+        let snapshots = SnapshotShelf::open(&options.shelf);
+        let snapshots = Arc::new(snapshots.with_keys(options.snapshot_keys.clone()));
         let snapshot_locks = Arc::new(SnapshotLocks::default());
         let debt = Arc::new(DebtWatch::new(options.brake));
         let ksm = Arc::new(KsmSteering::new(registry.clone(), debt.clone()));
@@ -72,7 +73,7 @@ impl Mechanisms {
             registry.clone(),
             debt.clone(),
             lending.clone(),
-            options.rightsize,
+            (options.rightsize, state),
         );
         let swap_disks = SwapDisks::new(registry.clone(), leases.clone());
         let swap_volumes = SwapVolumes::new(leases.clone(), state);

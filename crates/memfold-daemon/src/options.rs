@@ -7,6 +7,7 @@ use memfold_api::{LendRequest, RightsizeMode};
 use memfold_fold::EngineSettings;
 use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
+use memfold_snapshot::Keys;
 
 /// When the swap of VMs is moved to lent RAM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -37,6 +38,8 @@ pub struct DaemonOptions {
     pub rightsize: RightsizeMode,
     /// Directory of the snapshots of this host.
     pub shelf: PathBuf,
+    /// Keys with which snapshots are encrypted.
+    pub snapshot_keys: Keys,
     /// Directory of the segments of this host.
     pub segments: PathBuf,
     /// Directory of the definitions of VMs.

@@ -139,6 +139,7 @@ impl Reports {
             leases: self.below.leases.registry.picture().ok().map(|p| p.leases),
             distrusted: lies.0.len() as u64,
             lies: lies.1,
+            rightsizing: self.below.rightsizing.report(0),
             took: Duration::ZERO,
             cpu: Duration::ZERO,
         };

@@ -6,30 +6,45 @@
 //!     mode watch: the decision is only shown      mode on: a thread for each VM with an order trims or moves its balloon
 //! ```
 //! The controller decides; this service reads the figures and carries the orders out. A VM has at
-//! most one order at a time. When right-sizing is turned off, guests get back what is in their
-//! balloons.
+//! most one order at a time, and a second one only if its guest is trimmed and needs memory. While
+//! right-sizing is not on, guests get back what it has put into their balloons, also if an earlier
+//! daemon did that.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_api::{RightsizeEvent, RightsizeMode, RightsizeReport, Sizing, VmRightsize};
-use memfold_rightsize::{Action, Basis, Controller, Decision, HostState, Limits, Order, VmId};
+use memfold_api::{RightsizeMode, RightsizeReport, Sizing, VmRightsize};
+use memfold_ledger::DebtReport;
+use memfold_ledger::history::VmSize;
+use memfold_rightsize::{
+    Action, Basis, Controller, Decision, HostState, Limits, Order, Policy, Signals, VmId,
+};
 use memfold_units::ByteSize;
-use memfold_vm::{Trim, VmDirectory};
+use memfold_vm::{Trim, balloon, virtio_mem};
 use memfold_wire::memory::TrimEnd;
+use memfold_wire::permission::Permission;
 use parking_lot::Mutex;
 use tracing::{debug, info, warn};
 
-use self::signals::Balloons;
+use self::in_progress::InProgress;
+use self::order_log::OrderLog;
+use self::records::{MovedBalloon, Records, VmRecord};
+use self::signals::QemuMemories;
+use self::unplugs::Unplugs;
 use crate::debt::DebtWatch;
-use crate::error::{DaemonError, refused, state_error};
+use crate::error::{DaemonError, refused};
 use crate::lending::Lending;
 use crate::machine::Machine;
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 
+mod in_progress;
+mod order_log;
+mod records;
 mod signals;
+mod unplugs;
 
 /// Time between two looks at all VMs.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -37,11 +52,18 @@ const INTERVAL: Duration = Duration::from_secs(2);
 /// Longest time that a guest may take for a trim.
 const TRIM_LIMIT: Duration = Duration::from_secs(10);
 
+/// Longest time that an order waits for QEMU's monitor. After that, the figures from which it was
+/// decided are too old, and the next look decides again.
+const MONITOR_WAIT: Duration = Duration::from_secs(1);
+
+/// Time after an order that changes a VM's size, in which QEMU is asked for that size at each look.
+const EFFECT: Duration = Duration::from_secs(60);
+
 /// Share of time for which tasks of a guest may wait for memory while it is trimmed.
 const TRIM_PRESSURE: f64 = 0.01;
 
-/// Number of orders that are remembered.
-const EVENTS: usize = 256;
+/// Number of the last orders in a report, unless the request says otherwise.
+pub const EVENTS: usize = 100;
 
 /// Service that sizes VMs.
 #[derive(Debug)]
@@ -50,6 +72,7 @@ pub struct Rightsizing {
     debt: Arc<DebtWatch>,
     lending: Arc<Lending>,
     began: Instant,
+    records: Records,
     state: Mutex<State>,
 }
 
@@ -57,18 +80,15 @@ pub struct Rightsizing {
 struct State {
     mode: RightsizeMode,
     controller: Controller,
-    balloons: Balloons,
-    /// Limits of VMs that have no directory, by the machine's number.
-    sizings: BTreeMap<u32, Sizing>,
-    /// VMs whose last order is still carried out, by the machine's number.
-    busy: BTreeSet<u32>,
-    /// VMs whose balloon this service has moved, by the machine's number. Balloons that another
-    /// program moves are left alone.
-    moved: BTreeSet<u32>,
+    memories: QemuMemories,
+    orders: InProgress,
+    /// When VMs got the last order that changes their size, by the machine's number.
+    ordered: BTreeMap<u32, Instant>,
+    unplugs: Unplugs,
+    /// VMs that did not get back what is in their balloons, and about which a line was logged.
+    owed: BTreeSet<u32>,
     last: Option<Last>,
-    events: VecDeque<RightsizeEvent>,
-    /// Number of the oldest event in `events`, counted from the daemon's start.
-    first_event: u64,
+    log: OrderLog,
 }
 
 /// The last decision.
@@ -76,14 +96,99 @@ struct State {
 struct Last {
     host: HostState,
     decision: Decision,
-    names: Vec<(String, Sizing)>,
+    /// The VMs of the decision, in its order.
+    vms: Vec<DecidedVm>,
+}
+
+/// What the decision does not say of a VM.
+#[derive(Debug)]
+struct DecidedVm {
+    name: String,
+    sizing: Sizing,
+    plugged: Option<u64>,
+    /// RAM and plugged memory, with what the balloon holds.
+    installed: ByteSize,
+}
+
+impl DecidedVm {
+    fn of(looked: &Looked) -> Self {
+        let (.., signals) = &looked.input;
+        Self {
+            name: looked.machine.name().to_owned(),
+            sizing: looked.sizing,
+            plugged: signals.virtio_mem.map(|device| device.plugged.0),
+            installed: signals.installed(),
+        }
+    }
+}
+
+impl Last {
+    /// Returns the VMs of the decision, by name.
+    fn vms(&self) -> Vec<VmRightsize> {
+        let vms = self.decision.vms.iter().zip(&self.vms);
+        let mut vms: Vec<VmRightsize> = vms
+            .map(|(vm, known)| VmRightsize {
+                vm: known.name.clone(),
+                size_bytes: vm.size.0,
+                plugged_bytes: known.plugged,
+                working_set_bytes: vm.working_set.0,
+                basis: basis(vm.basis).to_owned(),
+                target_bytes: vm.target.0,
+                pressure: vm.pressure,
+                order: vm.order.map(order_log::text),
+                reason: vm.reason.to_string(),
+                sizing: known.sizing,
+            })
+            .collect();
+        vms.sort_by(|a, b| a.vm.cmp(&b.vm));
+        vms
+    }
+
+    /// Returns the RAM and the plugged memory of a VM.
+    fn installed(&self, vm: &str) -> Option<ByteSize> {
+        let found = self.vms.iter().find(|known| known.name == vm);
+        found.map(|known| known.installed)
+    }
+}
+
+impl State {
+    /// Begins the orders of a decision that can be carried out now, and discards the others.
+    /// Returns each order with its VM and its number in the log.
+    fn begin_orders(
+        &mut self,
+        decision: &Decision,
+        looked: &[Looked],
+    ) -> Vec<(Arc<Machine>, Order, u64)> {
+        let mut begun = Vec::new();
+        for (vm, looked) in decision.vms.iter().zip(looked) {
+            let Some(order) = vm.order else { continue };
+            let machine = &looked.machine;
+            let id = machine.id();
+            let is_trim = matches!(order.action, Action::Trim { .. });
+            // While the VM is saved, for example, the monitor is in use for a long time.
+            let can_have = self.mode == RightsizeMode::On
+                && self.orders.admits(id, order, vm.size)
+                && (is_trim || machine.idle_monitor().is_some());
+            if !can_have {
+                self.controller.discard_order(vm.vm);
+                continue;
+            }
+            let event = self.log.note(machine.name(), order, vm.reason);
+            self.orders.begin(id, order, event);
+            if !is_trim {
+                self.ordered.insert(id, Instant::now());
+            }
+            begun.push((machine.clone(), order, event));
+        }
+        begun
+    }
 }
 
 /// One VM with what the controller gets.
 struct Looked {
     machine: Arc<Machine>,
     sizing: Sizing,
-    input: (VmId, Limits, memfold_rightsize::Signals),
+    input: (VmId, Limits, Signals),
 }
 
 impl Rightsizing {
@@ -91,23 +196,24 @@ impl Rightsizing {
         registry: Arc<VmRegistry>,
         debt: Arc<DebtWatch>,
         lending: Arc<Lending>,
-        mode: RightsizeMode,
+        (mode, state): (RightsizeMode, &Path),
     ) -> Self {
         Self {
             registry,
             debt,
             lending,
             began: Instant::now(),
+            records: Records::open(state),
             state: Mutex::new(State {
                 mode,
-                controller: Controller::new(memfold_rightsize::Policy::default()),
-                balloons: Balloons::default(),
-                sizings: BTreeMap::new(),
-                busy: BTreeSet::new(),
-                moved: BTreeSet::new(),
+                controller: Controller::new(Policy::default()),
+                memories: QemuMemories::default(),
+                orders: InProgress::default(),
+                ordered: BTreeMap::new(),
+                unplugs: Unplugs::default(),
+                owed: BTreeSet::new(),
                 last: None,
-                events: VecDeque::new(),
-                first_event: 0,
+                log: OrderLog::default(),
             }),
         }
     }
@@ -127,12 +233,19 @@ impl Rightsizing {
         if before != mode {
             info!(?before, now = ?mode, "mode of right-sizing changed");
         }
-        if before == RightsizeMode::On && mode != RightsizeMode::On {
+        if mode != RightsizeMode::On {
+            self.lending.claim(0, 0);
             for machine in self.registry.machines() {
                 self.give_all_back(&machine);
             }
         }
-        self.report()
+        self.report(EVENTS)
+    }
+
+    /// Replaces the controller by one with these settings, which knows no VM yet. For tests and
+    /// studies: no operator needs other settings.
+    pub fn set_policy(&self, policy: Policy) {
+        self.state.lock().controller = Controller::new(policy);
     }
 
     /// Changes the limits of a VM's size; absent fields keep their values.
@@ -143,38 +256,44 @@ impl Rightsizing {
     pub fn set_sizing(&self, vm: &str, changes: Sizing) -> Result<Sizing, DaemonError> {
         let machine = self.registry.machine(vm)?;
         let new = self.sizing(&machine).with(changes);
-        new.check(signals::ram(&machine))
-            .map_err(DaemonError::BadRequest)?;
-        match machine.vm().directory() {
-            Some(directory) => {
-                let path = directory.sizing();
-                let written = directory.write_json(&path, &new);
-                written.map_err(state_error(&path))?;
-            }
-            None => drop(self.state.lock().sizings.insert(machine.id(), new)),
-        }
-        if new.pinned == Some(true) {
-            self.give_all_back(&machine);
-        }
+        Self::check_sizing(&machine, new)?;
+        self.replace_sizing(&machine, new)?;
         Ok(new)
     }
 
-    /// Returns the limits that the operator set for a VM.
-    fn sizing(&self, machine: &Machine) -> Sizing {
-        if let Some(directory) = machine.vm().directory() {
-            return VmDirectory::read_json(&directory.sizing()).unwrap_or_default();
-        }
-        let sizings = &self.state.lock().sizings;
-        sizings.get(&machine.id()).copied().unwrap_or_default()
+    /// Checks whether a VM can have these limits.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::BadRequest`] if the limits contradict each other or the VM's RAM.
+    pub(crate) fn check_sizing(machine: &Machine, new: Sizing) -> Result<(), DaemonError> {
+        let checked = new.check(signals::largest(machine));
+        checked.map_err(DaemonError::BadRequest)
     }
 
-    /// Returns the last decision, and the last orders.
+    /// Gives a VM these limits, which were checked.
+    pub(crate) fn replace_sizing(&self, machine: &Machine, new: Sizing) -> Result<(), DaemonError> {
+        self.records.change(machine, |record| record.sizing = new)?;
+        if new.pinned == Some(true) {
+            self.give_all_back(machine);
+        }
+        Ok(())
+    }
+
+    /// Returns the limits of a VM's size.
+    pub(crate) fn sizing(&self, machine: &Machine) -> Sizing {
+        self.records.get(machine).sizing
+    }
+
+    /// Returns the last decision, and the last `events` orders.
     #[must_use]
-    pub fn report(&self) -> RightsizeReport {
+    pub fn report(&self, events: usize) -> RightsizeReport {
         let state = self.state.lock();
         let mut report = RightsizeReport {
             mode: state.mode,
-            events: state.events.iter().cloned().collect(),
+            events: state.log.events(events),
+            rungs: state.log.rungs(),
+            orders: state.log.counts(),
             ..RightsizeReport::default()
         };
         let last = state.last.as_ref();
@@ -183,94 +302,141 @@ impl Rightsizing {
             report.why = last.decision.why.to_string();
             report.available_bytes = last.host.available.0;
             report.reserve_bytes = last.host.reserve.0;
-            let vms = last.decision.vms.iter().zip(&last.names);
-            report.vms = vms
-                .map(|(vm, (name, sizing))| VmRightsize {
-                    vm: name.clone(),
-                    size_bytes: vm.size.0,
-                    working_set_bytes: vm.working_set.0,
-                    basis: basis(vm.basis).to_owned(),
-                    target_bytes: vm.target.0,
-                    pressure: vm.pressure,
-                    order: vm.order.map(order_text),
-                    reason: vm.reason.to_string(),
-                    sizing: *sizing,
-                })
-                .collect();
-            report.vms.sort_by(|a, b| a.vm.cmp(&b.vm));
+            report.vms = last.vms();
         }
         report
+    }
+
+    /// Returns what right-sizing knows about each VM, for the history; empty while it is off.
+    pub(crate) fn sizes(&self) -> BTreeMap<String, VmSize> {
+        let state = self.state.lock();
+        let last = state.last.as_ref();
+        let vms = last.into_iter().flat_map(|last| {
+            let vms = last.decision.vms.iter().zip(&last.vms);
+            vms.map(|(vm, DecidedVm { name, .. })| {
+                let known = |bytes: ByteSize| (vm.basis != Basis::Unknown).then_some(bytes.0);
+                let size = VmSize {
+                    size_bytes: vm.size.0,
+                    working_set_bytes: known(vm.working_set),
+                    target_bytes: known(vm.target),
+                    is_probed: vm.basis == Basis::Probed,
+                };
+                (name.clone(), size)
+            })
+        });
+        vms.collect()
+    }
+
+    /// Returns the memory that a VM was given: its RAM, and what is plugged according to the last
+    /// decision.
+    pub(crate) fn given(&self, machine: &Machine) -> ByteSize {
+        let state = self.state.lock();
+        let last = state.last.as_ref();
+        let installed = last.and_then(|last| last.installed(machine.name()));
+        installed.unwrap_or_else(|| signals::ram(machine))
+    }
+
+    /// Takes what QEMU said about the memory of these VMs out of the state, because QEMU may answer
+    /// late and the state is not locked meanwhile. Returns also when VMs were given an order that
+    /// may still have an effect. Forgets other VMs.
+    fn take_memories(&self, machines: &[Arc<Machine>]) -> (QemuMemories, BTreeMap<u32, Instant>) {
+        let mut state = self.state.lock();
+        let is_there = |id: &u32| machines.iter().any(|machine| machine.id() == *id);
+        state.owed.retain(is_there);
+        state.orders.keep(is_there);
+        state
+            .ordered
+            .retain(|id, at| is_there(id) && at.elapsed() < EFFECT);
+        let mut memories = std::mem::take(&mut state.memories);
+        memories.keep(machines);
+        (memories, state.ordered.clone())
+    }
+
+    /// Finds out what the controller gets about each VM. A VM that is paused, or of which QEMU or
+    /// memfold's library does not answer, is absent: it gets no order until it answers.
+    fn look_at(
+        &self,
+        machines: Vec<Arc<Machine>>,
+        debt: &DebtReport,
+        memories: &mut QemuMemories,
+        ordered: &BTreeMap<u32, Instant>,
+    ) -> (Vec<Looked>, Vec<VmId>) {
+        let (mut looked, mut absent) = (Vec::new(), Vec::new());
+        for machine in machines {
+            let id = VmId(u64::from(machine.id()));
+            let answers = machine.state().is_running() && machine.is_silent().is_none();
+            let may_move = ordered.contains_key(&machine.id());
+            let memory = answers.then(|| memories.look(&machine, may_move));
+            let Some(memory) = memory.flatten() else {
+                absent.push(id);
+                continue;
+            };
+            let folded = debt.vms.iter().find(|vm| vm.name == machine.name());
+            let folded = ByteSize(folded.map_or(0, |vm| vm.folded_bytes));
+            let signals = signals::of_vm(&machine, self.began, memory, folded);
+            let sizing = self.sizing(&machine);
+            let limits = signals::limits(sizing, signals.ram, self.ceiling(&machine, &signals));
+            looked.push(Looked {
+                machine,
+                sizing,
+                input: (id, limits, signals),
+            });
+        }
+        (looked, absent)
     }
 
     /// Looks at the host and all VMs once, and carries the decision out.
     fn look(self: &Arc<Self>) -> Result<(), DaemonError> {
         let mode = self.state.lock().mode;
+        let machines: Vec<Arc<Machine>> = self.registry.machines();
+        self.records.keep(&machines);
+        let is_there = |id: &u32| machines.iter().any(|machine| machine.id() == *id);
+        self.state.lock().unplugs.keep(is_there);
+        for machine in &machines {
+            if mode != RightsizeMode::On || self.sizing(machine).pinned == Some(true) {
+                self.give_all_back(machine);
+            }
+        }
         if mode == RightsizeMode::Off {
             self.state.lock().last = None;
+            self.debt.note_rung(None);
             return Ok(());
         }
         let debt = self.debt.report_now()?;
         let lent = self.lending.status().map_or(0, |lender| lender.lent_bytes);
         let host = signals::host(&debt, lent);
         let now = self.began.elapsed();
-        let machines = self.registry.machines();
-        // QEMU may answer late, so the state is not locked meanwhile.
-        let mut balloons = {
-            let mut state = self.state.lock();
-            let is_there = |id: &u32| machines.iter().any(|machine| machine.id() == *id);
-            state.sizings.retain(|id, _| is_there(id));
-            state.moved.retain(is_there);
-            std::mem::take(&mut state.balloons)
-        };
-        balloons.keep(&machines);
-        let looked: Vec<Looked> = machines
-            .into_iter()
-            .filter(|machine| machine.state().is_running() && machine.is_silent().is_none())
-            .map(|machine| {
-                let sizing = self.sizing(&machine);
-                let folded = debt.vms.iter().find(|vm| vm.name == machine.name());
-                let folded = ByteSize(folded.map_or(0, |vm| vm.folded_bytes));
-                let balloon = balloons.look(&machine);
-                let signals = signals::of_vm(&machine, now, balloon, folded);
-                let limits = signals::limits(sizing, signals.ram);
-                let id = VmId(u64::from(machine.id()));
-                Looked {
-                    machine,
-                    sizing,
-                    input: (id, limits, signals),
-                }
-            })
-            .collect();
+        let (mut memories, ordered) = self.take_memories(&machines);
+        let (looked, absent) = self.look_at(machines, &debt, &mut memories, &ordered);
         let input: Vec<_> = looked.iter().map(|vm| vm.input.clone()).collect();
         let mut state = self.state.lock();
         // An operator may have changed the mode meanwhile.
         let mode = state.mode;
-        state.balloons = balloons;
+        state.memories = memories;
+        for vm in absent {
+            state.controller.keep(vm);
+        }
         let decision = state.controller.step(now, host, &input);
         if state.last.as_ref().map(|last| last.decision.rung) != Some(decision.rung) {
-            info!(rung = decision.rung.name(), why = %decision.why, "right-sizing: the host's rung changed");
+            let (rung, why) = (decision.rung.name(), decision.why.to_string());
+            info!(rung, why, "right-sizing: the host's rung changed");
+            state.log.note_rung(rung, why);
         }
-        let mut begun = Vec::new();
-        for (vm, looked) in decision.vms.iter().zip(&looked) {
-            let Some(order) = vm.order else { continue };
-            let id = looked.machine.id();
-            let is_busy = state.busy.contains(&id);
-            if mode != RightsizeMode::On || is_busy {
-                state.controller.discard_order(vm.vm);
-            }
-            if mode == RightsizeMode::On && !is_busy {
-                let event = state.note(looked.machine.name(), order, vm.reason.to_string());
-                state.busy.insert(id);
-                begun.push((looked.machine.clone(), order, event));
-            }
-        }
-        let names = looked
-            .iter()
-            .map(|vm| (vm.machine.name().to_owned(), vm.sizing));
+        let begun = state.begin_orders(&decision, &looked);
+        let is_on = mode == RightsizeMode::On;
+        let kept = host.reserve.0.saturating_add(host.reserve.0 / 2);
+        let (recalled, kept) = if is_on {
+            (decision.recall_lent.0, kept)
+        } else {
+            (0, 0)
+        };
+        self.lending.claim(recalled, kept);
+        let why = decision.why.to_string();
+        self.debt.note_rung(Some((decision.rung.name(), why)));
         state.last = Some(Last {
             host,
             decision,
-            names: names.collect(),
+            vms: looked.iter().map(DecidedVm::of).collect(),
         });
         drop(state);
         for (machine, order, event) in begun {
@@ -279,7 +445,7 @@ impl Rightsizing {
             let work = move || service.carry_out(&machine, order, event);
             if threads::begin("rightsize-vm", work).is_err() {
                 let mut state = self.state.lock();
-                state.busy.remove(&id);
+                state.orders.end(id, order, event);
                 state.controller.discard_order(VmId(u64::from(id)));
             }
         }
@@ -301,34 +467,33 @@ impl Rightsizing {
                     let text = format!("{reclaimed} reclaimed, {}", trim_end(result.end));
                     match result.end {
                         TrimEnd::Forbidden | TrimEnd::Unsupported | TrimEnd::Failed(_) => {
-                            Err(refused(text, "see the agent's configuration"))
+                            Err(refused(text, "see /etc/memfold/agent.toml in the guest"))
                         }
                         _ => Ok(text),
                     }
                 })
             }
             Action::Balloon { target } => {
-                self.state.lock().moved.insert(machine.id());
-                let set = machine.set_balloon(target);
+                let set = self.move_balloon(machine, target);
                 set.map(|()| format!("balloon target is {target}"))
             }
-            Action::Plug { .. } | Action::Unplug { .. } => Err(refused(
-                "memory is not plugged or unplugged",
-                "use a balloon",
-            )),
+            Action::Plug { bytes } => self.plug(machine, |plugged, max| {
+                ByteSize(plugged.0.saturating_add(bytes.0).min(max.0))
+            }),
+            Action::Unplug { bytes } => self.plug(machine, |plugged, _| {
+                ByteSize(plugged.0.saturating_sub(bytes.0))
+            }),
         };
         let failed = done.is_err();
         let text = done.unwrap_or_else(|error| error.to_string());
         let mut state = self.state.lock();
-        state.busy.remove(&machine.id());
-        if failed {
+        let is_last = state.orders.end(machine.id(), order, event);
+        if failed && is_last {
             state
                 .controller
                 .discard_order(VmId(u64::from(machine.id())));
         }
-        if let Some(event) = state.event(event) {
-            event.result = Some(text);
-        }
+        state.log.note_result(event, text, failed);
         let is_on = state.mode == RightsizeMode::On;
         drop(state);
         // Right-sizing may have been turned off, or the VM pinned, while the order was carried out.
@@ -337,38 +502,185 @@ impl Rightsizing {
         }
     }
 
-    /// Gives a guest back what is in its balloon, if this service has put it there.
-    fn give_all_back(&self, machine: &Machine) {
-        if !self.state.lock().moved.remove(&machine.id()) {
+    /// Returns the size above which a VM gets nothing unless the operator says otherwise: its size
+    /// before right-sizing moved its balloon, or its present size if that is larger, and what
+    /// virtio-mem can plug. The balloon of a VM that memfold started is moved by no other program;
+    /// a snapshot may have been saved with memory in it.
+    fn ceiling(&self, machine: &Machine, signals: &Signals) -> ByteSize {
+        let device = signals.virtio_mem;
+        let plugged = device.map_or(0, |device| device.plugged.0);
+        let pluggable = device.map_or(0, |device| device.max.0);
+        let size = ByteSize(signals.size().0.saturating_sub(plugged));
+        let ceiling = self.balloon_ceiling(machine, signals, size);
+        ByteSize(ceiling.0.saturating_add(pluggable))
+    }
+
+    /// The same without memory that virtio-mem can plug. `size`: the VM's present size without
+    /// that.
+    fn balloon_ceiling(&self, machine: &Machine, signals: &Signals, size: ByteSize) -> ByteSize {
+        let Some(moved) = self.records.get(machine).moved else {
+            let is_own = machine.vm().directory().is_some();
+            return if is_own { signals.ram } else { size };
+        };
+        let seen = moved.seen(size);
+        if signals.balloon.is_none() || seen == Some(moved) {
+            return moved.before().max(size);
+        }
+        if let Err(error) = self.records.change(machine, |record| record.moved = seen) {
+            debug!(vm = machine.name(), %error, "cannot record that another program has moved the VM's balloon; trying again at the next look");
+        }
+        seen.map_or(size, MovedBalloon::before)
+    }
+
+    /// Changes the memory that a guest's virtio-mem device should plug. `target` makes it from what
+    /// is plugged now and the most that can be. Returns what was asked for, as text.
+    fn plug(
+        &self,
+        machine: &Machine,
+        target: impl FnOnce(ByteSize, ByteSize) -> ByteSize,
+    ) -> Result<String, DaemonError> {
+        let mut qmp = machine.monitor_within(MONITOR_WAIT);
+        let Some(device) = virtio_mem::read(&mut qmp)? else {
+            return Err(refused(
+                "the VM has no virtio-mem device",
+                "set memory_max and start the VM again",
+            ));
+        };
+        let target = target(device.plugged, device.max);
+        virtio_mem::request(&mut qmp, target)?;
+        drop(qmp);
+        let is_unplug = target < device.plugged;
+        self.state.lock().unplugs.note(machine.id(), is_unplug);
+        Ok(format!(
+            "plugged memory: {} now, {target} requested",
+            device.plugged
+        ))
+    }
+
+    /// Lets a guest keep the plugged memory that it was told to unplug, and has not unplugged yet.
+    /// An earlier daemon may have told it, too.
+    fn stop_unplugging(&self, machine: &Machine) {
+        let own = machine.vm().spec().filter(|spec| spec.foreign.is_none());
+        let can_plug = own.is_some_and(|spec| spec.pluggable().is_some());
+        if machine.is_silent().is_some()
+            || !self.state.lock().unplugs.may_unplug(machine.id(), can_plug)
+        {
             return;
         }
-        if let Err(error) = machine.restore_balloon() {
-            self.state.lock().moved.insert(machine.id());
-            warn!(vm = machine.name(), %error, "cannot give a VM back what is in its balloon; try 'memfold rightsize on' and 'memfold rightsize off' again");
+        let Some(mut qmp) = machine.idle_monitor() else {
+            return;
+        };
+        // If QEMU does not answer, the next look tries again.
+        let Ok(device) = virtio_mem::read(&mut qmp) else {
+            return;
+        };
+        if let Some(device) = device.filter(|device| device.requested < device.plugged) {
+            // If this fails, the guest loses memory that has been idle for ten minutes.
+            let _ = virtio_mem::request(&mut qmp, device.plugged);
         }
-    }
-}
-
-impl State {
-    /// Notes an order, and returns its number.
-    fn note(&mut self, vm: &str, order: Order, reason: String) -> u64 {
-        if self.events.len() == EVENTS {
-            self.events.pop_front();
-            self.first_event += 1;
-        }
-        self.events.push_back(RightsizeEvent {
-            at_unix_s: threads::unix_time().as_millis() as f64 / 1e3,
-            vm: vm.to_owned(),
-            order: order_text(order),
-            reason,
-            result: None,
-        });
-        self.first_event + self.events.len() as u64 - 1
+        // Nobody tells the guest anything else meanwhile, because the monitor is in use.
+        self.state.lock().unplugs.note(machine.id(), false);
     }
 
-    fn event(&mut self, number: u64) -> Option<&mut RightsizeEvent> {
-        let index = number.checked_sub(self.first_event)?;
-        self.events.get_mut(usize::try_from(index).ok()?)
+    /// Sets the size that a guest should have, with the memory that virtio-mem has plugged. The
+    /// record is written first, so that the next daemon knows of each balloon that this one has
+    /// moved.
+    fn move_balloon(&self, machine: &Machine, target: ByteSize) -> Result<(), DaemonError> {
+        let mut qmp = machine.monitor_within(MONITOR_WAIT);
+        // QEMU's balloon does not count plugged memory.
+        let plugged = virtio_mem::plugged(&mut qmp)?;
+        let target = ByteSize(target.0.saturating_sub(plugged.0));
+        let now = match machine.vm().directory() {
+            Some(_) => balloon::full_size(&mut qmp)?,
+            None => balloon::actual(&mut qmp)?,
+        };
+        let old = self.records.get(machine).moved;
+        let new = Some(MovedBalloon::moved(old, now, target));
+        self.records.change(machine, |record| record.moved = new)?;
+        if let Err(error) = balloon::set_target(&mut qmp, target) {
+            self.records.change(machine, |record| record.moved = old)?;
+            return Err(error.into());
+        }
+        Ok(())
+    }
+
+    /// Notes that a VM was restored from a snapshot. What its balloon held when it was saved counts
+    /// as put there by right-sizing, because no other program moves the balloon of a VM that
+    /// memfold started: the guest gets it back at once, or when it needs it while right-sizing is
+    /// on.
+    pub(crate) fn note_restored(&self, machine: &Machine) {
+        let spec = machine.vm().spec();
+        if !spec.is_some_and(|spec| spec.foreign.is_none() && spec.balloon) {
+            return;
+        }
+        match self.note_saved_balloon(machine) {
+            Ok(None) => {}
+            Ok(Some(held)) => {
+                info!(vm = machine.name(), %held, "right-sizing: the restored VM was saved with memory in its balloon, and gets it back");
+            }
+            Err(error) => {
+                warn!(vm = machine.name(), %error, "cannot find out whether the restored VM was saved with memory in its balloon; compare its size in 'memfold rightsize status' with its RAM");
+            }
+        }
+    }
+
+    fn note_saved_balloon(&self, machine: &Machine) -> Result<Option<ByteSize>, DaemonError> {
+        let mut qmp = machine.monitor();
+        let full = balloon::full_size(&mut qmp)?;
+        let size = balloon::actual(&mut qmp)?;
+        drop(qmp);
+        let held = full.0.saturating_sub(size.0);
+        if held == 0 {
+            return Ok(None);
+        }
+        self.records.change(machine, |record| {
+            let moved = || MovedBalloon::moved(None, full, size);
+            record.moved.get_or_insert_with(moved);
+        })?;
+        Ok(Some(ByteSize(held)))
+    }
+
+    /// Gives a guest back what right-sizing has put into its balloon. If that is not possible now,
+    /// the next look tries again.
+    fn give_all_back(&self, machine: &Machine) {
+        self.stop_unplugging(machine);
+        let moved = self.records.get(machine).moved;
+        let Some(moved) = moved.filter(|_| machine.is_silent().is_none()) else {
+            return;
+        };
+        // While the VM is saved, for example, the monitor is in use.
+        let Some(mut qmp) = machine.idle_monitor() else {
+            return;
+        };
+        if moved.is_returned() {
+            if let Ok(size) = balloon::actual(&mut qmp) {
+                let change = |record: &mut VmRecord| record.moved = moved.seen(size);
+                let changed = self.records.change(machine, change);
+                drop(changed); // the next look tries again
+            }
+            return;
+        }
+        let restored = balloon::restore(&mut qmp, Some(moved.before()));
+        drop(qmp);
+        let returned = MovedBalloon::moved(Some(moved), moved.before(), moved.before());
+        let change = |record: &mut VmRecord| record.moved = Some(returned);
+        let restored = restored.map_err(DaemonError::from);
+        let result = restored.and_then(|()| self.records.change(machine, change));
+        let mut state = self.state.lock();
+        match result {
+            Ok(()) => {
+                state.owed.remove(&machine.id());
+                drop(state);
+                info!(vm = machine.name(), size = %moved.before(), "right-sizing: the VM gets back what was in its balloon");
+            }
+            Err(error) => {
+                let is_new = state.owed.insert(machine.id());
+                drop(state);
+                if is_new {
+                    warn!(vm = machine.name(), %error, "cannot give a VM back what is in its balloon; retrying every 2 s");
+                }
+            }
+        }
     }
 }
 
@@ -381,15 +693,6 @@ fn basis(basis: Basis) -> &'static str {
     }
 }
 
-fn order_text(order: Order) -> String {
-    match order.action {
-        Action::Trim { bytes, .. } => format!("trim {bytes} of page cache"),
-        Action::Balloon { target } => format!("set the balloon so that the guest has {target}"),
-        Action::Plug { bytes } => format!("plug {bytes}"),
-        Action::Unplug { bytes } => format!("unplug {bytes}"),
-    }
-}
-
 fn trim_end(end: TrimEnd) -> String {
     match end {
         TrimEnd::Done => "all that was asked for".into(),
@@ -398,8 +701,33 @@ fn trim_end(end: TrimEnd) -> String {
         TrimEnd::Deadline => "then the time was over".into(),
         TrimEnd::Exhausted => "then there was nothing left to reclaim".into(),
         TrimEnd::Replaced => "then another order came".into(),
-        TrimEnd::Forbidden => "the guest's owner forbids trimming".into(),
+        TrimEnd::Forbidden => Permission::Trim.refusal(),
         TrimEnd::Unsupported => "the guest's kernel cannot reclaim page cache alone".into(),
         TrimEnd::Failed(errno) => format!("then the kernel refused (errno {errno})"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plugged_memory_is_part_of_what_a_vm_was_given() {
+        let last = Last {
+            host: HostState::default(),
+            decision: Controller::new(Policy::default()).step(
+                Duration::ZERO,
+                HostState::default(),
+                &[],
+            ),
+            vms: vec![DecidedVm {
+                name: "db".into(),
+                sizing: Sizing::default(),
+                plugged: Some(4 << 30),
+                installed: ByteSize::mib(6144),
+            }],
+        };
+        assert_eq!(last.installed("db"), Some(ByteSize::mib(6144)));
+        assert_eq!(last.installed("web"), None);
     }
 }

@@ -266,7 +266,11 @@ impl Sampling {
                 borrowed_bytes: borrowed.map(|b| b.bytes).sum(),
             };
             let host = host_values(&report.ledger, &report.fold, lent);
-            let of_vm = |vm: &memfold_ledger::VmAccount| (vm.name.clone(), vm_values(vm));
+            let sizes = self.below.rightsizing.sizes();
+            let of_vm = |vm: &memfold_ledger::VmAccount| {
+                let sized = sizes.get(&vm.name).copied();
+                (vm.name.clone(), vm_values(vm, sized))
+            };
             let of_vms: Vec<_> = report.ledger.vms.iter().map(of_vm).collect();
             let mut history = history.lock();
             if let Err(error) = history.add(now_unix_s(), &host, &of_vms, &events) {

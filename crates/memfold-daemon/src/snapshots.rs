@@ -1,6 +1,6 @@
 //! Saves, restores, lists and removes snapshots of the daemon's VMs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -49,6 +49,8 @@ pub struct Snapshots {
     disk_speed: Mutex<Option<(Instant, f64)>>,
     /// Threads that make forked VMs share their memory, by the VMs' names.
     sharing: Mutex<BTreeMap<String, JoinHandle<()>>>,
+    /// Layers of forks from which this daemon has started VMs.
+    started: Mutex<BTreeSet<String>>,
     streams: Streams,
 }
 
@@ -60,6 +62,7 @@ impl Snapshots {
             twins: Mutex::default(),
             disk_speed: Mutex::default(),
             sharing: Mutex::default(),
+            started: Mutex::default(),
             streams: Streams::default(),
         }
     }
@@ -120,6 +123,7 @@ impl Snapshots {
             parent: manifest.and_then(|m| Some(m.parent.as_ref()?.name.clone())),
             parent_bytes: manifest.map_or(0, Manifest::parent_bytes),
             fork: manifest.is_some_and(|m| m.fork),
+            key: manifest.and_then(|m| Some(m.encryption.as_ref()?.key.clone())),
             users: users.map(|m| m.name().to_owned()).collect(),
             problem,
         }
@@ -152,6 +156,11 @@ impl Snapshots {
     /// [`SnapshotError::Named`] if a definition does, [`SnapshotError::BuiltOn`] if other snapshots
     /// need it.
     pub fn remove(&self, name: &str) -> Result<(), DaemonError> {
+        self.remove_unused_forks_of(name);
+        self.remove_one(name)
+    }
+
+    fn remove_one(&self, name: &str) -> Result<(), DaemonError> {
         self.refuse_if_defined(name)?;
         self.stop_stream(name)?;
         let _removal = self.below.snapshot_locks.remove(name)?;
@@ -202,6 +211,7 @@ impl Snapshots {
 
     /// Removes a snapshot, after all layers that need it were made complete.
     pub fn remove_and_merge(&self, name: &str) -> Result<(), DaemonError> {
+        self.remove_unused_forks_of(name);
         // Nothing is copied for a snapshot that cannot be removed afterwards.
         self.refuse_if_defined(name)?;
         self.refuse_if_in_vms(name)?;

@@ -3,7 +3,7 @@
 //! them.
 //!
 //! ```text
-//!   again, automatic --> borrow --> watcher --> heal --> give_back --> reconcile --> guards, notes, relays
+//!   again, automatic --> borrow --> watcher --> heal --> renew, give_back --> reconcile --> guards, notes, relays
 //! ```
 //! The daemon may be killed at any instant, so the next daemon must be able to complete or undo
 //! each operation. The block nodes that QEMU uses show where a disk really is. The file
@@ -30,6 +30,7 @@ mod heal;
 mod note;
 mod reconcile;
 mod relays;
+mod renew;
 mod watcher;
 
 /// Service that moves the swap disks of this host's VMs to lent RAM and back.

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
+use memfold_api::AdviceReport;
 use memfold_fold::{Command, DomainStats, PageRun};
 use memfold_host::{HostFacts, Report, chain, examine};
 use memfold_ksm::Explanation;
@@ -22,10 +23,12 @@ use memfold_ledger::sharing::{Sharing, files_of, sharing};
 use memfold_lend::graph::GraphError;
 use memfold_store::StoreIdentity;
 use memfold_vm::{AgentError, CommandResult, swap};
+use memfold_wire::order::GuestOrder;
 use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::advice::advise;
 use crate::error::{DaemonError, check, refused};
 use crate::folding::ended;
 use crate::machine::Machine;
@@ -90,7 +93,7 @@ pub struct SwapUse {
 }
 
 impl SwapUse {
-    /// Converts the guest's answer to [`swap::used`].
+    /// Converts the guest's answer to [`GuestOrder::SwapUse`].
     fn of(said: Result<CommandResult, AgentError>) -> Self {
         let no_sense = || "cannot parse the guest's answer".to_owned();
         let used = match said {
@@ -227,6 +230,16 @@ impl Views {
         plan.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 
+    /// Advises what memory each running VM should be given, from the history of the last `days`.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::NoHistory`] if no history is kept; [`DaemonError::BadRequest`] for a wrong
+    /// number of days.
+    pub fn advise(&self, days: Option<u32>) -> Result<AdviceReport, DaemonError> {
+        advise(&self.below, &self.sampling, days)
+    }
+
     /// Proposes which VMs of several hosts to place together.
     ///
     /// # Errors
@@ -272,7 +285,7 @@ impl Views {
         }
         // However many requests there are, one command at a time runs in the guest. No lock is
         // held, because the guest may be slow.
-        let said = SwapUse::of(machine.run_short(&swap::used(), SWAP_TIMEOUT));
+        let said = SwapUse::of(machine.run_short(GuestOrder::SwapUse, SWAP_TIMEOUT));
         let kept = (Instant::now(), said.clone());
         self.swaps.lock().insert(name.to_owned(), kept);
         Ok(said)
@@ -360,7 +373,7 @@ fn file_run(run: PageRun) -> FileRun {
 /// Returns `MemFree` of a guest, in bytes; `None` if the guest's agent does not answer.
 fn free_bytes(machine: &Machine) -> Option<u64> {
     machine.info().agent?;
-    let answer = machine.run("cat /proc/meminfo", ANSWER).ok()?;
+    let answer = machine.run(GuestOrder::MemoryInfo, ANSWER).ok()?;
     let text = String::from_utf8_lossy(&answer.stdout);
     let mut lines = text.lines();
     let line = lines.find_map(|line| line.strip_prefix("MemFree:"))?;

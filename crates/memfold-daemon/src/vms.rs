@@ -1,11 +1,13 @@
 //! Operations on VMs: list, start, attach, adopt, stop.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use memfold_api::VmInfo;
+use memfold_api::{AttachRequest, VmInfo};
 use memfold_fold::Command;
 use memfold_vm::kernel_copy::KernelCopies;
 use memfold_vm::{AgentOptions, Vm};
+use parking_lot::Mutex;
 use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
@@ -29,6 +31,8 @@ pub struct Vms {
     kernels: KernelCopies,
     /// Glob patterns of the paths whose page cache agents report.
     agents: AgentOptions,
+    /// Attached VMs, by name, as last recorded for the next daemon.
+    attached: Mutex<BTreeMap<String, AttachRequest>>,
 }
 
 impl Vms {
@@ -41,6 +45,7 @@ impl Vms {
                 exclude: options.exclude.clone(),
                 ..AgentOptions::default()
             },
+            attached: Mutex::default(),
         }
     }
 
@@ -109,11 +114,9 @@ impl Vms {
         let machines = self.below.registry.machines();
         let mut vms: Vec<VmInfo> = machines.iter().map(|m| m.info()).collect();
         // A VM that has moved from the list of arrivals to the table meanwhile is listed once.
-        for arrival in arriving {
-            if vms.iter().all(|vm| vm.name != arrival.name()) {
-                vms.push(arrival.info(self.below.registry.state()));
-            }
-        }
+        let known: BTreeSet<&str> = machines.iter().map(|m| m.name()).collect();
+        let missing = arriving.iter().filter(|a| !known.contains(a.name()));
+        vms.extend(missing.map(|arrival| arrival.info(self.below.registry.state())));
         vms.sort_by(|a, b| a.name.cmp(&b.name));
         for vm in &mut vms {
             if let Some(swap) = lent.get(&vm.name) {

@@ -8,24 +8,29 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use memfold_store::Source;
 use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
 use tracing::debug;
 
-use super::content::Member;
 use super::domain::{Domain, note_store_error};
 use super::guest::{GuestError, Refold, VmId};
 use super::hint_stack::Hint;
+use super::member::Member;
 use super::runs::{Group, Run, append, group, length};
+use super::schedule::Work;
 use super::state::{Engine, VmState, foldable, with_domain};
 use super::task::{BATCH_PAGES, Task};
+use super::vm_map::VmMap;
 use super::vm_table::{Index, PIECE, Piece};
 use super::{budget, huge};
 
 /// Maximum number of pages in one order, so that the library answers within about a millisecond.
 const ORDER_PAGES: u32 = 2048;
+
+/// Time between two sweeps, which search for matched pages that are not folded.
+pub(super) const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Guest pages of one VM that cache the pages of a piece of a file.
 struct Holder {
@@ -40,9 +45,15 @@ impl Engine {
         let rate = self.rate.as_mut();
         let allowed = rate.map_or(u64::MAX, |rate| rate.available(now).max(1));
         let limit = u32::try_from(allowed).unwrap_or(u32::MAX).min(BATCH_PAGES);
-        let mut order: Vec<VmId> = self.vms.keys().copied().collect();
+        self.reschedule();
+        let due = [Work::FullBatch, Work::SmallBatch].map(|work| self.schedule.due(work, now));
+        let mut order: Vec<VmId> = due.into_iter().flatten().collect();
+        order.sort_unstable();
         let next = order.partition_point(|&id| id <= self.last_turn);
         order.rotate_left(next);
+        // Tasks of a sweep that hints have kept back for long get half of the batch.
+        let is_late = !self.swept.is_empty() && now >= self.last_sweep + SWEEP_INTERVAL;
+        let of_hints = if is_late { limit.div_ceil(2) } else { limit };
         let mut tasks = Vec::new();
         let mut pages = 0;
         for id in order {
@@ -52,7 +63,7 @@ impl Engine {
             let Some(domain) = self.domains.get(&vm.domain) else {
                 continue;
             };
-            while pages < limit {
+            while pages < of_hints {
                 let Some(hint) = vm.stack.pop(now) else { break };
                 let Some(content) = domain.contents.of(Member {
                     vm: id,
@@ -92,61 +103,106 @@ impl Engine {
     /// file pages and is not folded yet.
     pub(super) fn fold(&mut self, tasks: &[Task]) {
         let mut runs: BTreeMap<VmId, Vec<Run>> = BTreeMap::new();
-        for vm in self.vms.values_mut().filter(|vm| vm.is_foldable()) {
-            vm.refold = vm.guest.refold();
-        }
         self.make_room();
         let asked: u32 = tasks.iter().map(|task| task.hint.pages).sum();
         if asked >= BATCH_PAGES / 2 {
             self.domains.values_mut().for_each(|d| d.store.align());
         }
-        // Tasks are in the order of guest memory, so that files that are neighbours there become
+        // Pieces are in the order of guest memory, so that pages that are neighbours there become
         // neighbours in the store, and their runs can be joined.
-        let mut tasks: Vec<&Task> = tasks.iter().collect();
-        tasks.sort_by_cached_key(|task| (task.vm, self.first_place(task)));
-        for task in tasks {
+        let pieces = |task| Self::pieces_of(task).map(move |piece| (task, piece));
+        let mut pieces: Vec<(&Task, u32)> = tasks.iter().flat_map(pieces).collect();
+        pieces.sort_by_cached_key(|&(task, piece)| (task.vm, self.first_place(task, piece)));
+        for (task, piece) in pieces {
             let end = task.hint.page + task.hint.pages;
-            for piece in task.hint.page / PIECE..end.div_ceil(PIECE) {
-                let first = piece * PIECE;
-                let from = task.hint.page.max(first) - first;
-                let range = from as usize..(end.min(first + PIECE) - first) as usize;
-                let holders = self.holders(task, piece, &range);
-                self.fill(task, piece, &range, &holders);
-                self.collect(task, piece, &range, &holders, &mut runs);
-            }
+            let first = piece * PIECE;
+            let from = task.hint.page.max(first) - first;
+            let range = from as usize..(end.min(first + PIECE) - first) as usize;
+            let holders = self.holders(task, piece, &range);
+            self.fill(task, piece, &range, &holders);
+            self.collect(task, piece, &range, &holders, &mut runs);
         }
         self.fill_reserved();
-        for vm in self.vms.values_mut() {
-            self.stats.huge_kept_pages += vm.huge.end_batch();
-        }
         for (id, runs) in runs {
             self.fold_vm(id, runs);
+            if let Some(vm) = self.vms.get_mut(&id) {
+                self.stats.huge_kept_pages += vm.huge.end_batch();
+                vm.refold = None;
+            }
         }
     }
 
-    fn first_place(&self, task: &Task) -> Option<Index> {
+    /// Returns the pieces that the hint of a task is about.
+    fn pieces_of(task: &Task) -> Range<u32> {
+        let end = task.hint.page + task.hint.pages;
+        task.hint.page / PIECE..end.div_ceil(PIECE)
+    }
+
+    /// Returns the guest page that caches the first page of a piece of a task.
+    fn first_place(&self, task: &Task, piece: u32) -> Option<Index> {
         let table = &self.vms.get(&task.vm)?.table;
-        table.place(task.hint.file, task.hint.page)
+        table.place(task.hint.file, task.hint.page.max(piece * PIECE))
     }
 
     /// Returns the members of a task's content that cache pages of a piece. Leaves out VMs that
     /// cannot be folded, files that are skipped, and pages of huge pages that stay whole. The VM of
     /// the hint comes first, because its page was read last.
     fn holders(&mut self, task: &Task, piece: u32, range: &Range<usize>) -> Vec<Holder> {
-        let now = Instant::now();
         let domain = self.domains.get(&task.domain);
         let Some(content) = domain.and_then(|d| d.contents.get(task.content)) else {
             return Vec::new();
         };
+        let own = Member {
+            vm: task.vm,
+            file: task.hint.file,
+        };
+        if task.swept {
+            let members = content.members.clone();
+            return self.usable_holders(&members, own, piece, range);
+        }
+        // Other VMs have hints of their own, so only those are searched whose pages may have to be
+        // copied now: a page that the page store lacks and that another VM caches, too. A search of
+        // all VMs would cost each hint time in proportion to their number.
+        let stored = content.store_pages(piece);
+        let cached = self.vms.get(&own.vm);
+        let cached = cached.and_then(|vm| vm.table.usable(own.file, piece, range));
+        let lacking = cached.map_or(0, |pages| {
+            let lacking = range
+                .clone()
+                .filter(|&at| pages[at] != 0 && stored[at] == 0);
+            lacking.fold(0, |bits, at| bits | 1 << at)
+        });
+        let (known, more) = content.known_holders(piece, lacking, own);
+        let mut holders = self.usable_holders(&known, own, piece, range);
+        let is_alone = |at: usize| holders.iter().filter(|h| h.pages[at] != 0).take(2).count() < 2;
+        let is_unknown = range.clone().any(|at| more >> at & 1 == 1 && is_alone(at));
+        if is_unknown {
+            // A page of the known VMs cannot be used.
+            let domain = self.domains.get(&task.domain);
+            let content = domain.and_then(|d| d.contents.get(task.content));
+            let mut rest = content.map_or_else(Vec::new, |content| content.members.clone());
+            rest.retain(|member| !known.contains(member));
+            holders.extend(self.usable_holders(&rest, own, piece, range));
+        }
+        holders
+    }
+
+    /// Returns those of `members` that cache pages of a piece which can be folded; `own` comes
+    /// first.
+    fn usable_holders(
+        &mut self,
+        members: &[Member],
+        own: Member,
+        piece: u32,
+        range: &Range<usize>,
+    ) -> Vec<Holder> {
+        let now = Instant::now();
         let mut holders = Vec::new();
-        for &member in &content.members {
-            let Some(vm) = foldable(&mut self.vms, member.vm) else {
-                continue;
-            };
-            if vm.is_skipped(member.file, now) {
-                continue;
-            }
-            let Some(mut pages) = vm.table.usable(member.file, piece, range) else {
+        for &member in members {
+            let usable = self.vms.get(&member.vm).filter(|vm| vm.is_foldable());
+            let usable = usable.filter(|vm| !vm.is_skipped(member.file, now));
+            let usable = usable.and_then(|vm| vm.table.usable(member.file, piece, range));
+            let Some((mut pages, vm)) = usable.zip(self.vms.get_mut(&member.vm)) else {
                 continue;
             };
             for place in &mut pages[range.clone()] {
@@ -167,7 +223,7 @@ impl Engine {
                 }
             }
             let holder = Holder { member, pages };
-            if member.vm == task.vm {
+            if member.vm == own.vm {
                 holders.insert(0, holder);
             } else {
                 holders.push(holder);
@@ -201,6 +257,10 @@ impl Engine {
     }
 
     /// Reserves store pages for file pages that the store lacks and that at least two VMs cache.
+    ///
+    /// The pages lie in the store in the order of guest memory, and not of the file: neighbouring
+    /// pages of a file are often neighbours in guest memory in descending order. Folded pages that
+    /// are neighbours in both are one mapping.
     fn fill(&mut self, task: &Task, piece: u32, range: &Range<usize>, holders: &[Holder]) {
         let Some(domain) = self.domains.get_mut(&task.domain) else {
             return;
@@ -209,57 +269,47 @@ impl Engine {
             return;
         };
         let stored = content.store_pages(piece);
-        let lacks = |at: usize| {
-            stored[at] == 0 && holders.iter().filter(|h| h.pages[at] != 0).take(2).count() == 2
-        };
         let page_of = |at: usize| piece * PIECE + u32::try_from(at).unwrap_or(0);
-        let mut at = range.start;
-        while at < range.end {
-            if !lacks(at) {
-                at += 1;
+        // Number of the holder whose page is copied, the guest page, and the page of the piece.
+        let mut lacking: Vec<(usize, Index, usize)> = Vec::new();
+        for at in range.clone().filter(|&at| stored[at] == 0) {
+            let mut cached = (0..holders.len()).filter(|&n| holders[n].pages[at] != 0);
+            let (Some(source), Some(_)) = (cached.next(), cached.next()) else {
                 continue;
-            }
+            };
             if let Some(stored) = adoptable(&self.vms, domain, holders, at) {
                 domain.contents.index(task.content, page_of(at), stored);
-                at += 1;
-                continue;
+            } else {
+                lacking.push((source, holders[source].pages[at] - 1, at));
             }
-            let Some(source) = holders.iter().find(|h| h.pages[at] != 0) else {
+        }
+        lacking.sort_unstable();
+        let table = |source: usize| {
+            let vm = self.vms.get(&holders[source].member.vm);
+            vm.map(|vm| (&vm.table, vm.guest.pid()))
+        };
+        let follows = |a: &(usize, Index, usize), b: &(usize, Index, usize)| {
+            a.0 == b.0
+                && a.1 + 1 == b.1
+                && table(a.0).is_some_and(|(table, _)| table.adjacent(a.1, b.1))
+        };
+        for run in lacking.chunk_by(follows) {
+            let (source, first, _) = run[0];
+            let Some((pid, from)) =
+                table(source).and_then(|(table, pid)| Some((pid, table.hva(first)?)))
+            else {
                 return;
             };
-            let Some(vm) = self.vms.get(&source.member.vm) else {
-                return;
-            };
-            let first = source.pages[at] - 1;
-            let mut length = 1;
-            while at + length < range.end
-                && lacks(at + length)
-                && source.pages[at + length] == source.pages[at + length - 1] + 1
-                && vm.table.adjacent(
-                    source.pages[at + length - 1] - 1,
-                    source.pages[at + length] - 1,
-                )
-            {
-                length += 1;
-            }
-            let Some(hva) = vm.table.hva(first) else {
-                return;
-            };
-            match domain.store.reserve(length as u64) {
+            let pages = run.len() as u64;
+            match domain.store.reserve(pages) {
                 Ok(stored) => {
-                    let source = Source {
-                        pid: vm.guest.pid(),
-                        from: hva,
-                        pages: length as u64,
-                    };
                     let (_, sources) = domain.reserved.get_or_insert((stored, Vec::new()));
-                    sources.push(source);
-                    for step in 0..length {
-                        let Ok(stored) = u32::try_from(stored.0 + step as u64) else {
-                            break;
+                    sources.push(Source { pid, from, pages });
+                    for (&(_, _, at), stored) in run.iter().zip(stored.0..) {
+                        let Ok(stored) = u32::try_from(stored) else {
+                            continue;
                         };
-                        let page = page_of(at + step);
-                        domain.contents.index(task.content, page, stored);
+                        domain.contents.index(task.content, page_of(at), stored);
                     }
                 }
                 Err(error) => {
@@ -268,7 +318,6 @@ impl Engine {
                     return;
                 }
             }
-            at += length;
         }
     }
 
@@ -304,7 +353,7 @@ impl Engine {
                     continue;
                 }
                 let again = mapped.is_some() || vm.table.is_in_view(index);
-                if again && vm.refold == Refold::Unknown {
+                if again && vm.refold_now() == Refold::Unknown {
                     // This is no reason to stop the VM: the next sweep finds the page again.
                     self.sweep_wanted = true;
                     continue;
@@ -351,7 +400,7 @@ impl Engine {
             (run.index..run.index + run.pages).for_each(|at| vm.table.unplan(at));
         }
         let mut queue = group(runs, &vm.table);
-        let freeze = if vm.refold == Refold::Live {
+        let freeze = if vm.refold == Some(Refold::Live) {
             Freeze::WriteProtect
         } else {
             Freeze::Move
@@ -431,7 +480,11 @@ impl Engine {
             return Ok(());
         };
         let asked: u32 = runs.iter().map(|run| run.pages).sum();
-        let reply = vm.guest.order(&Order::Fold { freeze, runs }, None)?;
+        let order = Order::Fold { freeze, runs };
+        let reply = match freeze {
+            Freeze::Stopped { .. } => vm.order_with_stop(&order, self.settings.pause_interval)?,
+            Freeze::Move | Freeze::WriteProtect => vm.guest.order(&order, None)?,
+        };
         if let Reply::Error { reason } = reply {
             // The order failed only for now, for example because QEMU did not stop the VM in time.
             debug!(
@@ -475,19 +528,10 @@ impl Engine {
         let mut tasks = Vec::new();
         for (name, domain) in &self.domains {
             for (content, facts) in domain.contents.shared() {
-                let mut pieces: Vec<u32> = Vec::new();
-                for member in &facts.members {
-                    let vm = self.vms.get(&member.vm);
-                    pieces.extend(vm.into_iter().flat_map(|vm| vm.table.pieces(member.file)));
-                }
-                pieces.sort_unstable();
-                // A piece that only one VM caches has no match.
-                let alike = pieces.chunk_by(|a, b| a == b);
-                let doubles = alike.filter(|c| c.len() > 1).map(|c| c[0]);
                 let Some(first) = facts.members.first() else {
                     continue;
                 };
-                tasks.extend(doubles.map(|piece| Task {
+                tasks.extend(facts.shared_pieces().into_iter().map(|piece| Task {
                     domain: name.clone(),
                     content,
                     vm: first.vm,
@@ -503,12 +547,7 @@ impl Engine {
 /// Returns a store page that has no index entry and that a holder maps unchanged at page `at` of
 /// the piece. An earlier daemon or a content that ended has left such a page. Its bytes are those
 /// of the guest page, so the page can be used again.
-fn adoptable(
-    vms: &BTreeMap<VmId, VmState>,
-    domain: &Domain,
-    holders: &[Holder],
-    at: usize,
-) -> Option<u32> {
+fn adoptable(vms: &VmMap<VmState>, domain: &Domain, holders: &[Holder], at: usize) -> Option<u32> {
     holders.iter().find_map(|holder| {
         let place = holder.pages[at].checked_sub(1)?;
         let mapped = vms.get(&holder.member.vm)?.table.mapped(place)?;

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::content::ContentId;
+use super::member::ContentId;
 
 /// Maximum number of pairs that wait in one trust domain.
 const MAX_CANDIDATES: usize = 4096;

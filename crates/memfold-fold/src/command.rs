@@ -49,6 +49,9 @@ pub enum Command {
     Remove(VmId),
     /// Sets the reason why a VM must not be folded, or clears the reason (`None`).
     Problem(VmId, Option<String>),
+    /// Gives the library of a VM, whose memory is still arriving, a new socket over which pages are
+    /// brought (`Order::Await`). The library serves one connection at a time, which the engine has.
+    Await(VmId, OwnedFd, SyncSender<Result<(), String>>),
     /// Replaces the failed connection to memfold's library in a VM's QEMU by a new one.
     Reached {
         /// Number of the VM, as in [`Command::Add`].

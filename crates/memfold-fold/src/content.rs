@@ -12,14 +12,13 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use foldhash::HashMap;
-use memfold_wire::agent::FileNumber;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
+use super::files::{File, Files};
 use super::guest::VmId;
+use super::holders::Holders;
+use super::member::{ContentId, Member};
 use super::vm_table::{PIECE, Piece};
-
-/// Number of a content (the bytes of a file) in its trust domain; never reused.
-pub type ContentId = u32;
 
 /// Maximum number of variants of one path and size, that is, of versions of a file that VMs of one
 /// trust domain have at the same time.
@@ -31,14 +30,6 @@ const MAX_CANDIDATES: usize = 4;
 /// Maximum number of contents that are remembered for one name and size.
 const MAX_NAMESAKES: usize = 64;
 
-/// A file of one VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Member {
-    pub vm: VmId,
-    /// Number of the file, assigned by the VM's agent.
-    pub file: FileNumber,
-}
-
 /// Bytes of a file, which files of several VMs probably share.
 #[derive(Debug)]
 pub struct Content {
@@ -48,7 +39,12 @@ pub struct Content {
     pub members: Vec<Member>,
     key: PathKey,
     store: BTreeMap<u32, Box<Piece>>,
+    /// Which of the members cache which pages; empty if there is only one member.
+    holders: Holders,
 }
+
+/// Returns the ranges of pages of a VM's file that the VM caches.
+pub type CachedRanges<'a> = &'a dyn Fn(Member) -> Vec<Range<u32>>;
 
 impl Content {
     /// Returns the length in bytes of the files with this content.
@@ -69,6 +65,50 @@ impl Content {
     #[must_use]
     pub fn store_pages(&self, piece: u32) -> Piece {
         self.store.get(&piece).map_or([0; PIECE as usize], |p| **p)
+    }
+
+    /// Returns which of the 64 pages of piece `piece` the page store holds or at least two members
+    /// cache: one bit for each page.
+    #[must_use]
+    pub fn matched(&self, piece: u32) -> u64 {
+        let stored = self.store.get(&piece).into_iter();
+        let stored = stored.flat_map(|stored| stored.iter().zip(0..));
+        stored.fold(self.holders.shared(piece), |bits, (stored, page)| {
+            bits | u64::from(*stored != 0) << page
+        })
+    }
+
+    /// Returns the numbers of the pieces (64 pages each) with pages that at least two members
+    /// cache, in ascending order.
+    #[must_use]
+    pub fn shared_pieces(&self) -> Vec<u32> {
+        self.holders.shared_pieces()
+    }
+
+    /// Returns `own`, and the members that the counts name for the pages `bits` (one bit for each
+    /// of the 64 pages of piece `piece`), all of which `own` caches: the second of two members, or
+    /// the first of many. Also returns which pages have members that the counts do not name; those
+    /// send hints of their own.
+    #[must_use]
+    pub fn known_holders(&self, piece: u32, bits: u64, own: Member) -> (Vec<Member>, u64) {
+        let (mut known, mut more) = (vec![own], 0);
+        let mut bits = bits & self.holders.shared(piece);
+        while bits != 0 {
+            let page = bits.trailing_zeros();
+            let (other, has_more) = self.holders.other(piece * PIECE + page, own);
+            known.extend(other.filter(|other| !known.contains(other)));
+            more |= u64::from(has_more) << page;
+            bits &= bits - 1;
+        }
+        (known, more)
+    }
+
+    /// Returns the only member that caches a page; `None` if no member or several do.
+    fn only_holder(&self, page: u32) -> Option<Member> {
+        match self.members[..] {
+            [member] => Some(member),
+            _ => self.holders.only(page),
+        }
     }
 
     fn set_store_page(&mut self, page: u32, store_page: Option<u32>) {
@@ -111,18 +151,50 @@ pub struct Contents {
     next: ContentId,
     by_path: HashMap<PathKey, Vec<ContentId>>,
     by_name: HashMap<NameKey, Vec<ContentId>>,
-    of: HashMap<Member, ContentId>,
+    files: HashMap<VmId, Files>,
     /// Paths of files that joined a content with another path.
     own_paths: HashMap<Member, Box<[u8]>>,
     pages: HashMap<u32, Box<[StorePageFacts; PIECE as usize]>>,
     orphans: Vec<Range<u32>>,
+    /// Pages of files for which [`Content::matched`] may have changed.
+    unsettled: Vec<(Member, Range<u32>)>,
 }
 
 impl Contents {
     /// Returns the content of a VM's file; `None` if the file has no known path.
     #[must_use]
     pub fn of(&self, member: Member) -> Option<ContentId> {
-        self.of.get(&member).copied()
+        self.files.get(&member.vm)?.content(member.file)
+    }
+
+    /// Returns whether a VM's agent has introduced a file.
+    #[must_use]
+    pub fn is_known(&self, member: Member) -> bool {
+        let files = self.files.get(&member.vm);
+        files.is_some_and(|files| files.is_known(member.file))
+    }
+
+    /// Returns what is known of a VM's file; `None` if the VM's agent has not introduced it.
+    #[must_use]
+    pub fn file(&self, member: Member) -> Option<File> {
+        self.files.get(&member.vm)?.get(member.file)
+    }
+
+    /// Changes what is known of a VM's file, which need not be known before.
+    pub fn update_file(&mut self, member: Member, change: impl FnOnce(&mut File)) {
+        let files = self.files.entry(member.vm).or_default();
+        let before = files.get(member.file);
+        let mut file = before.unwrap_or_default();
+        change(&mut file);
+        if before != Some(file) {
+            files.set(member.file, file);
+        }
+    }
+
+    /// Returns the number of files that a VM's agent has introduced.
+    #[must_use]
+    pub fn count_files(&self, vm: VmId) -> usize {
+        self.files.get(&vm).map_or(0, Files::len)
     }
 
     /// Returns the path of a VM's file in the guest; `None` if it is unknown.
@@ -150,16 +222,22 @@ impl Contents {
     /// Adds a VM's file at `path` of `size` bytes. The file joins the content of that path and
     /// size, or starts a new content. Returns other contents of the same file name and size, whose
     /// bytes the caller may compare and then join by [`Contents::alias`].
-    pub fn join(&mut self, member: Member, path: &[u8], size: u64) -> Vec<ContentId> {
+    pub fn join(
+        &mut self,
+        member: Member,
+        path: &[u8],
+        size: u64,
+        cached: CachedRanges<'_>,
+    ) -> Vec<ContentId> {
         let key = (xxh3_128(path), size);
         if let Some(id) = self.of(member) {
             if self.all.get(&id).is_some_and(|c| c.key == key) {
                 return Vec::new();
             }
-            self.leave(member);
+            self.leave(member, cached);
         }
         if let Some(&id) = self.by_path.get(&key).and_then(|ids| ids.first()) {
-            self.add_member(id, member);
+            self.add_member(id, member, cached);
             return Vec::new();
         }
         let name = name_key(path, size);
@@ -176,6 +254,26 @@ impl Contents {
         candidates
     }
 
+    /// Returns the files whose cached pages have to be counted if a file gets this path and size by
+    /// [`Contents::join`], or loses its path by [`Contents::leave`] (`path` is empty): the file
+    /// itself, and the only other file of that path and size.
+    #[must_use]
+    pub fn counted_by(&self, member: Member, path: &[u8], size: u64) -> [Option<Member>; 2] {
+        let key = (xxh3_128(path), size);
+        let before = self.of(member).and_then(|id| self.all.get(&id));
+        if path.is_empty() {
+            return [before.map(|_| member), None];
+        }
+        if before.is_some_and(|content| content.key == key) {
+            return [None, None];
+        }
+        let own = self.is_known(member).then_some(member);
+        let content = self.by_path.get(&key).and_then(|ids| ids.first());
+        let content = content.and_then(|id| self.all.get(id));
+        let only = content.filter(|content| content.members.len() == 1);
+        [own, only.map(|content| content.members[0])]
+    }
+
     fn begin(&mut self, member: Member, path: &[u8], key: PathKey) -> ContentId {
         let id = self.next;
         self.next += 1;
@@ -184,35 +282,75 @@ impl Contents {
             members: vec![member],
             key,
             store: BTreeMap::new(),
+            holders: Holders::default(),
         };
         self.all.insert(id, content);
-        self.of.insert(member, id);
+        self.update_file(member, |file| file.content = Some(id));
         self.by_path.entry(key).or_default().push(id);
         id
     }
 
-    fn add_member(&mut self, id: ContentId, member: Member) {
-        if let Some(content) = self.all.get_mut(&id) {
-            content.members.push(member);
-            self.of.insert(member, id);
+    fn add_member(&mut self, id: ContentId, member: Member, cached: CachedRanges<'_>) {
+        let Some(content) = self.all.get_mut(&id) else {
+            return;
+        };
+        if let [only] = content.members[..] {
+            for pages in cached(only) {
+                content.holders.change(only, pages, true, |_, _| {});
+            }
         }
+        if content.members.len() == content.members.capacity() {
+            // Doubling the list would leave much memory of many lists unused.
+            content.members.reserve_exact(content.members.len() / 8 + 1);
+        }
+        content.members.push(member);
+        self.update_file(member, |file| file.content = Some(id));
+        for pages in cached(member) {
+            self.count_cached(member, pages, true);
+        }
+    }
+
+    /// Records that a VM caches pages of a file (`more` is `true`) or no longer caches them.
+    pub fn count_cached(&mut self, member: Member, pages: Range<u32>, more: bool) {
+        let Some(id) = self.of(member) else { return };
+        let Some(content) = self.all.get_mut(&id) else {
+            return;
+        };
+        let unsettled = &mut self.unsettled;
+        if content.members.len() > 1 {
+            let changed = |other, pages| unsettled.push((other, pages));
+            content.holders.change(member, pages.clone(), more, changed);
+        }
+        if more && (content.members.len() > 1 || !content.store.is_empty()) {
+            self.unsettled.push((member, pages));
+        }
+    }
+
+    /// Returns pages of files for which [`Content::matched`] may have changed since the last call.
+    pub fn take_unsettled(&mut self) -> Vec<(Member, Range<u32>)> {
+        std::mem::take(&mut self.unsettled)
     }
 
     /// Removes a VM's file from its content. A content of no file is removed, too, and the index no
     /// longer refers to its store pages.
-    pub fn leave(&mut self, member: Member) {
+    pub fn leave(&mut self, member: Member, cached: CachedRanges<'_>) {
         self.own_paths.remove(&member);
-        self.leave_content(member);
+        self.leave_content(member, cached);
     }
 
-    fn leave_content(&mut self, member: Member) {
-        let Some(id) = self.of.remove(&member) else {
-            return;
-        };
+    fn leave_content(&mut self, member: Member, cached: CachedRanges<'_>) {
+        let Some(id) = self.of(member) else { return };
+        for pages in cached(member) {
+            self.count_cached(member, pages.clone(), false);
+            self.unsettled.push((member, pages));
+        }
+        self.update_file(member, |file| file.content = None);
         if let Some(content) = self.all.get_mut(&id) {
             content.members.retain(|&m| m != member);
-            if content.members.is_empty() {
-                self.end(id);
+            match content.members.len() {
+                0 => drop(self.end(id)),
+                1 => content.holders = Holders::default(),
+                _ => {}
             }
         }
     }
@@ -241,17 +379,19 @@ impl Contents {
         Some(content)
     }
 
-    /// Removes all files of a VM from their contents.
-    pub fn leave_all(&mut self, vm: VmId) {
-        let members: Vec<Member> = self.of.keys().filter(|m| m.vm == vm).copied().collect();
+    /// Removes all files of a VM from their contents, and forgets them.
+    pub fn leave_all(&mut self, vm: VmId, cached: CachedRanges<'_>) {
+        let files = self.files.get(&vm).into_iter().flat_map(Files::numbers);
+        let members: Vec<Member> = files.map(|file| Member { vm, file }).collect();
         for member in members {
-            self.leave(member);
+            self.leave(member, cached);
         }
+        self.files.remove(&vm);
     }
 
     /// Joins two contents, of which some pages were compared and equal: the files of `other` become
     /// files of `id`.
-    pub fn alias(&mut self, id: ContentId, other: ContentId) {
+    pub fn alias(&mut self, id: ContentId, other: ContentId, cached: CachedRanges<'_>) {
         if id == other || !self.all.contains_key(&id) {
             return;
         }
@@ -259,13 +399,13 @@ impl Contents {
         for member in old.members {
             let path = || old.path.clone();
             self.own_paths.entry(member).or_insert_with(path);
-            self.add_member(id, member);
+            self.add_member(id, member, cached);
         }
     }
 
     /// Moves a file whose bytes keep differing from its content's to the next content (variant) of
     /// the same path and size. Returns `false` if there is no other variant to try.
-    pub fn try_variant(&mut self, member: Member) -> bool {
+    pub fn try_variant(&mut self, member: Member, cached: CachedRanges<'_>) -> bool {
         let known = self
             .of(member)
             .and_then(|id| Some((id, self.all.get(&id)?)));
@@ -285,11 +425,11 @@ impl Contents {
         }
         match variants.get(next) {
             Some(&variant) => {
-                self.leave_content(member);
-                self.add_member(variant, member);
+                self.leave_content(member, cached);
+                self.add_member(variant, member, cached);
             }
             None if !alone => {
-                self.leave_content(member);
+                self.leave_content(member, cached);
                 self.begin(member, &path, key);
             }
             // The member is alone in the last variant, so it can differ only from an outdated store
@@ -350,6 +490,9 @@ impl Contents {
         self.unindex(content, page);
         if let Some(entry) = self.all.get_mut(&content) {
             entry.set_store_page(page, Some(store_page));
+            let only = entry.only_holder(page);
+            self.unsettled
+                .extend(only.map(|only| (only, page..page + 1)));
             self.facts_mut(store_page).holds = Some((content, page));
         }
     }
@@ -361,9 +504,11 @@ impl Contents {
         let stored = entry.and_then(|entry| {
             let stored = entry.store_page(page)?;
             entry.set_store_page(page, None);
-            Some(stored)
+            Some((stored, entry.only_holder(page)))
         });
-        if let Some(stored) = stored {
+        if let Some((stored, only)) = stored {
+            self.unsettled
+                .extend(only.map(|only| (only, page..page + 1)));
             self.facts_mut(stored).holds = None;
             self.release_facts(stored);
         }
@@ -434,11 +579,15 @@ impl Contents {
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
         let contents = self.all.values();
-        let contents =
-            contents.map(|c| c.store.len() * (PIECE as usize * 4 + 24) + c.path.len() + 200);
+        let contents = contents.map(|c| {
+            let stored = c.store.len() * (PIECE as usize * 4 + 24);
+            let members = c.members.capacity() * size_of::<Member>();
+            stored + members + c.holders.own_bytes() + c.path.len() + 200
+        });
         let paths = self.own_paths.values().map(|path| path.len() + 32);
         let facts = self.pages.len() * PIECE as usize * size_of::<StorePageFacts>();
-        (contents.chain(paths).sum::<usize>() + facts + self.of.len() * 24) as u64
+        let files = self.files.values().map(Files::own_bytes);
+        (contents.chain(paths).chain(files).sum::<usize>() + facts) as u64
     }
 }
 
@@ -455,13 +604,17 @@ mod tests {
     const B: Member = Member { vm: 2, file: 20 };
     const C: Member = Member { vm: 3, file: 30 };
 
+    fn nothing(_: Member) -> Vec<Range<u32>> {
+        Vec::new()
+    }
+
     #[test]
     fn files_of_two_vms_with_the_same_path_and_size_are_taken_for_the_same_file() {
         let mut contents = Contents::default();
-        assert!(contents.join(A, b"/usr/bin/perl", 100).is_empty());
-        assert!(contents.join(B, b"/usr/bin/perl", 100).is_empty());
+        assert!(contents.join(A, b"/usr/bin/perl", 100, &nothing).is_empty());
+        assert!(contents.join(B, b"/usr/bin/perl", 100, &nothing).is_empty());
         assert_eq!(contents.of(A), contents.of(B));
-        contents.join(C, b"/usr/bin/perl", 200);
+        contents.join(C, b"/usr/bin/perl", 200, &nothing);
         assert_ne!(
             contents.of(A),
             contents.of(C),
@@ -472,11 +625,11 @@ mod tests {
     #[test]
     fn a_file_of_the_same_name_in_another_directory_is_a_candidate_for_sharing() {
         let mut contents = Contents::default();
-        contents.join(A, b"/usr/lib/x/libz.so", 100);
-        let candidates = contents.join(B, b"/opt/lib/libz.so", 100);
+        contents.join(A, b"/usr/lib/x/libz.so", 100, &nothing);
+        let candidates = contents.join(B, b"/opt/lib/libz.so", 100, &nothing);
         assert_eq!(candidates, [contents.of(A).unwrap()]);
         assert_ne!(contents.of(A), contents.of(B));
-        contents.alias(candidates[0], contents.of(B).unwrap());
+        contents.alias(candidates[0], contents.of(B).unwrap(), &nothing);
         assert_eq!(contents.of(A), contents.of(B));
         let paths = |contents: &Contents| [A, B].map(|m| contents.path(m).map(<[u8]>::to_vec));
         let own = [
@@ -484,9 +637,9 @@ mod tests {
             Some(b"/opt/lib/libz.so".to_vec()),
         ];
         assert_eq!(paths(&contents), own);
-        assert!(contents.try_variant(B));
+        assert!(contents.try_variant(B, &nothing));
         assert_eq!(paths(&contents), own, "also when it proves to be another");
-        contents.leave(B);
+        contents.leave(B, &nothing);
         assert_eq!(contents.path(B), None);
         assert!(contents.own_paths.is_empty());
     }
@@ -495,20 +648,23 @@ mod tests {
     fn two_files_that_differ_from_the_first_file_of_their_path_share_one_second_version() {
         let mut contents = Contents::default();
         for m in [A, B, C] {
-            contents.join(m, b"/usr/bin/perl", 100);
+            contents.join(m, b"/usr/bin/perl", 100, &nothing);
         }
-        assert!(contents.try_variant(B));
+        assert!(contents.try_variant(B, &nothing));
         assert_ne!(contents.of(A), contents.of(B));
-        assert!(contents.try_variant(C));
+        assert!(contents.try_variant(C, &nothing));
         assert_eq!(contents.of(B), contents.of(C));
-        contents.leave(C);
-        assert!(!contents.try_variant(B), "alone in the last variant");
+        contents.leave(C, &nothing);
+        assert!(
+            !contents.try_variant(B, &nothing),
+            "alone in the last variant"
+        );
     }
 
     #[test]
     fn a_page_of_the_page_store_is_forgotten_once_it_has_no_content_and_no_reference() {
         let mut contents = Contents::default();
-        contents.join(A, b"/f", 1);
+        contents.join(A, b"/f", 1, &nothing);
         let id = contents.of(A).unwrap();
         contents.index(id, 7, 1000);
         contents.count_reference(1000, true);
@@ -523,7 +679,7 @@ mod tests {
         );
         contents.index(id, 7, 2000);
         assert_eq!(contents.facts(1000).holds, None);
-        contents.leave_all(1);
+        contents.leave_all(1, &nothing);
         assert_eq!(contents.facts(2000), StorePageFacts::default());
         contents.count_reference(1000, false);
         assert!(
@@ -537,7 +693,7 @@ mod tests {
     #[test]
     fn a_store_page_without_content_is_listed_for_freeing_unless_it_is_mapped_or_punched() {
         let mut contents = Contents::default();
-        contents.join(A, b"/f", 1);
+        contents.join(A, b"/f", 1, &nothing);
         let id = contents.of(A).unwrap();
         // The pages were filled and found to differ, replaced, or punched.
         for (page, stored) in [(0, 100), (1, 101), (1, 102), (2, 103)] {

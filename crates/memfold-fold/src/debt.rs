@@ -72,7 +72,7 @@ impl Engine {
         if give_back {
             // `reclaim` first syncs the VMs of a domain.
             for name in self.domains.keys().cloned().collect::<Vec<_>>() {
-                self.reclaim(&name);
+                self.reclaim(&name, true);
             }
         } else if look {
             self.sync_all();
@@ -93,15 +93,5 @@ impl Engine {
                 .sum(),
             given_back_pages: punched(self) - before,
         }
-    }
-
-    /// Returns the time of the next sync with the kernel's page tables while the engine may not
-    /// share more pages; `None` if no VM needs a sync.
-    pub(super) fn look_again_due(&mut self, now: Instant) -> Option<Instant> {
-        let interval = self.settings.sync_interval;
-        let foldable = self.vms.values().filter(|vm| vm.is_foldable());
-        let due = foldable.filter_map(|vm| vm.look_due(interval)).min()?;
-        let budget = self.cpu.wait(now).unwrap_or_default();
-        Some(due.max(now + budget))
     }
 }

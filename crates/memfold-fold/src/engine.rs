@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 use memfold_sys::cpu::thread_cpu_ns;
 use memfold_wire::library::Order;
 
+use super::batch::SWEEP_INTERVAL;
 use super::command::Command;
 use super::debt::Owed;
-use super::state::{Engine, VmState};
+use super::schedule::Work;
+use super::state::Engine;
 use super::stats::EngineStats;
 use super::task::BATCH_PAGES;
 
@@ -18,14 +20,23 @@ use super::task::BATCH_PAGES;
 /// one run, and an order costs about as much as ten pages.
 const GATHER: Duration = Duration::from_millis(500);
 
-/// Time between two sweeps, which search for matched pages that are not folded.
-const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
+/// Time after which other work that is due comes before further hints. Otherwise, a VM that sends
+/// hints without end could keep the other VMs' work back forever.
+const LATE: Duration = Duration::from_secs(10);
+
+/// Number of commands that are handled before the next turn in any case.
+const COMMANDS: usize = 64;
+
+/// A piece of the engine's work; returns whether it was due.
+type Step = fn(&mut Engine, Instant) -> bool;
 
 impl Engine {
     /// Runs the engine: handles commands and does the work that is due, until [`Command::Stop`] or
     /// until every sender of commands is dropped. If no work is due, the engine waits without a
     /// timeout.
     pub fn run(mut self, commands: &Receiver<Command>) {
+        // Time that the last turn took.
+        let mut took = Duration::ZERO;
         loop {
             let now = Instant::now();
             let first = match self.next_due(now) {
@@ -39,20 +50,40 @@ impl Engine {
                     Err(_) => return,
                 },
             };
-            // Handle waiting commands before the next batch, but at most 64, because a flood of
-            // commands must not delay the work forever.
-            for command in first.into_iter().chain(commands.try_iter().take(64)) {
-                if matches!(command, Command::Stop) {
-                    return;
-                }
-                self.handle(command);
+            if !self.handle_waiting(first, commands, Instant::now() + took) {
+                return;
             }
+            took = Duration::ZERO;
             let now = Instant::now();
             if self.next_due(now).is_some_and(|due| due <= now) {
                 self.turn(now);
+                self.settle_matches();
+                took = now.elapsed();
             }
             self.charge(Instant::now());
         }
+    }
+
+    /// Handles waiting commands before the next turn: [`COMMANDS`] of them, and more until `until`,
+    /// so that commands have as much time as the work. A flood of commands must not delay the work
+    /// forever, and a turn of some seconds must not block the links to the agents. Returns `false`
+    /// at [`Command::Stop`].
+    fn handle_waiting(
+        &mut self,
+        first: Option<Command>,
+        commands: &Receiver<Command>,
+        until: Instant,
+    ) -> bool {
+        for (handled, command) in (1..).zip(first.into_iter().chain(commands.try_iter())) {
+            if matches!(command, Command::Stop) {
+                return false;
+            }
+            self.handle(command);
+            if handled >= COMMANDS && Instant::now() >= until {
+                break;
+            }
+        }
+        true
     }
 
     /// Does one piece of work: the most useful one that is due.
@@ -61,14 +92,19 @@ impl Engine {
             self.sync_due(now);
             return;
         }
-        let gathered = self
-            .vms
-            .values()
-            .any(|vm| self.hints_due(vm, now).is_some_and(|due| due <= now));
+        self.reschedule();
+        // After late work, hints have a turn again.
+        if std::mem::take(&mut self.has_folded) && self.late_work(now) {
+            return;
+        }
+        let gathered = self.hints_due().is_some_and(|due| due <= now);
         if gathered || !self.swept.is_empty() {
             let tasks = self.take_tasks(now);
             if !tasks.is_empty() {
-                self.last_batch = now;
+                let pages: u32 = tasks.iter().map(|task| task.hint.pages).sum();
+                let is_full = pages >= BATCH_PAGES;
+                self.next_small_batch = if is_full { now } else { now + GATHER };
+                self.has_folded = true;
                 return self.fold(&tasks);
             }
         }
@@ -81,6 +117,37 @@ impl Engine {
         self.fold_back_due(now);
     }
 
+    /// Does the piece of work besides hints that has been due for longest, if it has been due for
+    /// at least [`LATE`]. Returns whether there was one.
+    fn late_work(&mut self, now: Instant) -> bool {
+        let sync_may_run = self.sync_time(now).is_some_and(|due| due <= now);
+        let sync = self.schedule.first(Work::Sync);
+        let sync = sync.into_iter().chain(self.schedule.reclaims.first()).min();
+        let may_sweep = self.sweep_wanted && self.swept.is_empty();
+        let steps: [(Option<Instant>, Step); 6] = [
+            (sync.filter(|_| sync_may_run), Self::sync_due),
+            (self.schedule.first(Work::Pause), Self::pause_due),
+            (self.schedule.pairs.first(), Self::sample_due),
+            (self.schedule.first(Work::Zero), Self::zero_due),
+            (
+                may_sweep.then(|| self.last_sweep + SWEEP_INTERVAL),
+                |engine, _| {
+                    engine.sweep();
+                    true
+                },
+            ),
+            (self.schedule.first(Work::FoldBack), |engine, now| {
+                engine.fold_back_due(now);
+                true
+            }),
+        ];
+        let due = steps
+            .into_iter()
+            .filter_map(|(due, step)| due.map(|due| (due, step)));
+        let first = due.min_by_key(|(due, _)| *due);
+        first.is_some_and(|(due, step)| due + LATE <= now && step(self, now))
+    }
+
     /// Charges the budget for the CPU time used since the last call.
     fn charge(&mut self, now: Instant) {
         let used = thread_cpu_ns() + self.library_cpu_ns;
@@ -91,48 +158,41 @@ impl Engine {
 
     /// Returns the time at which the next work is due; `None` if there is no work.
     fn next_due(&mut self, now: Instant) -> Option<Instant> {
+        // Also while folding is paused, so that the notes about changed VMs do not pile up.
+        self.reschedule();
         if self.paused {
             return None;
         }
-        if self.braked.is_some() {
-            return self.look_again_due(now);
-        }
-        let settings = &self.settings;
-        let work = self
-            .vms
-            .values()
-            .filter(|vm| vm.is_foldable())
-            .flat_map(|vm| {
-                let sync = vm.look_due(settings.sync_interval);
-                let pause = vm.pause_due(settings.pause_interval);
-                let back = vm.back_due();
-                [self.hints_due(vm, now), sync, pause, vm.zero.due, back]
-            })
-            .flatten();
-        let aliases = self.domains.values().filter_map(|d| d.candidates.due());
-        let sweep = self.sweep_wanted.then(|| self.last_sweep + SWEEP_INTERVAL);
-        let swept = (!self.swept.is_empty()).then_some(now);
-        let due = work.chain(aliases).chain(sweep).chain(swept).min()?;
-        let budget = [
-            self.cpu.wait(now),
-            self.rate.as_mut().and_then(|r| r.wait(now)),
-        ]
-        .into_iter()
-        .flatten()
-        .max();
+        let sync = self.sync_time(now);
+        let due = if self.braked.is_some() {
+            sync?
+        } else {
+            let sweep = self.sweep_wanted.then(|| self.last_sweep + SWEEP_INTERVAL);
+            let work = [
+                self.hints_due(),
+                sync,
+                self.schedule.first(Work::Pause),
+                self.schedule.first(Work::Zero),
+                self.schedule.first(Work::FoldBack),
+                self.schedule.pairs.first(),
+                sweep,
+                (!self.swept.is_empty()).then_some(now),
+            ];
+            work.into_iter().flatten().min()?
+        };
+        let rate = self.rate.as_mut().filter(|_| self.braked.is_none());
+        let budget = [self.cpu.wait(now), rate.and_then(|rate| rate.wait(now))];
+        let budget = budget.into_iter().flatten().max();
         Some(due.max(now + budget.unwrap_or_default()))
     }
 
-    /// Returns the time at which a VM's hints must be processed. Hints are gathered for a while,
-    /// unless they suffice for a batch.
-    fn hints_due(&self, vm: &VmState, now: Instant) -> Option<Instant> {
-        let due = vm.stack.due(now)?;
-        let enough = vm.stack.pages() >= u64::from(BATCH_PAGES);
-        Some(if enough {
-            due
-        } else {
-            due.max(self.last_batch + GATHER)
-        })
+    /// Returns the time at which hints must be processed. Hints are gathered for a while, unless
+    /// those of a VM suffice for a batch, or those of all VMs have filled the last batch.
+    fn hints_due(&self) -> Option<Instant> {
+        let full = self.schedule.first(Work::FullBatch);
+        let small = self.schedule.first(Work::SmallBatch);
+        let small = small.map(|due| due.max(self.next_small_batch));
+        full.into_iter().chain(small).min()
     }
 
     fn handle(&mut self, command: Command) {
@@ -150,6 +210,8 @@ impl Engine {
             }
             Command::Remove(id) => self.remove(id),
             Command::Problem(id, problem) => self.set_problem(id, problem),
+            // The receiver may be gone.
+            Command::Await(id, socket, answer) => drop(answer.send(self.await_pages(id, &socket))),
             Command::Layout { id, layout, advice } => self.set_layout(id, &layout, advice),
             Command::Reached { id, guest, problem } => {
                 if let Some(vm) = self.vms.get_mut(&id) {
@@ -226,5 +288,100 @@ impl Engine {
         self.reports_ns += thread_cpu_ns() - began_ns;
         report.report_cpu_s = self.reports_ns as f64 / 1e9;
         (report, owed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_wire::agent::{FileFacts, FromAgent};
+
+    use super::*;
+    use crate::hint_stack::Hint;
+    use crate::random_changes::add;
+    use crate::settings::EngineSettings;
+
+    #[test]
+    fn after_a_full_batch_of_the_hints_of_many_vms_the_next_batch_is_due_at_once() {
+        let mut engine = Engine::new(EngineSettings::default());
+        let begin = Instant::now();
+        for id in 1..=3 {
+            add(&mut engine, id);
+            let facts = FileFacts {
+                file: 1,
+                path: b"/f".into(),
+                size_bytes: 1 << 30,
+            };
+            engine.agent(id, FromAgent::Files(vec![facts]));
+            let vm = engine.vms.get_mut(&id).unwrap();
+            vm.stack.push(Hint::new(1, 0, BATCH_PAGES / 2, begin));
+        }
+        // The hints of two VMs fill a batch. Those of the third do not, so that later ones are
+        // gathered.
+        let now = begin + Duration::from_secs(10);
+        for (left, due) in [(1, now), (0, now + GATHER)] {
+            engine.turn(now);
+            let waiting = engine.vms.values().filter(|vm| vm.stack.due().is_some());
+            assert_eq!(waiting.count(), left);
+            assert_eq!(engine.next_small_batch, due);
+        }
+    }
+
+    #[test]
+    fn hints_without_end_do_not_keep_the_other_work_back() {
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1);
+        add(&mut engine, 2);
+        let facts = FileFacts {
+            file: 1,
+            path: b"/f".into(),
+            size_bytes: 1 << 30,
+        };
+        engine.agent(1, FromAgent::Files(vec![facts]));
+        engine.sweep_wanted = true;
+        let begin = Instant::now();
+        let (mut batches, mut has_swept) = (0, false);
+        for second in 10..80 {
+            let stack = &mut engine.vms.get_mut(&1).unwrap().stack;
+            while stack.pages() < u64::from(BATCH_PAGES) {
+                stack.push(Hint::new(1, 0, BATCH_PAGES, begin));
+            }
+            engine.turn(begin + Duration::from_secs(second));
+            batches += u64::from(engine.has_folded);
+            has_swept |= !engine.sweep_wanted;
+        }
+        assert!(has_swept);
+        for id in [1, 2] {
+            let vm = &engine.vms[&id];
+            assert!(vm.last_sync > begin, "the VM is synced");
+            assert_eq!(vm.zero.due, None, "the VM's zero pages are searched for");
+        }
+        assert!(batches > 35, "hints have most turns: {batches}");
+    }
+
+    #[test]
+    fn after_a_long_turn_more_commands_are_handled_than_after_a_short_one() {
+        let mut engine = Engine::new(EngineSettings::default());
+        let (sender, commands) = std::sync::mpsc::channel();
+        let send = |n| (0..n).for_each(|_| sender.send(Command::AgentGone(1)).unwrap());
+        let now = Instant::now();
+        for (until, left) in [(now, 1000 - COMMANDS), (now + Duration::from_secs(600), 0)] {
+            send(1000);
+            assert!(engine.handle_waiting(None, &commands, until));
+            assert_eq!(commands.try_iter().count(), left);
+        }
+        sender.send(Command::Stop).unwrap();
+        assert!(!engine.handle_waiting(None, &commands, now));
+    }
+
+    #[test]
+    fn notes_about_changed_vms_do_not_pile_up_while_folding_is_paused() {
+        let mut engine = Engine::new(EngineSettings::default());
+        engine.handle(Command::SetPaused(true));
+        for id in 1..=3 {
+            add(&mut engine, id);
+            engine.remove(id);
+            assert_eq!(engine.next_due(Instant::now()), None);
+            assert!(engine.vms.take_changed().is_empty());
+        }
     }
 }

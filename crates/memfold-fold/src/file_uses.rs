@@ -6,8 +6,8 @@ use foldhash::{HashMap, HashMapExt};
 use memfold_wire::agent::FileNumber;
 
 use super::cached_pages::{CachedPages, PageRun};
-use super::content::{ContentId, Member};
 use super::guest::VmId;
+use super::member::{ContentId, Member};
 use super::state::Engine;
 
 /// Number of pages of one file that one VM's page cache holds.
@@ -93,7 +93,7 @@ impl Engine {
                 continue;
             };
             let mut cached: HashMap<FileNumber, u64> = HashMap::new();
-            for (_, pages, file, _) in vm.table.cached_runs() {
+            for (_, pages, file, _) in vm.table.all_cached() {
                 *cached.entry(file).or_default() += u64::from(pages);
             }
             for (file, cached_pages) in cached {

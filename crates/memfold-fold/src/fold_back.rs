@@ -19,6 +19,7 @@ use tracing::debug;
 
 use super::guest::{GuestError, Refold, VmId};
 use super::image::{Image, Part};
+use super::schedule::Work;
 use super::state::{Engine, VmState};
 use super::vm_table::{Index, VmTable};
 
@@ -38,14 +39,16 @@ impl VmState {
     /// stop.
     pub(super) fn back_due(&self) -> Option<Instant> {
         let image = self.back.image.as_ref()?;
-        (image.protectable || self.guest.can_stop()).then_some(self.back.due)
+        // The next step may need a stop.
+        let due = || self.back.due.max(self.next_pause);
+        (image.protectable || self.guest.can_stop()).then(due)
     }
 
     /// Returns whether page `at`, which maps a file, may be frozen by write protection in this
     /// batch.
     pub(super) fn may_refold_live(&self, at: Index) -> bool {
         let protectable = || self.back.image.as_ref().is_some_and(|i| i.protectable);
-        self.refold == Refold::Live && (!self.table.is_in_view(at) || protectable())
+        self.refold == Some(Refold::Live) && (!self.table.is_in_view(at) || protectable())
     }
 }
 
@@ -170,7 +173,7 @@ impl Engine {
             return;
         };
         let users = self.vms.values().filter(|vm| image(vm) == Some(mine));
-        let alone = users.count() == 1 && !mine.1;
+        let alone = !mine.1 && users.take(2).count() == 1;
         if let Some(vm) = self.vms.get_mut(&id) {
             vm.back.alone = alone;
         }
@@ -178,7 +181,7 @@ impl Engine {
 
     /// Does the next step of the pass that has waited longest, if a step is due.
     pub(super) fn fold_back_due(&mut self, now: Instant) {
-        let Some(id) = self.first_due(now, VmState::back_due) else {
+        let Some(id) = self.first_due(Work::FoldBack, now) else {
             return;
         };
         let began = thread_cpu_ns();
@@ -227,8 +230,7 @@ impl Engine {
             }
             vm.back.rest = written(vm);
         }
-        vm.refold = vm.guest.refold();
-        let freeze = match vm.refold {
+        let freeze = match vm.guest.refold() {
             Refold::Live if image.protectable => Freeze::WriteProtect,
             Refold::Unknown if image.protectable => {
                 vm.back.due = now + LATER;
@@ -252,7 +254,10 @@ impl Engine {
             return Ok(());
         }
         let order = Order::Fold { freeze, runs };
-        let reply = vm.guest.order(&order, None)?;
+        let reply = match freeze {
+            Freeze::Stopped { .. } => vm.order_with_stop(&order, self.settings.pause_interval)?,
+            Freeze::Move | Freeze::WriteProtect => vm.guest.order(&order, None)?,
+        };
         self.library_cpu_ns += vm.book_back(&order, &reply);
         Ok(())
     }

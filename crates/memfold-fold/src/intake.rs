@@ -6,21 +6,19 @@
 use std::time::{Duration, Instant};
 
 use memfold_units::Pfn;
-use memfold_wire::agent::{FileFacts, FileNumber, FileRange, FromAgent, HintRun};
+use memfold_wire::agent::{FileFacts, FileNumber, FileRange, FromAgent, HintRun, MIN_FILES};
 use tracing::debug;
 
 use super::budget::TokenBucket;
-use super::content::Member;
-use super::domain::Domain;
+use super::files::File;
 use super::guest::VmId;
 use super::hint_stack::Hint;
-use super::state::{Engine, FileState, VmState, with_domain};
+use super::member::Member;
+use super::state::{Engine, VmState, cached_ranges, with_domain};
 use super::vm_table::PIECE;
 
-/// Number of files that every VM may introduce. The VM may introduce one more for each page of RAM.
-const MIN_FILES: usize = 1 << 16;
-
-/// Number of bytes of paths that a VM's agent may send for each file that it may introduce.
+/// Number of bytes of paths that are kept of a VM's files for each file that its agent may
+/// introduce.
 const PATH_BYTES: usize = 256;
 
 /// Maximum number of pages in one hint, so that a hint of one VM does not fill many batches.
@@ -40,37 +38,57 @@ pub(super) fn allowance(ram_pages: u32, now: Instant) -> TokenBucket {
     )
 }
 
+/// Creates the limit of the work for files that get another path or size. One token stands for a
+/// range of cached pages that is counted anew, or for a hint that is offered again. The burst is
+/// short, because a file that has to wait is not lost.
+pub(super) fn move_allowance(now: Instant) -> TokenBucket {
+    TokenBucket::new(PAGES_PER_SECOND, PAGES_PER_SECOND, now)
+}
+
 impl Engine {
     pub(super) fn agent_session(&mut self, id: VmId) {
         let Some(vm) = self.vms.get_mut(&id) else {
             return;
         };
         vm.stats.agent_ready = false;
+        if let Some(domain) = self.domains.get_mut(&vm.domain) {
+            domain
+                .contents
+                .leave_all(id, &|m| vm.table.cached_ranges(m.file));
+        }
         vm.table.forget_cached();
         vm.stack.clear();
         vm.wait_for_pause.clear();
-        vm.files.clear();
         vm.skips.clear();
         vm.path_bytes = 0;
-        if let Some(domain) = self.domains.get_mut(&vm.domain) {
-            domain.contents.leave_all(id);
-        }
+        vm.late_files.clear();
+        self.note_changes(id);
     }
 
     pub(super) fn agent(&mut self, id: VmId, message: FromAgent) {
+        self.introduce_late_files(id);
+        if let FromAgent::Files(files) = &message {
+            for file in files {
+                self.introduce_file(id, file);
+                // One file's changes are settled before the next file, so that the list of changes
+                // stays short.
+                self.note_changes(id);
+            }
+        }
         let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return;
         };
+        let dropped = vm.stack.dropped();
         match message {
-            FromAgent::Files(files) => {
-                for file in files {
-                    introduce_file(id, vm, domain, &file);
-                }
-            }
             FromAgent::Hints(runs) => {
                 let now = Instant::now();
                 for run in runs {
-                    take_hint(vm, run, now);
+                    let member = Member {
+                        vm: id,
+                        file: run.file,
+                    };
+                    let is_known = domain.contents.is_known(member);
+                    take_hint(vm, run, is_known, now);
                 }
                 vm.active = true;
             }
@@ -106,60 +124,141 @@ impl Engine {
             }
             // The connection to the agent handles sessions, commands and trims, and the daemon the
             // guest's memory figures.
-            FromAgent::Hello { .. }
+            FromAgent::Files(_)
+            | FromAgent::Hello { .. }
             | FromAgent::Output { .. }
             | FromAgent::Exited { .. }
             | FromAgent::InputRoom { .. }
             | FromAgent::Memory(_)
-            | FromAgent::Trimmed(_) => {}
+            | FromAgent::Trimmed(_)
+            | FromAgent::Allowed { .. }
+            | FromAgent::NotAllowed { .. } => {}
+        }
+        // A sweep finds the pages of dropped hints.
+        self.sweep_wanted |= vm.stack.dropped() > dropped;
+        self.note_changes(id);
+    }
+
+    /// Introduces the files that had to wait ([`VmState::late_files`]), as far as the VM's limit
+    /// allows.
+    pub(super) fn introduce_late_files(&mut self, id: VmId) {
+        let now = Instant::now();
+        while let Some(vm) = self.vms.get_mut(&id) {
+            if vm.late_files.is_empty() || vm.moves.wait(now).is_some() {
+                return;
+            }
+            let Some((_, file)) = vm.late_files.pop_first() else {
+                return;
+            };
+            vm.path_bytes -= file.path.len();
+            self.introduce_file(id, &file);
+            self.note_changes(id);
+        }
+    }
+
+    /// Records that a VM has this file, and returns whether the file may join its content now.
+    /// Otherwise, the file is ignored because it is beyond the VM's limits, or has to wait.
+    fn admit_file(&mut self, member: Member, file: &FileFacts) -> bool {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, member.vm) else {
+            return false;
+        };
+        let contents = &mut domain.contents;
+        let most = MIN_FILES as usize + vm.table.pages() as usize;
+        let known = contents.is_known(member);
+        if !known && contents.count_files(member.vm) >= most {
+            return false;
+        }
+        if let Some(late) = vm.late_files.remove(&file.file) {
+            vm.path_bytes -= late.path.len();
+        }
+        let counted = contents.counted_by(member, &file.path, file.size_bytes);
+        let now = Instant::now();
+        let waits = counted.iter().any(Option::is_some) && vm.moves.wait(now).is_some();
+        // The path of a known file replaces the earlier one, so a file that grows, and is sent
+        // again each time, does not use up the limit. Of a file that waits, both paths are kept.
+        let before = contents.path(member).filter(|_| !waits);
+        let before = before.map_or(0, <[u8]>::len);
+        let path_bytes = vm.path_bytes.saturating_sub(before) + file.path.len();
+        if path_bytes > most * PATH_BYTES {
+            return false;
+        }
+        vm.path_bytes = path_bytes;
+        // The tables already keep the pages of a file that waits.
+        contents.update_file(member, |_| {});
+        if waits {
+            vm.late_files.insert(file.file, file.clone());
+            return false;
+        }
+        let of_content = contents.of(member).and_then(|id| contents.get(id));
+        let members = of_content.map_or(0, |content| content.members.len());
+        let pieces = counted[0].map_or(0, |own| vm.table.pieces(own.file).len());
+        let ranges = |member: Member| cached_ranges(&self.vms, member).len();
+        let ranges: usize = counted.into_iter().flatten().map(ranges).sum();
+        // A content is searched for the member that leaves it.
+        let cost = ranges + pieces + members / 256;
+        if let Some(vm) = self.vms.get_mut(&member.vm) {
+            vm.moves.spend(cost as f64, now);
+        }
+        true
+    }
+
+    fn introduce_file(&mut self, id: VmId, file: &FileFacts) {
+        let member = Member {
+            vm: id,
+            file: file.file,
+        };
+        if !self.admit_file(member, file) {
+            return;
+        }
+        let Some(vm) = self.vms.get(&id) else {
+            return;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
+            return;
+        };
+        let cached = |m| cached_ranges(&self.vms, m);
+        if file.path.is_empty() {
+            // The path may come later; until then the tables keep the file's pages.
+            return domain.contents.leave(member, &cached);
+        }
+        let before = domain.contents.of(member);
+        let candidates = domain
+            .contents
+            .join(member, &file.path, file.size_bytes, &cached);
+        let content = domain.contents.of(member);
+        let due = Instant::now() + Duration::from_secs(2);
+        let has_pairs = !candidates.is_empty();
+        for other in candidates {
+            if let Some(content) = content {
+                domain.candidates.add(content, other, due);
+            }
+        }
+        if let Some(vm) = self.vms.get_mut(&id).filter(|_| content != before) {
+            let new = |file: &mut File| {
+                *file = File {
+                    content,
+                    ..File::default()
+                }
+            };
+            domain.contents.update_file(member, new);
+            vm.skips.remove(&file.file);
+            // These pages were reported before the file had a path.
+            vm.offer_file(file.file, Instant::now());
+        }
+        if has_pairs {
+            let domain = self.vms[&id].domain.clone();
+            self.note_pairs(&domain);
         }
     }
 }
 
-fn introduce_file(id: VmId, vm: &mut VmState, domain: &mut Domain, file: &FileFacts) {
-    let member = Member {
-        vm: id,
-        file: file.file,
-    };
-    let most = MIN_FILES + vm.table.pages() as usize;
-    let known = vm.files.contains_key(&file.file);
-    if !known && (vm.files.len() >= most || vm.path_bytes + file.path.len() > most * PATH_BYTES) {
-        return;
-    }
-    // A path that is sent again counts again, so the limit stops a guest that renames files without
-    // end, but not a guest that has many files.
-    vm.path_bytes += file.path.len();
-    if file.path.is_empty() {
-        // The path may come later; until then the tables keep the file's pages.
-        domain.contents.leave(member);
-        vm.files.entry(file.file).or_default();
-        return;
-    }
-    let before = domain.contents.of(member);
-    let candidates = domain.contents.join(member, &file.path, file.size_bytes);
-    if domain.contents.of(member) != before {
-        vm.files.insert(file.file, FileState::default());
-        vm.skips.remove(&file.file);
-        // These pages were reported before the file had a path.
-        vm.offer_file(file.file, Instant::now());
-    }
-    let Some(content) = domain.contents.of(member) else {
-        return;
-    };
-    let due = Instant::now() + Duration::from_secs(2);
-    for other in candidates {
-        domain.candidates.add(content, other, due);
-    }
-}
-
-fn take_hint(vm: &mut VmState, run: HintRun, now: Instant) {
+fn take_hint(vm: &mut VmState, run: HintRun, is_known: bool, now: Instant) {
     vm.stats.hint_runs += 1;
     vm.stats.hint_pages += u64::from(run.pages);
     if !allow(vm, run.pages) {
         return;
     }
-    let known = vm.files.contains_key(&run.file);
-    let Some(page) = first_page(run.page, run.pages).filter(|_| known) else {
+    let Some(page) = first_page(run.page, run.pages).filter(|_| is_known) else {
         vm.stats.bogus_pages += u64::from(run.pages);
         return;
     };
@@ -226,5 +325,131 @@ fn set_dirty(vm: &mut VmState, ranges: &[FileRange], dirty: bool) {
                 offer(vm, file, first, last - first, now);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random_changes::{PAGES, add};
+    use crate::settings::EngineSettings;
+
+    const LIMIT: usize = (MIN_FILES + PAGES) as usize * PATH_BYTES;
+
+    fn facts(file: FileNumber, path: Vec<u8>, size_bytes: u64) -> FromAgent {
+        FromAgent::Files(vec![FileFacts {
+            file,
+            path,
+            size_bytes,
+        }])
+    }
+
+    /// Returns a path of 4,096 bytes, a different one for each number.
+    fn long_path(number: u32) -> Vec<u8> {
+        format!("/{number:04095}").into()
+    }
+
+    fn knows(engine: &Engine, file: FileNumber) -> bool {
+        contents(engine).is_known(Member { vm: 1, file })
+    }
+
+    #[test]
+    fn the_limit_of_path_bytes_holds_for_files_that_get_longer_paths_later() {
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1);
+        for file in 0..5000 {
+            engine.agent(1, facts(file, format!("/{file}").into(), 1));
+        }
+        for file in 0..5000 {
+            engine.agent(1, facts(file, long_path(file), 1));
+        }
+        let contents = contents(&engine);
+        let paths = (0..5000).filter_map(|file| contents.path(Member { vm: 1, file }));
+        let bytes: usize = paths.map(<[u8]>::len).sum();
+        assert!((LIMIT - 4096..=LIMIT).contains(&bytes), "{bytes}");
+        assert_eq!(engine.vms[&1].path_bytes, bytes);
+    }
+
+    #[test]
+    fn a_file_that_grows_again_and_again_does_not_use_up_the_limit_of_path_bytes() {
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1);
+        for size in 0..6000 {
+            engine.agent(1, facts(1, long_path(1), size));
+        }
+        engine.agent(1, facts(2, long_path(2), 1));
+        assert!(knows(&engine, 2));
+        engine.agent(1, facts(2, Vec::new(), 0));
+        assert_eq!(engine.vms[&1].path_bytes, 4096);
+    }
+
+    /// Returns hints that pages of file 1 at every second page fill all of a VM's RAM.
+    fn scattered() -> FromAgent {
+        let run = |pfn: u32| HintRun {
+            file: 1,
+            page: u64::from(pfn) * 2,
+            pfn: pfn.into(),
+            pages: 1,
+        };
+        FromAgent::Hints((0..PAGES).map(run).collect())
+    }
+
+    fn contents(engine: &Engine) -> &crate::content::Contents {
+        &engine.domains[&engine.vms[&1].domain].contents
+    }
+
+    #[test]
+    fn a_file_that_is_renamed_too_often_gets_its_last_path_later() {
+        const FILE: Member = Member { vm: 1, file: 1 };
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1);
+        engine.agent(1, facts(1, b"/a".into(), 1));
+        engine.agent(1, scattered());
+        // A rename costs 600 ranges and 19 pieces, so this is enough for two of them.
+        engine.vms.get_mut(&1).unwrap().moves = TokenBucket::new(1.0, 1000.0, Instant::now());
+        let paths = (0..4095).map(|n| [b"/b", b"/a"][n % 2].to_vec());
+        let files = paths.chain([b"/last".to_vec()]).map(|path| FileFacts {
+            file: 1,
+            path,
+            size_bytes: 1,
+        });
+        engine.agent(1, FromAgent::Files(files.collect()));
+        // Each rename begins a new content.
+        assert_eq!(contents(&engine).of(FILE), Some(2));
+        assert_eq!(engine.vms[&1].late_files.len(), 1);
+        assert_ne!(contents(&engine).path(FILE), Some(&b"/last"[..]));
+        engine.vms.get_mut(&1).unwrap().moves = move_allowance(Instant::now());
+        engine.agent(1, FromAgent::Hints(Vec::new()));
+        assert_eq!(contents(&engine).path(FILE), Some(&b"/last"[..]));
+        assert_eq!(engine.vms[&1].path_bytes, b"/last".len());
+        assert!(engine.vms[&1].late_files.is_empty());
+    }
+
+    #[test]
+    fn hints_of_a_file_that_has_to_wait_are_kept_and_the_file_joins_at_the_next_sync() {
+        let (one, two) = (Member { vm: 1, file: 1 }, Member { vm: 2, file: 7 });
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1);
+        add(&mut engine, 2);
+        engine.agent(1, facts(1, b"/a".into(), 1));
+        engine.agent(1, scattered());
+        let now = Instant::now();
+        engine.vms.get_mut(&2).unwrap().moves.spend(1e9, now);
+        engine.agent(2, facts(7, b"/a".into(), 1));
+        let run = HintRun {
+            file: 7,
+            page: 0,
+            pfn: 0,
+            pages: 1,
+        };
+        engine.agent(2, FromAgent::Hints(vec![run]));
+        assert_eq!(contents(&engine).of(two), None);
+        assert_eq!(engine.vms[&2].stats.bogus_pages, 0);
+        engine.vms.get_mut(&2).unwrap().moves = move_allowance(now);
+        for _ in 0..2 {
+            assert!(engine.sync_due(now + Duration::from_secs(10)));
+        }
+        assert_eq!(contents(&engine).of(two), contents(&engine).of(one));
+        assert_eq!(engine.vms[&2].table.count_matched().0, 1);
     }
 }

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use memfold_wire::library::Outcome;
 use tracing::{debug, warn};
 
-use super::content::Member;
 use super::guest::VmId;
 use super::hint_stack::Hint;
+use super::member::Member;
 use super::runs::{Group, Run, length};
-use super::state::{Engine, Skip, with_domain};
+use super::state::{Engine, Skip, cached_ranges, with_domain};
 use super::vm_table::{Mapped, PIECE};
 
 /// Number of differing pages of a file after which the engine judges whether to skip the file.
@@ -135,10 +135,16 @@ impl Engine {
             } else {
                 &mut vm.stats.folded_pages
             }) += u64::from(done);
+            let member = Member {
+                vm: id,
+                file: run.file,
+            };
             let mut alias = false;
-            if let Some(file) = vm.files.get_mut(&run.file) {
-                file.equal = file.equal.saturating_add(done);
-                alias = file.alias;
+            if domain.contents.file(member).is_some() {
+                domain.contents.update_file(member, |file| {
+                    file.equal = file.equal.saturating_add(done);
+                    alias = file.alias;
+                });
             }
             vm.skips.remove(&run.file);
             let stats = &mut self.stats;
@@ -159,7 +165,10 @@ impl Engine {
     /// Records that page `offset` of `run` differs from the store. Returns whether the rest of the
     /// run is worth trying.
     fn differs(&mut self, id: VmId, run: &Run, offset: u32) -> bool {
-        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return false;
+        };
+        let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return false;
         };
         vm.stats.differing_pages += 1;
@@ -172,26 +181,34 @@ impl Engine {
             // The VM counts as active, so that a sync soon frees the store page.
             vm.active = true;
         }
-        let Some(file) = vm.files.get_mut(&run.file) else {
+        let member = Member {
+            vm: id,
+            file: run.file,
+        };
+        let Some(mut file) = domain.contents.file(member) else {
             return false;
         };
-        file.differing += 1;
+        file.differing = file.differing.saturating_add(1);
+        domain.contents.update_file(member, |known| *known = file);
         let stats = &mut self.stats;
         *(if file.alias {
             &mut stats.case_different_path_different_content
         } else {
             &mut stats.case_same_path_different_content
         }) += 1;
-        if file.differing < JUDGE_AFTER || file.differing <= file.equal * 2 {
+        if file.differing < JUDGE_AFTER || file.differing <= file.equal.saturating_mul(2) {
             return true;
         }
-        let member = Member {
-            vm: id,
-            file: run.file,
+        domain.contents.update_file(member, |file| {
+            file.equal = 0;
+            file.differing = 0;
+        });
+        let cached = |m| cached_ranges(&self.vms, m);
+        let is_moved = domain.contents.try_variant(member, &cached);
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return false;
         };
-        file.equal = 0;
-        file.differing = 0;
-        if domain.contents.try_variant(member) {
+        if is_moved {
             for piece in vm.table.pieces(run.file) {
                 let first = piece * PIECE;
                 vm.table.set_dirty(run.file, first..first + PIECE, false);

@@ -2,7 +2,8 @@
 //! pages have consecutive values. Guests read files ahead, so a run of pages of RAM usually caches
 //! a run of pages of a file.
 //!
-//! A table is divided into pieces of [`PACKED_PAGES`] entries. A piece is a sequence of runs:
+//! A table is divided into pieces of [`PACKED_PAGES`] (or fewer) entries. A piece is a sequence of
+//! runs:
 //!
 //! ```text
 //!   gap | pages - 1 | value      gap | pages - 1 | value      ...
@@ -56,12 +57,30 @@ pub(super) fn write_difference(value: u32, expected: u32, bytes: &mut Vec<u8>) {
     write_number(small << 1 | u32::from(is_negative), bytes);
 }
 
-fn write_number(mut number: u32, bytes: &mut Vec<u8>) {
+pub(super) fn write_number(mut number: u32, bytes: &mut Vec<u8>) {
     while number >= 0x80 {
         bytes.push(number.to_le_bytes()[0] | 0x80);
         number >>= 7;
     }
     bytes.push(number.to_le_bytes()[0]);
+}
+
+/// Reads a number that [`write_number`] wrote. Returns it and its length in bytes.
+pub(super) fn read_number(bytes: &[u8]) -> (u32, usize) {
+    let mut number = 0;
+    for (&byte, at) in bytes.iter().zip(0_usize..5) {
+        number |= u32::from(byte & 0x7f) << (7 * at);
+        if byte < 0x80 {
+            return (number, at + 1);
+        }
+    }
+    (number, bytes.len().min(5))
+}
+
+/// Reads numbers that [`write_number`] wrote one after the other. Missing numbers are 0.
+pub(super) fn read_numbers<const N: usize>(bytes: &[u8]) -> [u32; N] {
+    let mut rest = Bytes(bytes);
+    std::array::from_fn(|_| rest.number())
 }
 
 /// Rest of a piece that is being read.
@@ -70,15 +89,8 @@ pub(super) struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
     fn number(&mut self) -> u32 {
-        let (mut number, mut shift) = (0, 0);
-        while let Some((&byte, rest)) = self.0.split_first() {
-            self.0 = rest;
-            number |= u32::from(byte & 0x7f) << shift;
-            shift += 7;
-            if byte < 0x80 {
-                break;
-            }
-        }
+        let (number, length) = read_number(self.0);
+        self.0 = &self.0[length..];
         number
     }
 
@@ -118,7 +130,7 @@ pub(super) fn unpack<T: Value>(bytes: &[u8]) -> impl Iterator<Item = Run<T>> + u
 }
 
 /// Returns the runs of an unpacked piece; indexes are relative to the piece.
-fn runs_of<T: Value>(entries: &[T; ENTRIES]) -> impl Iterator<Item = Run<T>> + '_ {
+fn runs_of<T: Value>(entries: &[T]) -> impl Iterator<Item = Run<T>> + '_ {
     let mut next = 0;
     std::iter::from_fn(move || {
         let at = next + entries[next..].iter().position(|e| *e != T::default())?;
@@ -136,7 +148,7 @@ fn runs_of<T: Value>(entries: &[T; ENTRIES]) -> impl Iterator<Item = Run<T>> + '
 }
 
 /// Packs a piece. The result is empty if no entry has a value.
-fn pack<T: Value>(entries: &[T; ENTRIES]) -> Vec<u8> {
+fn pack<T: Value>(entries: &[T]) -> Vec<u8> {
     let (mut bytes, mut end, mut expected) = (Vec::new(), 0, T::default());
     for run in runs_of(entries) {
         write_number(run.at - end, &mut bytes);
@@ -148,13 +160,13 @@ fn pack<T: Value>(entries: &[T; ENTRIES]) -> Vec<u8> {
     bytes
 }
 
-/// A piece that can be changed quickly.
+/// A piece of `N` entries that can be changed quickly.
 #[derive(Clone, Debug)]
-pub(super) struct Unpacked<T>(Box<[T; ENTRIES]>);
+pub(super) struct Unpacked<T, const N: usize>(Box<[T; N]>);
 
-impl<T: Value> Unpacked<T> {
+impl<T: Value, const N: usize> Unpacked<T, N> {
     pub fn new(bytes: &[u8]) -> Self {
-        let mut entries = Box::new([T::default(); ENTRIES]);
+        let mut entries = Box::new([T::default(); N]);
         for run in unpack::<T>(bytes) {
             let of_run = entries[run.at as usize..].iter_mut().zip(0..run.pages);
             of_run.for_each(|(entry, n)| *entry = run.value.after(n).unwrap_or_default());
@@ -173,12 +185,12 @@ impl<T: Value> Unpacked<T> {
     }
 
     pub fn runs(&self) -> impl Iterator<Item = Run<T>> + '_ {
-        runs_of(&self.0)
+        runs_of(&self.0[..])
     }
 
     /// Returns the packed piece, which is empty if no entry has a value.
     pub fn pack(&self) -> Vec<u8> {
-        pack(&self.0)
+        pack(&self.0[..])
     }
 }
 
@@ -196,7 +208,7 @@ pub(super) struct Table<T> {
     length: u32,
     pieces: Vec<Option<Arc<[u8]>>>,
     /// Number and entries of the piece that was changed last.
-    open: Option<(u32, Unpacked<T>)>,
+    open: Option<(u32, Unpacked<T, ENTRIES>)>,
 }
 
 impl<T: Value> Table<T> {
@@ -217,25 +229,26 @@ impl<T: Value> Table<T> {
         bytes.map_or_else(T::default, |bytes| packed_value(bytes, within))
     }
 
-    /// Sets an entry. Does nothing if the table has no such entry.
-    pub fn set(&mut self, at: u32, value: T) {
+    /// Sets an entry, and returns its value before. Does nothing if the table has no such entry.
+    pub fn set(&mut self, at: u32, value: T) -> T {
         let piece = at / PACKED_PAGES;
         let bytes = self.pieces.get(piece as usize);
         let Some(bytes) = bytes.filter(|_| at < self.length) else {
-            return;
+            return T::default();
         };
         let is_open = self.open.as_ref().is_some_and(|(open, _)| *open == piece);
         if !is_open {
             if bytes.is_none() && value == T::default() {
-                return;
+                return value;
             }
             let entries = Unpacked::new(bytes.as_deref().unwrap_or_default());
             self.close();
             self.open = Some((piece, entries));
         }
-        if let Some((_, entries)) = &mut self.open {
-            entries.set(at % PACKED_PAGES, value);
-        }
+        let open = self.open.as_mut();
+        open.map_or_else(T::default, |(_, entries)| {
+            entries.set(at % PACKED_PAGES, value)
+        })
     }
 
     /// Packs the piece that was changed last.
@@ -329,7 +342,9 @@ pub(super) mod tests {
     fn a_run_of_a_packed_table_takes_a_few_bytes_and_a_table_without_values_takes_none() {
         let mut table = Table::new(1024);
         let empty = table.own_bytes();
-        (0..200).for_each(|at| table.set(at, 5_000_000 + at));
+        for at in 0..200 {
+            table.set(at, 5_000_000 + at);
+        }
         // Another piece is changed, so the first one is packed.
         table.set(1000, 1);
         table.set(1000, 0);
@@ -339,7 +354,9 @@ pub(super) mod tests {
             "{}",
             table.own_bytes()
         );
-        (0..200).for_each(|at| table.set(at, 0));
+        for at in 0..200 {
+            table.set(at, 0);
+        }
         table.close();
         assert_eq!(table.own_bytes(), empty);
     }

@@ -5,18 +5,45 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use super::content::Member;
+use memfold_wire::library::{Order, Reply};
+
 use super::guest::{GuestError, VmId};
 use super::hint_stack::Hint;
+use super::member::Member;
 use super::runs::{Run, append, group};
+use super::schedule::Work;
 use super::state::{Engine, VmState, usable};
 use super::vm_table::Index;
+
+/// Shortest time between two stops of a VM, as a multiple of the time that the first one took. So a
+/// VM stands still for less than a twentieth of the time, also if QEMU needs seconds to stop it: a
+/// stop first waits for the VM's disks.
+const REST: u32 = 20;
 
 impl VmState {
     /// Returns the time at which the VM may be stopped to fold pages again; `None` if no page waits
     /// for a stop.
-    pub(super) fn pause_due(&self, interval: Duration) -> Option<Instant> {
-        (!self.wait_for_pause.is_empty()).then(|| self.last_pause + interval)
+    pub(super) fn pause_due(&self) -> Option<Instant> {
+        (!self.wait_for_pause.is_empty()).then_some(self.next_pause)
+    }
+
+    /// Sends an order for which the library stops the VM, and sets the earliest time of the next
+    /// stop. `interval`: shortest time between two stops.
+    pub(super) fn order_with_stop(
+        &mut self,
+        order: &Order,
+        interval: Duration,
+    ) -> Result<Reply, GuestError> {
+        let began = Instant::now();
+        let reply = self.guest.order(order, None);
+        let ended = Instant::now();
+        let stopped = match &reply {
+            Ok(Reply::Outcomes { stopped_ns, .. }) => Duration::from_nanos(*stopped_ns),
+            // QEMU may have stopped the VM and answered too late, or not at all.
+            _ => Duration::MAX,
+        };
+        self.next_pause = ended + interval.max(stopped.min(ended - began) * REST);
+        reply
     }
 }
 
@@ -24,8 +51,7 @@ impl Engine {
     /// Folds pages again in the VM that is due, while the library stops the VM. Returns whether a
     /// VM was due.
     pub(super) fn pause_due(&mut self, now: Instant) -> bool {
-        let interval = self.settings.pause_interval;
-        let Some(id) = self.first_due(now, |vm| vm.pause_due(interval)) else {
+        let Some(id) = self.first_due(Work::Pause, now) else {
             return false;
         };
         if let Err(error) = self.fold_paused(id, now) {
@@ -38,7 +64,7 @@ impl Engine {
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };
-        vm.last_pause = now;
+        vm.next_pause = now + self.settings.pause_interval;
         let hints = std::mem::take(&mut vm.wait_for_pause);
         // The newest hint comes first, and each page is folded once, because a page that was hinted
         // twice must not use the pause twice.

@@ -82,11 +82,14 @@ impl Guest for QemuGuest {
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Reply, GuestError> {
         let note = |state| *self.state.lock() = state;
-        note(LibraryState::Ordered(Instant::now()));
+        let began = Instant::now();
+        note(LibraryState::Ordered(began));
         let reply = match self.library.order(order, descriptor) {
             Err(LibraryError::Refused(reason)) => Ok(Reply::Error { reason }),
             reply => reply,
         };
+        let took_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let reply = reply.map(|reply| reply.with_times_within(took_ns));
         note(match reply {
             Ok(_) => LibraryState::Free,
             Err(_) => LibraryState::Lost,

@@ -6,9 +6,9 @@
 //! page any more. A private copy that seems to be swapped out does not count: `PAGEMAP_SCAN` also
 //! shows write-protected pages as swapped, and these may still use the store.
 
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use foldhash::{HashMap, HashMapExt};
 use memfold_store::mapped;
 use memfold_store::mapped::FileMapping;
 use memfold_sys::cpu::thread_cpu_ns;
@@ -18,10 +18,13 @@ use memfold_wire::library::{Order, Reply};
 use rustix::process::Pid;
 use tracing::{debug, warn};
 
-use super::content::{Member, StorePageFacts};
+use super::content::StorePageFacts;
 use super::domain::Domain;
 use super::guest::{GuestError, VmId};
 use super::hint_stack::Hint;
+use super::member::Member;
+use super::needed::needed_store_pages;
+use super::schedule::Work;
 use super::state::{Engine, VmState, foldable, with_domain};
 use super::vm_table::{Mapped, PIECE, VmTable};
 
@@ -35,46 +38,71 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(30);
 const FULL_SYNC_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Engine {
-    /// Returns the VM that has been due for longest, by the times that `due` returns; `None` if
-    /// none is due at `now`.
-    pub(super) fn first_due(
-        &self,
-        now: Instant,
-        due: impl Fn(&VmState) -> Option<Instant>,
-    ) -> Option<VmId> {
-        let vms = self.vms.iter().filter(|(_, vm)| vm.is_foldable());
-        let due = vms.filter_map(|(&id, vm)| Some((due(vm)?, id)));
-        due.filter(|(due, _)| *due <= now).min().map(|(_, id)| id)
+    /// Returns the time of the next sync or reclaim. All VMs share the budget of syncs, so that
+    /// with many VMs, each is synced less often.
+    pub(super) fn sync_time(&mut self, now: Instant) -> Option<Instant> {
+        let sync = self.schedule.first(Work::Sync);
+        let due = sync.into_iter().chain(self.schedule.reclaims.first());
+        let wait = self.sync_cpu.wait(now).unwrap_or_default();
+        Some(due.min()?.max(now + wait))
     }
 
-    /// Syncs the tables of the VM that has waited longest with the kernel's page tables. Returns
-    /// whether a VM was due.
+    /// Syncs the tables of the VM that has waited longest with the kernel's page tables, or frees
+    /// pages of a page store, if that has waited longer. Returns whether one of both was due.
     pub(super) fn sync_due(&mut self, now: Instant) -> bool {
-        let interval = self.settings.sync_interval;
-        let Some(id) = self.first_due(now, |vm| vm.look_due(interval)) else {
+        self.reschedule();
+        if self.sync_time(now).is_none_or(|due| due > now) {
             return false;
-        };
+        }
+        let began_ns = thread_cpu_ns();
+        let sync = self.schedule.first(Work::Sync);
+        let reclaim = self.schedule.reclaims.first();
+        let reclaims_first = reclaim.is_some_and(|due| sync.is_none_or(|sync| due < sync));
+        if reclaims_first {
+            let domain = self.schedule.reclaims.due(now).next().cloned();
+            if let Some(domain) = domain {
+                self.reclaim(&domain, false);
+            }
+        } else if let Some(id) = self.first_due(Work::Sync, now) {
+            self.sync_next(id, now);
+        }
+        self.sync_cpu
+            .spend((thread_cpu_ns() - began_ns) as f64, Instant::now());
+        true
+    }
+
+    fn sync_next(&mut self, id: VmId, now: Instant) {
+        let was_active = self.vms.get(&id).is_some_and(|vm| vm.active);
+        self.introduce_late_files(id);
         self.sync(id);
         let Some(vm) = self.vms.get_mut(&id) else {
-            return true;
+            return;
         };
-        vm.active = false;
+        // The sync has counted more private copies than the one before.
+        let has_new_copies = vm.active && !was_active;
+        // The next sync introduces the files that still wait, if no message of the agent comes.
+        vm.active = !vm.late_files.is_empty();
         vm.last_sync = now;
         let hint = |file, page| Hint::new(file, page, 1, now);
         for hint in vm.huge.worth_it_now(&vm.table, hint) {
             vm.stack.push(hint);
         }
         vm.zero.consider(now, vm.guest.pid());
-        let domain = vm.domain.clone();
-        let reclaim = |d: &Domain| now >= d.last_reclaim + RECLAIM_INTERVAL;
-        if self.domains.get(&domain).is_some_and(reclaim) {
-            self.reclaim(&domain);
-        } else if let Some(vm) = self.vms.get_mut(&id) {
-            // The store pages that this sync has found are not freed yet, and the VM may have no
-            // further activity for long.
-            vm.active = true;
+        if was_active || has_new_copies {
+            let domain = vm.domain.clone();
+            self.want_reclaim(&domain, RECLAIM_INTERVAL);
         }
-        true
+    }
+
+    /// Plans the next reclaim of a domain's page store, if none is planned.
+    fn want_reclaim(&mut self, name: &str, interval: Duration) {
+        let Some(domain) = self.domains.get(name) else {
+            return;
+        };
+        if !self.schedule.reclaims.contains(name) {
+            let due = domain.last_reclaim + interval;
+            self.schedule.reclaims.set(&name.to_owned(), Some(due));
+        }
     }
 
     /// Syncs the tables of every VM with the kernel's page tables.
@@ -92,7 +120,6 @@ impl Engine {
     /// discards, and otherwise once in [`FULL_SYNC_INTERVAL`]. The engine's table contains at least
     /// the existing mappings, because a discard only removes mappings.
     pub(super) fn sync(&mut self, id: VmId) -> bool {
-        let began = thread_cpu_ns();
         if let Err(error) = self.read_library_stats(id) {
             self.lost(id, &error);
             return false;
@@ -114,10 +141,6 @@ impl Engine {
                 return false;
             }
         }
-        // Syncs may use a tenth of the CPU budget.
-        let cost = Duration::from_nanos(thread_cpu_ns() - began);
-        let share = (self.settings.cpu_share / 10.0).max(1e-4);
-        vm.sync_cost = Duration::from_secs_f64((cost.as_secs_f64() / share).min(60.0));
         true
     }
 
@@ -135,19 +158,27 @@ impl Engine {
     }
 
     /// Frees (punches out) the pages in the page store of trust domain `name` that no VM can need.
-    pub(super) fn reclaim(&mut self, name: &str) {
-        // Every VM of the domain must have been synced just now. If one cannot be, nothing is
-        // punched out.
+    /// `sync_all`: whether every VM of the domain is synced before, so that the pages are freed
+    /// that guests have overwritten until now. Otherwise, the pages are freed that the VMs' last
+    /// syncs have found, at the times of the VMs ([`needed_store_pages`]).
+    pub(super) fn reclaim(&mut self, name: &str, sync_all: bool) {
+        self.schedule.reclaims.set(&name.to_owned(), None);
+        if let Some(domain) = self.domains.get_mut(name) {
+            domain.last_reclaim = Instant::now();
+        }
         let members = self.vms.iter().filter(|(_, vm)| vm.domain == name);
         let ids: Vec<VmId> = members.map(|(&id, _)| id).collect();
+        // The engine must know every mapping of the store. If it does not, nothing is punched out.
         // All VMs are synced, also after one that could not be, because the debt is computed from
         // these syncs.
         let mut is_read = true;
         for &id in &ids {
-            is_read &= self.sync(id);
+            let is_known = |vm: &VmState| vm.is_foldable() && !vm.maps_stale;
+            let is_known = self.vms.get(&id).is_some_and(is_known);
+            is_read &= (is_known && !sync_all) || self.sync(id);
         }
         if !is_read || self.is_guarded(name, &ids) {
-            return;
+            return self.want_reclaim(name, QUIET_INTERVAL);
         }
         let Some(domain) = self.domains.get_mut(name) else {
             return;
@@ -173,7 +204,6 @@ impl Engine {
         garbage.sort_unstable();
         garbage.dedup();
         if let Some(domain) = self.domains.get_mut(name) {
-            domain.last_reclaim = Instant::now();
             punch(name, domain, &garbage);
         }
     }
@@ -217,7 +247,7 @@ impl Engine {
             let place = table.and_then(|table| Some((table, table.place(m.file, page)?)));
             place.is_some_and(|(table, at)| !table.is_refused(at) && !table.is_template(at))
         };
-        content.members.iter().filter(cached).count() > 1
+        content.members.iter().filter(cached).take(2).count() > 1
     }
 }
 
@@ -232,20 +262,19 @@ impl VmState {
         } else {
             return None;
         };
-        Some(self.last_sync + interval.max(self.sync_cost))
+        Some(self.last_sync + interval)
     }
 }
 
-/// Returns the store pages that a VM page maps without a private copy: for each piece of [`PIECE`]
-/// pages, a word with one bit for each page.
+/// Returns the store pages that a VM may still show: for each piece of [`PIECE`] pages, a word with
+/// one bit for each page.
 fn needed_pages<'a>(vms: impl Iterator<Item = &'a VmState>) -> HashMap<u32, u64> {
     let mut needed: HashMap<u32, u64> = HashMap::new();
     for vm in vms {
-        for (at, stored) in (0..).zip(vm.table.all_mapped()) {
-            if let Some(page) = stored.checked_sub(1).filter(|_| vm.table.is_shared(at)) {
-                *needed.entry(page / PIECE).or_default() |= 1 << (page % PIECE);
-            }
-        }
+        let table = &vm.table;
+        needed_store_pages(table, |piece, pages| {
+            *needed.entry(piece).or_default() |= pages;
+        });
     }
     needed
 }
@@ -288,7 +317,6 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
         vm.mappings = mappings.total;
         vm.stats.mappings = mappings.total as u64;
         vm.last_full_sync = Instant::now();
-        vm.maps_stale = false;
         truth.resize(pages as usize, 0);
         for mapping in &mappings.store {
             mark_mapping(&vm.table, mapping, &mut truth);
@@ -317,41 +345,39 @@ fn look(vm: &mut VmState, domain: &mut Domain, full: bool) -> std::io::Result<bo
     (vm.stats.template_pages, vm.stats.template_copied_pages) = vm.table.count_views(&own);
     vm.stats.template_shared_pages = vm.table.count_shared_views(&own);
     let more = vm.table.set_foldable(&foldable);
-    let (mut mapped_pages, mut copied) = (0, 0);
-    for (at, stored) in (0..pages).zip(vm.table.all_mapped()) {
-        let before = stored.checked_sub(1).map(|store_page| Mapped {
-            store_page,
-            shared: vm.table.is_shared(at),
-        });
-        let store_page = if full {
-            truth[at as usize].checked_sub(1)
-        } else {
-            before.map(|m| m.store_page)
-        };
-        let shared = own[at as usize / 64] >> (at % 64) & 1 == 0;
-        let now = store_page.map(|store_page| Mapped { store_page, shared });
-        if let Some(now) = now {
-            mapped_pages += 1;
-            copied += u64::from(!now.shared);
-        }
-        if before == now {
-            continue;
-        }
-        if before.map(|m| m.store_page) != store_page {
-            if let Some(before) = before {
-                domain.contents.count_reference(before.store_page, false);
-            }
-            if let Some(now) = now {
-                domain.contents.count_reference(now.store_page, true);
-            }
-        }
-        vm.table.set_mapped(at, now);
+    if full {
+        correct_mapped(&mut vm.table, domain, &truth);
+        vm.maps_stale = false;
     }
+    let (mapped_pages, copied) = vm.table.set_copied(&own);
     // After a private copy was made, a store page may be free, which the next sync finds.
     vm.active |= copied > vm.stats.copied_pages;
     vm.stats.mapped_pages = mapped_pages;
     vm.stats.copied_pages = copied;
     Ok(more)
+}
+
+/// Corrects the VM's table: `truth` has, for each guest page, the store page that it maps, plus
+/// one.
+fn correct_mapped(table: &mut VmTable, domain: &mut Domain, truth: &[u32]) {
+    let known = table.all_mapped().into_iter().zip(truth);
+    let wrong = (0..)
+        .zip(known)
+        .filter(|(_, (known, truth))| known != *truth);
+    for (at, (known, &truth)) in wrong {
+        if let Some(store_page) = known.checked_sub(1) {
+            domain.contents.count_reference(store_page, false);
+        }
+        let now = truth.checked_sub(1);
+        if let Some(store_page) = now {
+            domain.contents.count_reference(store_page, true);
+        }
+        let now = now.map(|store_page| Mapped {
+            store_page,
+            shared: false,
+        });
+        table.set_mapped(at, now);
+    }
 }
 
 /// Enters the store page of each page of a mapping into `truth`, plus one.

@@ -2,7 +2,6 @@
 
 use memfold_sys::cpu::thread_cpu_ns;
 
-use super::content::Member;
 use super::guest::VmId;
 use super::state::{Engine, VmState};
 use super::stats::{DomainStats, EngineStats, VmStats};
@@ -10,6 +9,7 @@ use super::stats::{DomainStats, EngineStats, VmStats};
 impl Engine {
     /// Returns the present statistics of folding. Callers call [`Engine::sync_all`] before.
     pub(super) fn report(&mut self) -> EngineStats {
+        self.settle_matches();
         let ids: Vec<VmId> = self.vms.keys().copied().collect();
         let vms = ids.iter().filter_map(|id| self.vm_report(*id)).collect();
         let domains = self.domains.iter().map(|(name, domain)| DomainStats {
@@ -44,46 +44,14 @@ impl Engine {
 
     fn vm_report(&self, id: VmId) -> Option<VmStats> {
         let vm = self.vms.get(&id)?;
-        let domain = self.domains.get(&vm.domain)?;
-        let mut stats = VmStats {
+        let (matched_pages, matched_folded_pages) = vm.table.count_matched();
+        Some(VmStats {
             cached_pages: vm.table.cached_pages(),
+            cached_runs: vm.table.cached_runs(),
+            matched_pages,
+            matched_folded_pages,
             hints_dropped: vm.stack.dropped(),
             ..vm.stats.clone()
-        };
-        let mut end = None;
-        for (at, pages, file, page) in vm.table.cached_runs() {
-            stats.cached_runs += u64::from(end != Some((at, file, page)));
-            end = Some((at + pages, file, page.wrapping_add(pages)));
-        }
-        let mapped = vm.table.all_mapped();
-        for (file, piece, places) in vm.table.all_pieces() {
-            let member = Member { vm: id, file };
-            let content = domain.contents.of(member);
-            let Some(content) = content.and_then(|c| domain.contents.get(c)) else {
-                continue;
-            };
-            let stored = content.store_pages(piece);
-            let is_set =
-                |bits: u64, (entry, bit): (&u32, u32)| bits | u64::from(*entry != 0) << bit;
-            let cached = places.iter().zip(0..).fold(0, is_set);
-            let mut matched = stored.iter().zip(0..).fold(0, is_set) & cached;
-            for other in content.members.iter().filter(|other| **other != member) {
-                if matched == cached {
-                    break;
-                }
-                if let Some(vm) = self.vms.get(&other.vm) {
-                    matched |= vm.table.cached_in_piece(other.file, piece) & cached;
-                }
-            }
-            stats.matched_pages += u64::from(matched.count_ones());
-            let of_piece = places.iter().zip(&stored).enumerate();
-            for (_, (place, &stored)) in of_piece.filter(|(page, _)| matched >> page & 1 == 1) {
-                let at = place - 1;
-                let maps = stored != 0 && mapped[at as usize] == stored;
-                let folded = maps && vm.table.is_shared(at) || vm.table.is_template(at);
-                stats.matched_folded_pages += u64::from(folded);
-            }
-        }
-        Some(stats)
+        })
     }
 }

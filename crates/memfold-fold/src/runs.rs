@@ -7,7 +7,7 @@ use std::time::Instant;
 use memfold_wire::agent::FileNumber;
 use memfold_wire::library::MAX_RUN_PAGES;
 
-use super::content::ContentId;
+use super::member::ContentId;
 use super::vm_table::{Index, VmTable};
 
 /// Run of a VM's pages that are consecutive in guest memory, in the file that they cache, and in

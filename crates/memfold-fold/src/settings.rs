@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use memfold_host::{cores, default_fold_cpu_percent};
 use memfold_units::ByteSize;
 use memfold_wire::library::{Freeze, MAX_STOP_US};
 
@@ -50,7 +51,7 @@ impl EngineSettings {
 impl Default for EngineSettings {
     fn default() -> Self {
         Self {
-            cpu_share: 0.05,
+            cpu_share: default_fold_cpu_percent(cores()) / 100.0,
             pages_per_second: None,
             settle: Duration::from_secs(1),
             store_cap: ByteSize::mib(16 << 10),

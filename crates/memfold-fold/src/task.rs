@@ -1,9 +1,9 @@
 //! A task of the fold engine: one range of a file's pages that has to be folded in all VMs that
 //! cache it.
 
-use super::content::ContentId;
 use super::guest::VmId;
 use super::hint_stack::Hint;
+use super::member::ContentId;
 
 /// Maximum number of pages in one batch.
 pub(super) const BATCH_PAGES: u32 = 2048;

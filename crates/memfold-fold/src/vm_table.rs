@@ -18,7 +18,7 @@ use super::bits::Bits;
 use super::cached_pages::{Cached, CachedPages};
 pub use super::numbering::Index;
 use super::numbering::Numbering;
-use super::packed::{Run, Table};
+use super::packed::{Run, Table, Value as _};
 use super::places::Places;
 pub use super::places::{PIECE, Piece};
 
@@ -32,6 +32,15 @@ pub struct Mapped {
     pub shared: bool,
 }
 
+/// Pages of a file that the VM caches now and did not cache before, or the other way round.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Change {
+    pub file: FileNumber,
+    pub pages: Range<u32>,
+    /// Whether the VM caches the pages now.
+    pub cached: bool,
+}
+
 /// Tables of one VM's guest pages: which file pages they cache, which store pages they map, and
 /// marks such as "dirty".
 #[derive(Debug)]
@@ -40,9 +49,17 @@ pub struct VmTable {
     cached: Table<Cached>,
     places: Places,
     cached_pages: u64,
+    cached_runs: u64,
+    /// Changes of the cached pages since the last [`VmTable::take_changes`].
+    changes: Vec<Change>,
+    /// Cached pages that the page store holds or another file of the trust domain has.
+    matched: Bits,
     /// Store page that each guest page maps, plus one.
     mapped: Table<u32>,
     shared: Bits,
+    /// Pages that map the page store and that had a private copy at a sync with the kernel's page
+    /// tables. Unlike `shared`, an agent's message never changes this set.
+    copied: Bits,
     dirty: Bits,
     refused: Bits,
     planned: Bits,
@@ -69,8 +86,12 @@ impl VmTable {
             cached: Table::new(total),
             places: Places::default(),
             cached_pages: 0,
+            cached_runs: 0,
+            changes: Vec::new(),
+            matched: Bits::new(total),
             mapped: Table::new(total),
             shared: Bits::new(total),
+            copied: Bits::new(total),
             dirty: Bits::new(total),
             refused: Bits::new(total),
             planned: Bits::new(total),
@@ -138,18 +159,22 @@ impl VmTable {
         if !self.places.has_room_for(file, page, most) {
             return false;
         }
-        self.uncache(at);
         let Some(stored) = file.checked_add(1) else {
             return false;
         };
-        if let Some(before) = self.places.set(file, page, Some(at)) {
-            // The guest has moved the page (by migration; or it was dropped and read again while
-            // events were lost).
-            self.cached.set(before, Cached::default());
-            self.cached_pages -= 1;
+        if self.cached(at) != Some((file, page)) {
+            self.uncache(at);
+            if let Some(before) = self.places.set(file, page, Some(at)) {
+                // The guest has moved the page (by migration; or it was dropped and read again
+                // while events were lost).
+                self.set_cached(before, Cached::default());
+                self.matched.set(at, self.matched.has(before));
+                self.matched.set(before, false);
+            } else {
+                self.note_change(file, page, true);
+            }
+            self.set_cached(at, Cached { file: stored, page });
         }
-        self.cached.set(at, Cached { file: stored, page });
-        self.cached_pages += 1;
         self.dirty.set(at, false);
         self.refused.set(at, false);
         if let Some(seen) = &mut self.seen {
@@ -169,11 +194,97 @@ impl VmTable {
         let Some((file, page)) = self.cached(at) else {
             return;
         };
-        self.cached.set(at, Cached::default());
-        self.cached_pages -= 1;
+        self.set_cached(at, Cached::default());
+        self.matched.set(at, false);
         if self.places.get(file, page) == Some(at) {
             self.places.set(file, page, None);
+            self.note_change(file, page, false);
         }
+    }
+
+    fn set_cached(&mut self, at: Index, value: Cached) {
+        let before = self.cached.set(at, value);
+        let is_cached = |cached: Cached| cached != Cached::default();
+        self.cached_pages += u64::from(is_cached(value));
+        self.cached_pages -= u64::from(is_cached(before));
+        // A page begins a run unless it continues the page before.
+        let left = at.checked_sub(1).map(|left| self.cached.get(left));
+        let left = left
+            .filter(|left| is_cached(*left))
+            .and_then(|left| left.after(1));
+        let begins = |before: Option<Cached>, page| is_cached(page) && before != Some(page);
+        let right = at
+            .checked_add(1)
+            .map_or(Cached::default(), |right| self.cached.get(right));
+        let follows = |page| Some(page).filter(|page| is_cached(*page))?.after(1);
+        let begun = |page| u64::from(begins(left, page)) + u64::from(begins(follows(page), right));
+        self.cached_runs += begun(value);
+        self.cached_runs -= begun(before);
+    }
+
+    fn note_change(&mut self, file: FileNumber, page: u32, cached: bool) {
+        let last = self
+            .changes
+            .last_mut()
+            .filter(|last| (last.file, last.pages.end, last.cached) == (file, page, cached));
+        match last {
+            Some(last) => last.pages.end += 1,
+            None => self.changes.push(Change {
+                file,
+                pages: page..page.saturating_add(1),
+                cached,
+            }),
+        }
+    }
+
+    /// Returns the changes of the cached pages since the last call, in order. A page that moved in
+    /// guest memory is no change.
+    pub fn take_changes(&mut self) -> Vec<Change> {
+        std::mem::take(&mut self.changes)
+    }
+
+    /// Returns the ranges of pages of `file` that the VM caches, in ascending order.
+    #[must_use]
+    pub fn cached_ranges(&self, file: FileNumber) -> Vec<Range<u32>> {
+        self.places.ranges(file)
+    }
+
+    /// Sets which cached pages of a file range have a match: the page store holds them, or another
+    /// file of the trust domain has them. `matched` returns one bit for each of the 64 pages of a
+    /// piece.
+    pub fn set_matched(
+        &mut self,
+        file: FileNumber,
+        pages: Range<u32>,
+        mut matched: impl FnMut(u32) -> u64,
+    ) {
+        let mut piece = None;
+        for run in self.places.runs_in(file, pages) {
+            for (page, place) in (run.at..run.at + run.pages).zip(run.value..) {
+                let (_, bits) = match piece {
+                    Some(known @ (number, _)) if number == page / PIECE => known,
+                    _ => *piece.insert((page / PIECE, matched(page / PIECE))),
+                };
+                self.matched.set(place - 1, bits >> (page % PIECE) & 1 == 1);
+            }
+        }
+    }
+
+    /// Returns the number of cached pages that have a match ([`VmTable::set_matched`]), and how
+    /// many of them are shared: they show a page of the page store or of a snapshot's image.
+    #[must_use]
+    pub fn count_matched(&self) -> (u64, u64) {
+        let shared = self.shared.words();
+        let template = self.view.words().zip(self.foldable.words());
+        let words = self.matched.words().zip(shared).zip(template);
+        words.fold(
+            (0, 0),
+            |(all, folded), ((matched, shared), (view, foldable))| {
+                let count = |bits: u64| u64::from(bits.count_ones());
+                let shared = shared | view & !foldable;
+                (all + count(matched), folded + count(matched & shared))
+            },
+        )
     }
 
     /// Returns the guest page that caches page `page` of `file`; `None` if no page does.
@@ -199,22 +310,6 @@ impl VmTable {
         (any != 0).then_some(usable)
     }
 
-    /// Returns which of the 64 pages of piece `piece` of `file` are cached: one bit for each page.
-    #[must_use]
-    pub fn cached_in_piece(&self, file: FileNumber, piece: u32) -> u64 {
-        let places = self.places.piece(file, piece);
-        let bits = places.iter().flatten().zip(0..);
-        bits.fold(0, |bits, (place, page)| {
-            bits | u64::from(*place != 0) << page
-        })
-    }
-
-    /// Returns all pieces of 64 pages of files that have cached pages: file, number of the piece,
-    /// and the guest pages (each plus one) that cache its pages; ascending by file and piece.
-    pub fn all_pieces(&self) -> impl Iterator<Item = (FileNumber, u32, Piece)> + '_ {
-        self.places.all()
-    }
-
     /// Returns the numbers of the pieces (64 pages each) of `file` that have cached pages, in
     /// ascending order.
     #[must_use]
@@ -226,6 +321,13 @@ impl VmTable {
     #[must_use]
     pub const fn cached_pages(&self) -> u64 {
         self.cached_pages
+    }
+
+    /// Returns the number of runs of cached pages: pages that are consecutive in the tables and in
+    /// the file.
+    #[must_use]
+    pub const fn cached_runs(&self) -> u64 {
+        self.cached_runs
     }
 
     /// Returns the file, and the page of the file, that guest page `at` caches; `None` if it caches
@@ -250,16 +352,9 @@ impl VmTable {
     }
 
     fn places_in(&self, file: FileNumber, pages: Range<u32>) -> Vec<Index> {
-        let mut found = Vec::new();
-        for first in self
-            .pieces_in(file, pages.clone())
-            .iter()
-            .map(|p| p * PIECE)
-        {
-            let within = first.max(pages.start)..first.saturating_add(PIECE).min(pages.end);
-            found.extend(within.filter_map(|page| self.place(file, page)));
-        }
-        found
+        let runs = self.places.runs_in(file, pages);
+        runs.flat_map(|run| (run.value - 1)..(run.value - 1 + run.pages))
+            .collect()
     }
 
     /// Returns the numbers of the pieces (64 pages each) in a file range that have cached pages, in
@@ -319,16 +414,9 @@ impl VmTable {
         })
     }
 
-    /// Returns whether guest page `at` still shows the store page that it maps
-    /// ([`Mapped::shared`]).
-    #[must_use]
-    pub fn is_shared(&self, at: Index) -> bool {
-        self.shared.has(at)
-    }
-
     /// Returns the runs of cached pages: for each, the first guest page, the number of pages, the
     /// file, and the first page of the file.
-    pub fn cached_runs(&self) -> impl Iterator<Item = (Index, u32, FileNumber, u32)> + '_ {
+    pub fn all_cached(&self) -> impl Iterator<Item = (Index, u32, FileNumber, u32)> + '_ {
         let runs = self.cached.runs();
         runs.map(|Run { at, pages, value }| (at, pages, value.file - 1, value.page))
     }
@@ -346,10 +434,47 @@ impl VmTable {
         all
     }
 
+    /// Returns the runs of pages that map the page store: for each, the first guest page, the
+    /// number of pages, and the first store page.
+    pub fn mapped_runs(&self) -> impl Iterator<Item = (Index, u32, u32)> + '_ {
+        let runs = self.mapped.runs();
+        runs.map(|Run { at, pages, value }| (at, pages, value - 1))
+    }
+
+    /// Returns which of the 64 guest pages from page `64 * number` on map the page store and had a
+    /// private copy at the last sync.
+    #[must_use]
+    pub fn copied(&self, number: usize) -> u64 {
+        self.copied.word(number)
+    }
+
+    /// Records which guest pages have private copies: `own` has one bit for each guest page. The
+    /// other pages that map the page store still show it. Returns the number of pages that map the
+    /// page store, and how many of them have private copies.
+    pub fn set_copied(&mut self, own: &[u64]) -> (u64, u64) {
+        let mut mapped = vec![0_u64; own.len()];
+        for run in self.mapped.runs() {
+            for at in run.at..run.at + run.pages {
+                if let Some(word) = mapped.get_mut(at as usize / 64) {
+                    *word |= 1 << (at % 64);
+                }
+            }
+        }
+        let (mut pages, mut copied) = (0, 0);
+        for (number, (mapped, own)) in mapped.into_iter().zip(own).enumerate() {
+            self.shared.set_word(number, mapped & !own);
+            self.copied.set_word(number, mapped & own);
+            pages += u64::from(mapped.count_ones());
+            copied += u64::from((mapped & own).count_ones());
+        }
+        (pages, copied)
+    }
+
     /// Sets the store page that guest page `at` maps, or records that it maps none (`None`).
     pub fn set_mapped(&mut self, at: Index, mapped: Option<Mapped>) {
         self.mapped.set(at, mapped.map_or(0, |m| m.store_page + 1));
         self.shared.set(at, mapped.is_some_and(|m| m.shared));
+        self.copied.set(at, false);
         if mapped.is_some() {
             self.view.set(at, false);
         }
@@ -465,6 +590,9 @@ impl VmTable {
         self.cached = Table::new(total);
         self.places = Places::default();
         self.cached_pages = 0;
+        self.cached_runs = 0;
+        self.changes = Vec::new();
+        self.matched = Bits::new(total);
         self.dirty = Bits::new(total);
         self.refused = Bits::new(total);
         self.seen = None;
@@ -473,7 +601,14 @@ impl VmTable {
     /// Returns the memory use of the tables in bytes.
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
-        let sets = [&self.shared, &self.dirty, &self.refused, &self.planned];
+        let sets = [
+            &self.shared,
+            &self.copied,
+            &self.dirty,
+            &self.refused,
+            &self.planned,
+            &self.matched,
+        ];
         let more = [&self.zero, &self.view, &self.image_data, &self.foldable];
         let sets = sets.into_iter().chain(more).map(Bits::own_bytes);
         (self.cached.own_bytes()

@@ -1,9 +1,10 @@
 //! Adds VMs to the fold engine, changes their RAM layout, stops folding while a snapshot is saved,
 //! and removes them. Also handles a QEMU in which memfold's library no longer answers.
 
-use std::os::fd::BorrowedFd;
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::SyncSender;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use foldhash::{HashMap, HashMapExt};
 use memfold_store::Store;
@@ -17,9 +18,10 @@ use super::candidates::Candidates;
 use super::content::Contents;
 use super::domain::Domain;
 use super::fold_back_pass::BackPass;
-use super::guest::{Guest, GuestError, Refold, VmId};
+use super::guest::{Guest, GuestError, VmId};
 use super::hint_stack::HintStack;
 use super::huge::HugePages;
+use super::member::Member;
 use super::state::{Engine, Held, VmState};
 use super::stats::VmStats;
 use super::vm_table::VmTable;
@@ -27,6 +29,13 @@ use super::zero_pass::ZeroPass;
 
 /// Reason why the engine does not fold a VM while a snapshot of the VM is made.
 const HELD: &str = "a snapshot of this VM is being made";
+
+/// Number of waiting hints of all VMs together, unless that would be less than [`MIN_HINTS`] for
+/// each VM. A hint has 16 bytes, and a stack has up to twice as many hints, so that the stacks of
+/// 1,000 VMs need at most 128 MiB with the spare places of their lists.
+const ALL_HINTS: usize = 1 << 21;
+
+const MIN_HINTS: usize = 1024;
 
 const ENDED: &str = "the VM has ended";
 
@@ -60,17 +69,18 @@ impl Engine {
             super::intake::allowance(u32::try_from(layout.pages()).unwrap_or(u32::MAX), now);
         let vm = VmState {
             table: VmTable::new(layout),
-            stack: HintStack::new(self.settings.stack_limit, self.settings.settle),
-            files: HashMap::new(),
+            stack: HintStack::new(self.stack_limit, self.settings.settle),
             skips: HashMap::new(),
             path_bytes: 0,
+            late_files: BTreeMap::new(),
+            moves: super::intake::move_allowance(now),
             allowance,
             introduced: problem.is_none(),
             advice: advice.to_vec(),
             gone_blocks: Vec::new(),
             active: true,
             last_sync: now,
-            last_pause: now,
+            next_pause: now + self.settings.pause_interval,
             wait_for_pause: Vec::new(),
             zero: ZeroPass::new(self.settings.drop_zero.then_some(now)),
             back: BackPass::new(now, self.settings.fold_back_interval),
@@ -82,19 +92,32 @@ impl Engine {
                 problem,
                 ..VmStats::default()
             },
-            refold: Refold::Unknown,
+            refold: None,
             huge: HugePages::default(),
             pagemap: Pagemap::open(guest.pid()).ok(),
             discarded: 0,
             maps_stale: true,
             last_full_sync: now,
-            sync_cost: Duration::ZERO,
             guest,
             domain,
         };
         self.vms.insert(id, vm);
+        self.share_stacks();
         if self.vms[&id].stats.problem.is_none() {
             self.sync(id);
+        }
+    }
+
+    /// Divides the memory for waiting hints among the VMs.
+    fn share_stacks(&mut self) {
+        let share = (ALL_HINTS / self.vms.len().max(1)).max(MIN_HINTS);
+        // A power of two, so that few of many new VMs change the limit of all.
+        let limit = (1 << share.ilog2()).min(self.settings.stack_limit);
+        if limit != self.stack_limit {
+            self.stack_limit = limit;
+            for vm in self.vms.values_mut() {
+                vm.stack.set_limit(limit);
+            }
         }
     }
 
@@ -113,15 +136,20 @@ impl Engine {
                 warn!(domain, error = %error, "cannot reopen the page store of an earlier daemon, so a new store was created; run the daemon as root");
                 None
             });
-            let mapped_by = |store: &Store| memfold_store::mapped::processes(store.identity());
-            let guardians = adopted.as_ref().map(mapped_by).transpose();
-            let guardians = guardians.map_err(|e| e.to_string())?.unwrap_or_default();
             let store = adopted
                 .map_or_else(|| Store::create(domain, cap), Ok)
                 .map_err(|e| e.to_string())?;
+            let filled = store.filled().map_err(|e| e.to_string())?;
+            // The search reads the mappings of all processes. A store without pages, such as that
+            // of a VM without a trust domain, needs none: it has nothing to free.
+            let guardians = if filled.is_empty() {
+                Vec::new()
+            } else {
+                memfold_store::mapped::processes(store.identity()).map_err(|e| e.to_string())?
+            };
             let mut contents = Contents::default();
             // Pages of a former daemon that nobody maps can be freed.
-            for filled in store.filled().map_err(|e| e.to_string())? {
+            for filled in filled {
                 let page = |page: StorePage| u32::try_from(page.0).unwrap_or(u32::MAX);
                 contents.add_orphans(page(filled.start)..page(filled.end));
             }
@@ -161,17 +189,22 @@ impl Engine {
         let Some(vm) = self.vms.remove(&id) else {
             return;
         };
+        self.share_stacks();
         let Some(domain) = self.domains.get_mut(&vm.domain) else {
             return;
         };
         vm.drop_references(domain);
-        domain.contents.leave_all(id);
+        domain
+            .contents
+            .leave_all(id, &|m| vm.table.cached_ranges(m.file));
         if self.vms.values().any(|other| other.domain == vm.domain) {
-            self.reclaim(&vm.domain);
+            self.reclaim(&vm.domain, false);
         } else {
             // After the last VM of a domain, the store ends with the engine's descriptor of its
             // file.
             self.domains.remove(&vm.domain);
+            self.schedule.pairs.set(&vm.domain, None);
+            self.schedule.reclaims.set(&vm.domain, None);
         }
     }
 
@@ -188,6 +221,22 @@ impl Engine {
             vm.stack.clear();
             vm.wait_for_pause.clear();
             vm.back.forget();
+        }
+    }
+
+    /// Gives the library of a VM a socket over which the missing pages of the VM's memory are
+    /// brought. The VM may not be folded meanwhile, for whatever reason.
+    pub(super) fn await_pages(&mut self, id: VmId, socket: &OwnedFd) -> Result<(), String> {
+        let vm = self.vms.get_mut(&id).ok_or(ENDED)?;
+        let order = Order::Await { ranges: Vec::new() };
+        match vm.guest.order(&order, Some(socket.as_fd())) {
+            Ok(Reply::Ok) => Ok(()),
+            Ok(Reply::Error { reason }) => Err(reason),
+            Ok(other) => Err(format!("unexpected reply: {other:?}")),
+            Err(error) => {
+                self.lost(id, &error);
+                Err(error.to_string())
+            }
         }
     }
 
@@ -313,6 +362,12 @@ impl Engine {
         vm.gone_blocks.extend(gone.map(|block| block.hva));
         if let Some(domain) = self.domains.get_mut(&vm.domain) {
             vm.drop_references(domain);
+            for (_, pages, file, page) in vm.table.all_cached() {
+                let member = Member { vm: id, file };
+                domain
+                    .contents
+                    .count_cached(member, page..page + pages, false);
+            }
         }
         // The tables change whatever the library answers, because the daemon sends a layout only
         // once.

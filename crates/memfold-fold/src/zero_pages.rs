@@ -10,6 +10,7 @@ use memfold_units::Hva;
 use memfold_wire::library::{MAX_RUNS, Order, Range, Reply};
 
 use super::guest::VmId;
+use super::schedule::Work;
 use super::state::{Engine, VmState};
 use super::zero_pass::resident_pages;
 
@@ -20,7 +21,7 @@ const ORDER_PAGES: u64 = 16_384;
 impl Engine {
     /// Sends the next order of a pass. Returns whether an order was due.
     pub(super) fn zero_due(&mut self, now: Instant) -> bool {
-        let Some(id) = self.first_due(now, |vm| vm.zero.due) else {
+        let Some(id) = self.first_due(Work::Zero, now) else {
             return false;
         };
         self.zero_step(id, now);
@@ -51,7 +52,7 @@ impl Engine {
                 Ok(Reply::Zero {
                     dropped, cpu_ns, ..
                 }) => {
-                    vm.stats.zero_pages += dropped;
+                    vm.stats.zero_pages += dropped.min(pages);
                     if dropped > 0 {
                         mark_gone(vm, &ranges);
                     }

@@ -192,6 +192,11 @@ impl Shared {
                 Ok((0, _)) => return Ok(()),
                 Ok((n, came)) => {
                     decoder.push(&buffer[..n]);
+                    // The kernel delivers a file with the first bytes that were sent with it. With
+                    // two files, it is unknown which one belongs to the next message.
+                    if came.is_some() && file.is_some() {
+                        return Err("two files came with one message".to_owned());
+                    }
                     file = came.or(file);
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,

@@ -72,10 +72,18 @@ impl State {
             };
             let step = match (freeze, kind, uffd, staging.as_mut()) {
                 (_, Kind::Awaited, ..) => Err(Outcome::Refused),
-                (Freeze::Stopped { .. }, ..) => part.at_rest(),
                 // Anonymous pages are moved even if the order says write protection, because a move
                 // is also safe with DMA.
                 (_, Kind::Anonymous, Some(uffd), Some(staging)) => part.by_move(uffd, staging),
+                // QEMU's main loop writes to the RAM of a stopped VM, too: what a serial port
+                // (virtio-serial) receives.
+                (Freeze::Stopped { .. }, _, Some(uffd), _) if uffd.protection_lasts() => {
+                    match part.by_write_protection(uffd) {
+                        Err(Outcome::Refused) => part.at_rest(),
+                        done => done,
+                    }
+                }
+                (Freeze::Stopped { .. }, ..) => part.at_rest(),
                 (Freeze::WriteProtect, _, Some(uffd), _) if uffd.protection_lasts() => {
                     part.by_write_protection(uffd)
                 }
@@ -173,7 +181,8 @@ impl Part<'_> {
         Ok(step)
     }
 
-    /// Compares and replaces pages that nobody writes.
+    /// Compares and replaces pages that nobody writes. If the VM was only stopped, QEMU's main loop
+    /// may write to them: then this is for memory that the kernel cannot write-protect.
     fn at_rest(&self) -> Result<Step, Outcome> {
         let folded = self.run.equal_pages(self.bytes);
         let same = self.run.part(0, folded);

@@ -146,6 +146,7 @@ impl Folder {
         if let Err(error) = order.validate() {
             return refuse(error.to_string());
         }
+        self.go_on_if_stuck();
         if changes_mappings(order) && self.lock().past.is_some() {
             return refuse("a copy-before-write of the VM's memory is under way".to_owned());
         }
@@ -380,6 +381,15 @@ impl Folder {
         let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(monitor) = monitor.as_mut() {
             monitor.release();
+            monitor.go_on_if_stuck();
+        }
+    }
+
+    /// Resumes the VM if an earlier order could not.
+    fn go_on_if_stuck(&self) {
+        let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(monitor) = monitor.as_mut() {
+            monitor.go_on_if_stuck();
         }
     }
 

@@ -117,7 +117,13 @@ pub struct Frozen<'a> {
 impl<'a> Frozen<'a> {
     fn register(uffd: &'a Userfaultfd, run: Area, mode: Mode) -> Result<Self, Errno> {
         let began = Instant::now();
-        uffd.register(run, mode)?;
+        // If the run has several mappings, the kernel registers one after another. After an error
+        // (ENOMEM at vm.max_map_count), the first ones stay registered, and a thread that finds a
+        // page of theirs missing would wait for ever.
+        uffd.register(run, mode).inspect_err(|_| {
+            let _ = uffd.unregister(run);
+            let _ = uffd.wake(run);
+        })?;
         Ok(Self {
             uffd,
             run,

@@ -24,6 +24,8 @@ pub struct Monitor {
     link: Option<Link>,
     /// Whether [`Monitor::hold`] has stopped the VM and [`Monitor::release`] has not resumed it.
     held: bool,
+    /// Whether the VM still has to be resumed, because QEMU has refused every `cont`.
+    is_stuck: bool,
 }
 
 impl Monitor {
@@ -46,10 +48,11 @@ impl Monitor {
     }
 
     /// Stops the VM (vCPUs, and I/O after it has drained) until the returned guard is dropped.
-    /// Returns `None` if the VM was not running; then the library must not resume the VM.
+    /// Returns `None` if the VM was not running, or is being migrated; then the library must not
+    /// resume the VM. A migration that ends now would leave the VM stopped at its new place.
     pub fn stop(&mut self) -> io::Result<Option<Stopped<'_>>> {
         let status = self.ask("query-status")?;
-        if status["status"] != "running" {
+        if status["status"] != "running" || is_migrating(&self.ask("query-migrate")?) {
             return Ok(None);
         }
         let began = Instant::now();
@@ -83,11 +86,36 @@ impl Monitor {
     }
 
     fn go_on(&mut self) {
-        // QEMU executes commands in order, so `cont` follows a `stop` that is still unanswered.
+        self.is_stuck = false;
         for _ in 0..100 {
-            let Err(error) = self.ask("cont") else { return };
-            say!("memfold: QEMU's monitor refused 'cont' ({error}); retrying");
+            let Err(error) = self.resume_if_paused() else {
+                return;
+            };
+            say!("memfold: QEMU's monitor did not resume the VM ({error}); retrying");
             std::thread::sleep(Duration::from_millis(100));
+        }
+        self.is_stuck = true;
+        say!("memfold: the VM is still paused; retrying at the daemon's next order");
+    }
+
+    /// Resumes the VM if it is still stopped because QEMU has refused every `cont`.
+    pub fn go_on_if_stuck(&mut self) {
+        if self.is_stuck && self.resume_if_paused().is_ok() {
+            self.is_stuck = false;
+            say!("memfold: the VM runs again");
+        }
+    }
+
+    /// Resumes the VM if it is paused. QEMU executes commands in order, so it answers after a
+    /// `stop` that is still unanswered. In other states the VM must not run: after a migration,
+    /// another QEMU runs it.
+    fn resume_if_paused(&mut self) -> io::Result<()> {
+        let answer = self.ask("query-status")?;
+        match answer["status"].as_str() {
+            Some("paused") => self.ask("cont").map(drop),
+            // If the migration fails, the VM is paused again.
+            Some("finish-migrate") => Err(io::Error::other("a migration of the VM ends now")),
+            _ => Ok(()),
         }
     }
 
@@ -105,6 +133,12 @@ impl Monitor {
         }
         answer
     }
+}
+
+/// Returns whether a migration is under way, by QEMU's answer to `query-migrate`.
+fn is_migrating(answer: &Value) -> bool {
+    let status = answer["status"].as_str().unwrap_or("none");
+    !matches!(status, "none" | "completed" | "failed" | "cancelled")
 }
 
 /// Guard of a stopped VM. Dropping the guard resumes the VM.

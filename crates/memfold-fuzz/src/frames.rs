@@ -14,6 +14,7 @@ use memfold_wire::library::{
 use memfold_wire::memory::{
     self, LruGen, MemoryReading, Pressure, TrimEnd, TrimMethod, TrimOrder, TrimResult,
 };
+use memfold_wire::order::{GuestOrder, NewAddresses, NewIdentities, NewNames, PathList};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -113,6 +114,11 @@ impl Limited for FromAgent {
             | Self::InputRoom { .. }
             | Self::Memory(_)
             | Self::Trimmed(_) => {}
+            Self::Allowed { words } => {
+                assert!(words.len() <= 64);
+                assert!(words.iter().all(|word| word.len() <= 64));
+            }
+            Self::NotAllowed { word, .. } => assert!(word.len() <= 64),
         }
     }
 }
@@ -126,6 +132,21 @@ impl Limited for ToAgent {
             Self::Input { bytes, .. } => assert!(bytes.len() <= agent::MAX_INPUT),
             Self::ReportMemory { interval_ms } => {
                 assert!(*interval_ms == 0 || *interval_ms >= memory::MIN_INTERVAL_MS);
+            }
+            Self::Order { order, .. } | Self::StreamOrder { order, .. } => {
+                let script = order.script();
+                assert!(script.len() <= agent::MAX_TEXT && !script.contains('\0'));
+                // Only the line after a list ends it.
+                let ends = script.lines().filter(|line| *line == "END").count();
+                let has_list = script.contains("<<'END'");
+                let is_quoted = matches!(
+                    order,
+                    GuestOrder::CopyToDisk { .. }
+                        | GuestOrder::SendArchive { .. }
+                        | GuestOrder::SendFile { .. }
+                        | GuestOrder::ReceiveArchive { .. }
+                );
+                assert!(is_quoted || ends == usize::from(has_list), "{script}");
             }
             _ => {}
         }
@@ -237,6 +258,13 @@ pub fn from_agent() -> Vec<Vec<u8>> {
             method: TrimMethod::MemoryReclaim,
             end: TrimEnd::Failed(-5),
         }),
+        FromAgent::Allowed {
+            words: ["exec", "drop-caches", "unknown"].map(String::from).into(),
+        },
+        FromAgent::NotAllowed {
+            command,
+            word: "exec".into(),
+        },
     ])
 }
 
@@ -258,7 +286,40 @@ pub fn to_agent() -> Vec<Vec<u8>> {
         bytes: vec![3; 40],
     };
     let signal = 15;
+    let (files, _) = PathList::new([&b"/usr/bin/a b"[..], b"/x\n\\\xff'"]);
+    let limit_ms = 2500;
+    let order = |order| ToAgent::Order { command, order };
+    let path = String::from("/srv/it's");
     frames(&[
+        order(GuestOrder::ListExtents(files.clone())),
+        order(GuestOrder::DropCaches { files, limit_ms }),
+        order(GuestOrder::StepClock {
+            behind_ns: -(1 << 70),
+            now_s: i128::MAX,
+        }),
+        order(GuestOrder::Renew(NewIdentities {
+            seed: "5f".repeat(32),
+            network: Some(NewAddresses { mac: 77, cards: 1 }),
+            names: Some(NewNames {
+                host_name: "web-1.a".into(),
+                machine_id: "0a".repeat(16),
+            }),
+        })),
+        order(GuestOrder::MountSegment {
+            name: "base@3".into(),
+            content: true,
+        }),
+        order(GuestOrder::CopyToDisk {
+            tops: vec![path.clone()],
+        }),
+        ToAgent::StreamOrder {
+            command,
+            order: GuestOrder::ReceiveArchive {
+                name: String::new(),
+                destination: path,
+            },
+            has_input: true,
+        },
         ToAgent::Welcome {
             version: agent::VERSION,
             include: vec!["/usr/**".into()],

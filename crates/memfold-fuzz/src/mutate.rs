@@ -81,7 +81,7 @@ fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
     let at = random.below(input.len());
     let length = 1 + random.below((input.len() - at).clamp(1, 64));
     let end = (at + length).min(input.len());
-    match random.below(9) {
+    match random.below(14) {
         0 if !input.is_empty() => input[at] ^= 1 << random.below(8),
         1 if !input.is_empty() => input[at] = EDGES[random.below(EDGES.len())],
         2 => {
@@ -112,11 +112,67 @@ fn change(input: &mut Vec<u8>, other: &[u8], random: &mut Random) {
             };
             input.splice(at..at, more.iter().copied());
         }
-        _ => {
+        8 => {
             let from = random.below(other.len());
             input.splice(at..end, other[from..].iter().copied().take(256));
         }
+        _ => change_words(input, other, at, random),
     }
+}
+
+/// Changes an input that is a text: whole words, lines and fields, which changed bytes would break.
+fn change_words(input: &mut Vec<u8>, other: &[u8], at: usize, random: &mut Random) {
+    const NUMBERS: [&[u8]; 10] = [
+        b"0",
+        b"1",
+        b"-1",
+        b"4096",
+        b"65536",
+        b"4294967295",
+        b"18446744073709551615",
+        b"9223372036854775808",
+        b"1e9",
+        b"null",
+    ];
+    let is_line = |byte: u8| byte != b'\n' && byte != 0;
+    let is_word = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-';
+    let is_field = |byte: u8| is_line(byte) && !matches!(byte, b',' | b' ' | b'{' | b'}');
+    let here = |is_part: &dyn Fn(u8) -> bool| around(input, at, is_part);
+    let there = |is_part: &dyn Fn(u8) -> bool, random: &mut Random| {
+        let range = around(other, random.below(other.len()), is_part);
+        other[range].to_vec()
+    };
+    match random.below(8) {
+        0 => drop(input.splice(here(&is_word), there(&is_word, random))),
+        1 => drop(input.splice(
+            here(&is_word),
+            NUMBERS[random.below(NUMBERS.len())].to_vec(),
+        )),
+        2 => drop(input.splice(here(&is_field), there(&is_field, random))),
+        3 => drop(input.splice(here(&is_line), there(&is_line, random))),
+        // A line or field twice, after another one, or not at all.
+        4 => {
+            let line = [there(&is_line, random), b"\n".to_vec()].concat();
+            let start = here(&is_line).start;
+            input.splice(start..start, line);
+        }
+        5 => {
+            let field = [b",".to_vec(), there(&is_field, random)].concat();
+            let end = here(&is_field).end;
+            input.splice(end..end, field);
+        }
+        6 => drop(input.drain(here(&is_line))),
+        _ => drop(input.drain(here(&is_field))),
+    }
+}
+
+/// Returns the range of neighbouring bytes around `at` of which `is_part` is true.
+fn around(bytes: &[u8], at: usize, is_part: &dyn Fn(u8) -> bool) -> std::ops::Range<usize> {
+    let at = at.min(bytes.len());
+    let start = bytes[..at].iter().rposition(|byte| !is_part(*byte));
+    let length = bytes[at..].iter().position(|byte| !is_part(*byte));
+    let end = length.map_or(bytes.len(), |length| at + length);
+    start.map_or(0, |start| start + 1)..end
 }
 
 /// Writes the right length into the header of a frame. Otherwise most changed frames would be

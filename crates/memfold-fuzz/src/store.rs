@@ -1,6 +1,7 @@
 //! Fuzzes the parsers of a snapshot's parts that are read from an object store: compressed chunks,
-//! indexes and descriptions.
+//! indexes, first pages and descriptions.
 
+use memfold_transfer::first_pages::{PageRun, Part, check_order};
 use memfold_transfer::{Description, chunk};
 use serde_json::json;
 
@@ -43,6 +44,64 @@ pub fn chunk(data: &[u8]) -> u64 {
     }
 }
 
+/// Whole pages of each file of the snapshot to which the parts of [`first_pages`] belong.
+const FILE_PAGES: [u64; 3] = [1000, 0, 300];
+
+/// Returns two parts of a snapshot's first pages each, one after the other.
+pub fn first_parts() -> Vec<Vec<u8>> {
+    let run = |file, first, pages| PageRun { file, first, pages };
+    let pairs = [
+        [
+            vec![run(0, 3, 1), run(0, 7, 2)],
+            vec![run(0, 254, 2), run(2, 299, 1)],
+        ],
+        [vec![run(0, 0, 1)], vec![run(0, 1, 1)]],
+    ];
+    let part = |runs: &Vec<PageRun>| {
+        let bytes = vec![5; runs.iter().map(PageRun::bytes).sum()];
+        let runs = runs.clone();
+        Part { runs, bytes }.encode()
+    };
+    let pair = |parts: &[Vec<PageRun>; 2]| {
+        let parts = parts.each_ref().map(part);
+        let first = u32::try_from(parts[0].len()).unwrap_or(0);
+        [&first.to_le_bytes()[..], &parts[0], &parts[1]].concat()
+    };
+    pairs.iter().map(pair).collect()
+}
+
+/// Decodes two parts. What is accepted names each page of a file at most once, and has its bytes.
+pub fn first_pages(data: &[u8]) -> u64 {
+    let Some((length, data)) = data.split_first_chunk() else {
+        return 0;
+    };
+    let length = usize::try_from(u32::from_le_bytes(*length)).unwrap_or(0);
+    let (first, second) = data.split_at(length.min(data.len()));
+    let parts = [first, second].map(|part| Part::decode(part.to_vec(), &FILE_PAGES));
+    let whys = parts.iter().filter_map(|part| part.as_ref().err());
+    if let Some(why) = whys.max() {
+        return 1 + why.len() as u64 % 64;
+    }
+    let parts = parts.map(Result::unwrap_or_default);
+    let mut seen = std::collections::HashSet::new();
+    let mut is_twice = false;
+    for (run, bytes) in parts.iter().flat_map(Part::pages) {
+        let file = usize::try_from(run.file).unwrap_or(usize::MAX);
+        assert!(run.pages > 0 && run.end() <= FILE_PAGES[file] && bytes.len() == run.bytes());
+        for page in run.first..run.end() {
+            assert_eq!(page / 256, run.chunk());
+            is_twice |= !seen.insert((file, page));
+        }
+    }
+    for part in &parts {
+        let pages: usize = part.pages().map(|(run, _)| run.bytes()).sum();
+        assert!(pages == part.bytes.len() && part.pages().count() == part.runs.len());
+    }
+    let is_right = check_order(&parts).is_ok();
+    assert!(!(is_right && is_twice));
+    1 << 8 | u64::from(is_right) << 7 | (seen.len() as u64 % 64)
+}
+
 pub fn descriptions() -> Vec<Vec<u8>> {
     let file = |bytes: u64| json!({ "bytes": bytes, "xxh3_128": "00" });
     let manifest = json!({
@@ -60,6 +119,7 @@ pub fn descriptions() -> Vec<Vec<u8>> {
         "files": [{ "name": "ram", "bytes": 1 << 21 }, { "name": "ram.sums", "bytes": 16 },
             { "name": "devices", "bytes": 9 }, { "name": "disk0.qcow2", "bytes": 7 },
             { "name": "base0", "bytes": 8, "origin": "/base.img" }],
+        "first_pages": [{ "object": blake3::hash(b"part").to_hex().as_str(), "bytes": 5000 }],
     });
     let pretty = serde_json::to_vec_pretty(&description).unwrap_or_default();
     vec![description.to_string().into_bytes(), pretty]
@@ -71,5 +131,8 @@ pub fn description(data: &[u8]) -> u64 {
     };
     assert!(of.name == "warm" && of.chunks() <= 4 << 20);
     assert!(of.files.iter().all(|file| !file.name.contains('/')));
+    for part in &of.first_pages {
+        assert!(part.object.len() == 64 && part.bytes < 3 << 20);
+    }
     1 << 8 | of.files.len() as u64
 }

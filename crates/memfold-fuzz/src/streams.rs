@@ -4,10 +4,11 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use memfold_api::{EXEC_HEADER, EXEC_PAYLOAD, EventParser, ExecEvent, ExecOrder, exec_header};
 use memfold_copy::{CopyError, Destination, pack, unpack};
+
+use crate::place::Place;
 
 /// Parses a frame as one from the client, and a stream of frames from the daemon.
 pub fn exec_frames(data: &[u8]) -> u64 {
@@ -65,21 +66,6 @@ pub fn exec_streams() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// Returns a new directory, in memory if the host has a file system there.
-fn place() -> PathBuf {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    let memory = Path::new("/dev/shm");
-    let parent = if memory.is_dir() {
-        memory.to_owned()
-    } else {
-        std::env::temp_dir()
-    };
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let place = parent.join(format!("memfold-fuzz-{}-{number}", std::process::id()));
-    fs::create_dir_all(place.join("into")).expect("a directory for the test");
-    place
-}
-
 fn names(directory: &Path) -> Vec<std::ffi::OsString> {
     let entries = fs::read_dir(directory).expect("the test's directory");
     entries
@@ -89,13 +75,14 @@ fn names(directory: &Path) -> Vec<std::ffi::OsString> {
 
 /// Unpacks an archive. Whatever is in it, nothing is outside the destination afterwards.
 pub fn copy_archive(data: &[u8]) -> u64 {
-    let place = place();
-    let into = place.join("into");
+    let place = Place::new();
+    let into = place.path().join("into");
+    fs::create_dir(&into).expect("a directory for the test");
     let destination = Destination::new(OsStr::new("copy"), &into).expect("a free destination");
     let result = unpack(data, &destination);
-    assert_eq!(names(&place), ["into"]);
+    assert_eq!(names(place.path()), ["into"]);
     let left = names(&into);
-    let kind = match &result {
+    match &result {
         Ok(summary) => {
             assert_eq!(left, ["copy"]);
             16 + (summary.files + 8 * summary.directories + 64 * summary.links).min(255)
@@ -109,14 +96,13 @@ pub fn copy_archive(data: &[u8]) -> u64 {
                 _ => 12,
             }
         }
-    };
-    fs::remove_dir_all(&place).expect("the test's directory");
-    kind
+    }
 }
 
 pub fn archives() -> Vec<Vec<u8>> {
-    let place = place();
-    let tree = place.join("into");
+    let place = Place::new();
+    let tree = place.path().join("into");
+    fs::create_dir(&tree).expect("a directory for the test");
     let long = tree.join("n".repeat(120));
     let write = |path: PathBuf| fs::write(path, [7; 600]).expect("a file for the test");
     write(tree.join("file"));
@@ -127,9 +113,7 @@ pub fn archives() -> Vec<Vec<u8>> {
         pack(path, &mut archive).expect("an archive");
         archive
     };
-    let archives = vec![packed(&tree), packed(&tree.join("file"))];
-    fs::remove_dir_all(&place).expect("the test's directory");
-    archives
+    vec![packed(&tree), packed(&tree.join("file"))]
 }
 
 /// Parses server-sent events; the result does not depend on how the stream is split.

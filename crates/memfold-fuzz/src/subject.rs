@@ -10,6 +10,10 @@ pub struct Subject {
     pub run: fn(&[u8]) -> u64,
     /// Function that returns valid inputs of the parser.
     pub seeds: fn() -> Vec<Vec<u8>>,
+    /// Code that the parser consists of, for `scripts/fuzz-coverage`: a file below `crates`, or
+    /// `FILE:NAME,NAME,...` (functions, and types for their `impl` blocks) if the file has other
+    /// code as well.
+    pub parser: &'static [&'static str],
 }
 
 /// Cuts `data` at its NUL bytes into `N` parts. Missing parts are empty, and the last part takes

@@ -1,4 +1,4 @@
-//! Runs every fuzz target on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (default 2) each. If
+//! Runs every fuzz target on changed valid inputs, for `MEMFOLD_FUZZ_SECONDS` (default 1) each. If
 //! a parser panics, its input is printed in hexadecimal. `MEMFOLD_FUZZ_SEEDS` names a directory to
 //! write the valid inputs to, for cargo-fuzz.
 
@@ -9,7 +9,7 @@ use std::time::Duration;
 use memfold_fuzz::{SUBJECTS, Subject, mutate, subject};
 
 fn fuzz(subject: Subject) {
-    let seconds = std::env::var("MEMFOLD_FUZZ_SECONDS").map_or(2, |text| {
+    let seconds = std::env::var("MEMFOLD_FUZZ_SECONDS").map_or(1, |text| {
         text.parse().expect("MEMFOLD_FUZZ_SECONDS is a number")
     });
     let mut last = Vec::new();
@@ -32,7 +32,7 @@ fn fuzz(subject: Subject) {
         "{name}: {} inputs, {} sorts of results, seed {seed}",
         done.inputs, done.results
     );
-    assert!(done.inputs > 100 && done.results > 1, "{name}: {done:?}");
+    assert!(done.inputs > 20 && done.results > 1, "{name}: {done:?}");
 }
 
 macro_rules! tests {
@@ -51,7 +51,9 @@ macro_rules! tests {
     };
 }
 
-tests! { from_agent to_agent order reply ring format mountinfo memory glob layout free_pages extents nbd description chunk exec_frames copy_archive sent_events }
+tests! {
+    from_agent to_agent order reply ring format mountinfo memory glob layout monitor command_line free_pages extents nbd disk_client description chunk first_pages manifest table sealed segment_manifest guest_report qcow2 partitions source debugfs domain configuration vm_description request name fingerprint mapping figures call etcd_response lvm_report exec_frames copy_archive sent_events
+}
 
 #[test]
 fn fuzz_seeds_are_valid_and_are_written_to_the_given_directory() {

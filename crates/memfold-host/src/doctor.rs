@@ -5,9 +5,11 @@ use memfold_units::ByteSize;
 use serde::Serialize;
 
 use super::facts::HostFacts;
+use super::fold_budget::default_fold_cpu_percent;
 use super::kernel_faults::{self, Conduct, Found, Presence};
 use super::kernel_release::Release;
 use super::kvm::KvmVerdict;
+use super::qemu_users;
 
 /// The kernel's default of `vm.max_map_count`. Folding a busy VM creates about 5,000 mappings.
 const DEFAULT_MAP_COUNT: u64 = 65_530;
@@ -60,8 +62,11 @@ pub fn examine(host: HostFacts) -> Report {
     kernel(&host, &mut checks);
     let kernel_faults = kernel_faults::find(&host.kernel);
     checks.push(faults(&host.kernel, kernel_faults.as_deref()));
+    checks.push(fold_budget(&host));
     memory(&host, &mut checks);
     qemu(&host, &mut checks);
+    // Without root's rights, VMs run as the daemon's user.
+    checks.extend(host.root.then(|| qemu_users(&host)));
     own_files(&host, &mut checks);
     Report {
         can_run: checks.iter().all(|c| c.status != Status::Fail),
@@ -285,6 +290,17 @@ fn memory(host: &HostFacts, checks: &mut Vec<Check>) {
     });
 }
 
+/// Tells the default CPU limit of folding on this host.
+fn fold_budget(host: &HostFacts) -> Check {
+    let (cores, percent) = (host.cores, default_fold_cpu_percent(host.cores));
+    ok(
+        "CPU for folding",
+        format!(
+            "at most {percent} % of one core by default (1 for each of {cores} cores, at least 5, at most 100); change it with 'memfold serve --cpu PERCENT'"
+        ),
+    )
+}
+
 const INSTALL_QEMU: &str = "apt install qemu-system-x86 qemu-utils (on Debian 12 with -t bookworm-backports; in a checkout: make setup)";
 
 fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
@@ -331,6 +347,25 @@ fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
             },
         ),
     });
+}
+
+/// Makes the check of the users that QEMUs switch to.
+fn qemu_users(host: &HostFacts) -> Check {
+    const NAME: &str = "users of QEMUs";
+    match &host.qemu_users {
+        Ok(range) => ok(
+            NAME,
+            format!("each VM's QEMU gets a user number of its own in {range}"),
+        ),
+        Err(error) => fail(
+            NAME,
+            format!("{error}: only VMs with user = \"root\" or another named user start"),
+            &format!(
+                "systemctl edit memfold: Environment={}=FIRST-LAST, with user numbers that nobody else uses",
+                qemu_users::RANGE_VARIABLE
+            ),
+        ),
+    }
 }
 
 fn own_files(host: &HostFacts, checks: &mut Vec<Check>) {
@@ -398,6 +433,7 @@ mod tests {
             }),
             max_map_count: Some(65_530),
             transparent_hugepage: Some("madvise".into()),
+            cores: 64,
             available_bytes: 8 << 30,
             qemu: Qemu {
                 facts: Some(QemuFacts {
@@ -412,6 +448,7 @@ mod tests {
             },
             kvm: KvmVerdict::Works,
             library: Ok("/usr/lib/memfold/libmemfold_qemu.so".into()),
+            qemu_users: Ok("2100000000-2139999999".into()),
             guest_images: Ok(vec!["trixie-a".into()]),
             tools: Vec::new(),
         }
@@ -427,6 +464,23 @@ mod tests {
                 .iter()
                 .all(|c| c.status == Status::Ok && c.fix.is_none())
         );
+    }
+
+    #[test]
+    fn doctor_tells_the_default_cpu_limit_of_folding_by_the_number_of_cores() {
+        for (cores, percent) in [
+            (2, "at most 5 %"),
+            (64, "at most 64 %"),
+            (512, "at most 100 %"),
+        ] {
+            let report = examine(HostFacts {
+                cores,
+                ..good_host()
+            });
+            let check = report.checks.iter().find(|c| c.name == "CPU for folding");
+            let meaning = &check.unwrap().meaning;
+            assert!(meaning.starts_with(percent), "{meaning}");
+        }
     }
 
     #[test]
@@ -470,7 +524,7 @@ mod tests {
     #[test]
     fn doctor_names_each_missing_requirement_and_the_fix() {
         type Damage = fn(&mut HostFacts);
-        let cases: [(&str, Status, Damage); 13] = [
+        let cases: [(&str, Status, Damage); 14] = [
             ("rights", Status::Fail, |h| h.root = false),
             ("rights", Status::Fail, |h| h.capabilities &= !(1 << 19)),
             ("userfaultfd", Status::Fail, |h| {
@@ -502,6 +556,9 @@ mod tests {
             }),
             ("library", Status::Fail, |h| {
                 h.library = Err("not there".into());
+            }),
+            ("users of QEMUs", Status::Fail, |h| {
+                h.qemu_users = Err("not mapped".into());
             }),
             ("guest images", Status::Warn, |h| {
                 h.guest_images = Ok(Vec::new());

@@ -11,8 +11,10 @@ use rustix::system::uname;
 use serde::Serialize;
 
 use super::files;
+use super::fold_budget::cores;
 use super::kvm::{self, KvmVerdict};
 use super::qemu::{QemuError, QemuFacts};
+use super::{chain, qemu_users};
 
 /// The kernel's support for userfaultfd (`userfaultfd(2)`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -88,6 +90,8 @@ pub struct HostFacts {
     /// Selected mode of transparent huge pages: the word in brackets in
     /// `/sys/kernel/mm/transparent_hugepage/enabled`.
     pub transparent_hugepage: Option<String>,
+    /// Number of cores that this process may use.
+    pub cores: usize,
     /// Available memory of the host in bytes (`MemAvailable` of `/proc/meminfo`).
     pub available_bytes: u64,
     /// The QEMU program and its features.
@@ -96,6 +100,8 @@ pub struct HostFacts {
     pub kvm: KvmVerdict,
     /// Path of memfold's library for QEMU, or the reason why it is missing.
     pub library: Result<PathBuf, String>,
+    /// Range of user numbers for QEMU as text, or why the daemon can give QEMU none of them.
+    pub qemu_users: Result<String, String>,
     /// Names of the available guest images, or why there are none.
     pub guest_images: Result<Vec<String>, String>,
     /// Helper programs that memfold calls, found or missing.
@@ -128,10 +134,14 @@ impl HostFacts {
             ksm: ksm(Path::new("/sys/kernel/mm/ksm")),
             max_map_count: number("/proc/sys/vm/max_map_count"),
             transparent_hugepage: chosen(Path::new("/sys/kernel/mm/transparent_hugepage/enabled")),
+            cores: cores(),
             available_bytes: available().0,
             qemu,
             kvm,
             library: files::library().map_err(|e| e.to_string()),
+            qemu_users: qemu_users::range()
+                .map(|range| format!("{}-{}", range.start(), range.end()))
+                .map_err(|error| chain(&error)),
             guest_images: images
                 .map(|i| i.into_keys().collect())
                 .map_err(|e| e.to_string()),

@@ -1,6 +1,8 @@
-//! Runs helper programs of the daemon (qemu-img, virsh, lvm, ...) with a time limit.
+//! Runs helper programs of the daemon (qemu-img, virsh, ...) with a time limit, and those that must
+//! not be killed (lvm) without.
 
-use std::io::{self, Read};
+use std::fs::File;
+use std::io::{self, Read, Seek};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Output, Stdio};
@@ -8,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use memfold_sys::descriptor::wait_readable;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 /// Runs a program and collects its output. At the time limit, the program and all processes in its
@@ -16,6 +19,37 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
     output_of(piped.process_group(0).spawn()?, limit)
+}
+
+/// Runs a program that must never be killed, and returns its output after it has ended, however
+/// long that takes. The program gets a process group of its own, so that a signal to the caller's
+/// group does not end it. It continues if the caller ends.
+pub fn output_unlimited(command: &mut Command) -> io::Result<Output> {
+    // The program writes to memory. A pipe without a reader would kill the program (SIGPIPE).
+    let [mut stdout, mut stderr] = [memory()?, memory()?];
+    let status = command
+        .stdout(stdout.try_clone()?)
+        .stderr(stderr.try_clone()?)
+        .process_group(0)
+        .status();
+    // Otherwise `command` would keep the descriptors.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    Ok(Output {
+        status: status?,
+        stdout: written(&mut stdout)?,
+        stderr: written(&mut stderr)?,
+    })
+}
+
+fn memory() -> io::Result<File> {
+    Ok(memfd_create("memfold-helper", MemfdFlags::CLOEXEC)?.into())
+}
+
+fn written(file: &mut File) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    file.rewind()?;
+    file.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Collects the output of the running program `child`, like [`output`]. The program must lead its
@@ -127,6 +161,24 @@ mod tests {
         assert_eq!(said.status.code(), Some(3));
         // A grandchild that keeps the pipes open does not delay the result.
         let said = shell("sleep 60 & echo $!", Duration::from_secs(30)).unwrap();
+        let pid = String::from_utf8(said.stdout).unwrap();
+        let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+        rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn a_program_without_a_time_limit_runs_to_its_end_in_a_group_of_its_own() {
+        let script = "head -c 300000 /dev/zero; sleep 0.3; echo no >&2; ps -o pgid= -p $$ >&2; echo $$ >&2; exit 3";
+        let mut command = Command::new("/bin/sh");
+        let said = output_unlimited(command.args(["-c", script]).stdin(Stdio::null())).unwrap();
+        assert_eq!((said.stdout.len(), said.status.code()), (300_000, Some(3)));
+        let said = String::from_utf8(said.stderr).unwrap();
+        let words: Vec<&str> = said.split_whitespace().collect();
+        assert_eq!((words[0], words[1]), ("no", words[2]));
+        // A grandchild that continues does not delay the result.
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "sleep 60 & echo $!"]);
+        let said = output_unlimited(command.stdin(Stdio::null())).unwrap();
         let pid = String::from_utf8(said.stdout).unwrap();
         let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
         rustix::process::kill_process(pid, Signal::KILL).unwrap();

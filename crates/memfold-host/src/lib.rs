@@ -5,21 +5,27 @@ pub mod caught;
 pub mod doctor;
 pub mod facts;
 pub mod files;
+mod fold_budget;
 pub mod groups;
 pub mod helper;
 pub mod kernel_faults;
 pub mod kernel_release;
 pub mod kvm;
+pub mod private_memory;
+pub mod privileges;
 pub mod progress;
 pub mod qemu;
+pub mod qemu_users;
 pub mod socket;
 
 pub use doctor::{Check, Report, Status, examine};
 pub use facts::HostFacts;
 pub use files::{GuestImage, guest_images, image_directory, library, own_program};
+pub use fold_budget::{cores, default_fold_cpu_percent};
 pub use groups::{Group, Room};
 pub use kvm::KvmVerdict;
 pub use qemu::{QemuError, QemuFacts};
+pub use qemu_users::UsersError;
 
 /// Prints a line to standard error, which is a log. Unlike `eprintln!`, this macro does not panic
 /// if the line cannot be written.

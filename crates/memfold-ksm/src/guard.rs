@@ -2,7 +2,7 @@
 //! in a file, so that the next daemon can restore them after a crash.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -36,11 +36,30 @@ struct Note {
     /// ID of the host's boot in which the settings were saved. After another boot there is nothing
     /// to restore.
     boot_id: String,
+    /// Whether another program has written `run` since. The value then stays.
+    #[serde(default)]
+    leaves_run: bool,
 }
 
 impl Note {
+    /// Writes the file under another name, syncs and renames it, so that neither a kill nor a power
+    /// failure leaves half a file.
+    fn write(&self, path: &Path) -> io::Result<()> {
+        let aside = path.with_extension("new");
+        let mut file = File::create(&aside)?;
+        file.write_all(&serde_json::to_vec_pretty(self)?)?;
+        file.sync_all()?;
+        fs::rename(aside, path)
+    }
+
     fn restore(&self) -> Result<(), KsmError> {
         let controls = Controls::new(&self.root);
+        if self.leaves_run {
+            return controls.apply(&Settings {
+                run: None,
+                ..self.settings.clone()
+            });
+        }
         if !self.merged_before {
             controls.unmerge(0)?;
         }
@@ -96,16 +115,10 @@ impl Guard {
             // The ID is empty if the kernel does not report it. Saved settings then always count as
             // settings of this boot, which is the safe assumption.
             boot_id: boot_id(),
+            leaves_run: false,
         };
         let note_path = note_path(state_dir);
-        // The file is written under another name and renamed, so that a kill never leaves half a
-        // file.
-        let aside = note_path.with_extension("new");
-        serde_json::to_vec_pretty(&note)
-            .map_err(io::Error::other)
-            .and_then(|text| fs::write(&aside, text))
-            .and_then(|()| fs::rename(&aside, &note_path))
-            .map_err(KsmError::note(&note_path))?;
+        note.write(&note_path).map_err(KsmError::note(&note_path))?;
         HELD.fetch_add(1, Ordering::AcqRel);
         Ok(Self {
             note,
@@ -119,6 +132,19 @@ impl Guard {
     #[must_use]
     pub fn before(&self) -> &Settings {
         &self.note.settings
+    }
+
+    /// Sets whether `run` keeps its present value when the previous settings are restored, because
+    /// another program has written it meanwhile. The file is changed, too, for the next process.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written. The setting is valid for this value nevertheless.
+    pub fn leave_run(&mut self, leaves: bool) -> Result<(), KsmError> {
+        if std::mem::replace(&mut self.note.leaves_run, leaves) == leaves {
+            return Ok(());
+        }
+        let written = self.note.write(&self.note_path);
+        written.map_err(KsmError::note(&self.note_path))
     }
 
     /// Restores KSM's previous settings now. Returns an error if that fails, whereas a drop can

@@ -136,6 +136,31 @@ fn ksm_settings_saved_by_a_killed_process_are_restored_by_the_next_process() {
 }
 
 #[test]
+fn if_another_program_has_written_run_it_stays_when_the_other_settings_are_restored() {
+    for (is_killed, leaves) in [(false, true), (false, false), (true, true), (true, false)] {
+        let (tree, state) = (tree(), tempfile::tempdir().unwrap());
+        let controls = Controls::new(tree.path());
+        controls.write("run", &1).unwrap();
+        let before = controls.settings().unwrap();
+        let mut guard = Guard::take_as(&controls, state.path(), Merged::Stay).unwrap();
+        controls.apply(&fast()).unwrap();
+        controls.write("run", &2).unwrap();
+        guard.leave_run(true).unwrap();
+        guard.leave_run(leaves).unwrap();
+        if is_killed {
+            guard.restored = true;
+            drop(guard);
+            assert!(restore_leftover(state.path()).unwrap());
+        } else {
+            guard.restore().unwrap();
+        }
+        let run = Some(if leaves { 2 } else { 1 });
+        let expected = Settings { run, ..before };
+        assert_eq!(controls.settings().unwrap(), expected);
+    }
+}
+
+#[test]
 fn ksm_settings_saved_in_another_boot_are_discarded() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());

@@ -119,7 +119,7 @@ pub fn parse(text: &str) -> Vec<Mapping> {
         };
         let pages = || {
             let kib = value.trim().strip_suffix(" kB")?.trim();
-            Some(kib.parse::<u64>().ok()? * 1024 / PAGE_SIZE)
+            Some(kib.parse::<u64>().ok()? / (PAGE_SIZE / 1024))
         };
         match key {
             "Rss" => mapping.resident_pages = pages().unwrap_or(0),

@@ -170,7 +170,8 @@ impl Ksmd {
 
 /// Returns field `number` of `/proc/PID/stat`, as `proc_pid_stat(5)` counts fields, from 3 on.
 /// These fields follow the process's name, which may contain any characters.
-pub(super) fn stat_field(stat: &str, number: usize) -> Option<u64> {
+#[must_use]
+pub fn stat_field(stat: &str, number: usize) -> Option<u64> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
     fields.nth(number.checked_sub(3)?)?.parse().ok()
 }

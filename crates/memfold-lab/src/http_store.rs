@@ -38,6 +38,8 @@ struct Shared {
     /// Time at which the link is free again.
     free: Mutex<Instant>,
     sent: AtomicU64,
+    /// Part of `sent`: pages that VMs touch at once, which are stored together.
+    sent_first: AtomicU64,
 }
 
 impl HttpStore {
@@ -53,6 +55,7 @@ impl HttpStore {
             mode: Mutex::new(StoreMode::Right),
             free: Mutex::new(Instant::now()),
             sent: AtomicU64::new(0),
+            sent_first: AtomicU64::new(0),
         });
         let of_server = Arc::clone(&shared);
         thread::Builder::new()
@@ -83,11 +86,21 @@ impl HttpStore {
     pub fn sent_bytes(&self) -> u64 {
         self.shared.sent.load(Ordering::Relaxed)
     }
+
+    /// Returns the part of [`Self::sent_bytes`] that was sent of first pages, the pages that VMs
+    /// touch at once.
+    #[must_use]
+    pub fn sent_first_bytes(&self) -> u64 {
+        self.shared.sent_first.load(Ordering::Relaxed)
+    }
 }
 
 impl Shared {
     /// Answers the requests of a connection.
     fn answer(&self, mut stream: &TcpStream) -> Option<()> {
+        // As web servers do: the last bytes of an answer don't wait until the client has confirmed
+        // those before them.
+        stream.set_nodelay(true).ok()?;
         let mut lines = BufReader::new(stream).lines();
         loop {
             let request = lines.next()?.ok()?;
@@ -120,6 +133,10 @@ impl Shared {
                 thread::sleep(due.saturating_duration_since(Instant::now()));
                 stream.write_all(piece).ok()?;
                 self.sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
+                if path.starts_with("first-pages") {
+                    self.sent_first
+                        .fetch_add(piece.len() as u64, Ordering::Relaxed);
+                }
             }
         }
     }

@@ -3,6 +3,9 @@
 //! removed.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ScopedJoinHandle;
@@ -24,6 +27,8 @@ use memfold_host::{GuestImage, guest_images};
 use memfold_ksm as ksm;
 use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
+use memfold_snapshot::keys::KeySource;
+use memfold_snapshot::{Keys, NamedKey};
 use memfold_vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec};
 
 /// Daemon and directory of the lab, which an interrupt must clean up.
@@ -69,6 +74,28 @@ const CMDLINE: &str = "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_t
 /// CPU time, and in 12.4 s with `max`, whose AVX and five-level page tables cost the emulator time
 /// (measured with QEMU 10.0.2, `-accel tcg`).
 const CPU: &str = "qemu64";
+
+/// File in the lab's directory with the key of its encrypted snapshots, which is named `lab`.
+pub const SNAPSHOT_KEY: &str = "snapshot.key";
+
+/// Writes a key for the lab's encrypted snapshots.
+fn key_of_snapshots(directory: &Path) -> anyhow::Result<Keys> {
+    let file = directory.join(SNAPSHOT_KEY);
+    let mut random = [[0; 16]; 2];
+    for half in &mut random {
+        File::open("/dev/urandom")?.read_exact(half)?;
+    }
+    let [first, second] = random.map(u128::from_le_bytes);
+    let digits = format!("{first:032x}{second:032x}");
+    let mut options = File::options();
+    options.write(true).create_new(true).mode(0o600);
+    options.open(&file)?.write_all(digits.as_bytes())?;
+    let key = NamedKey {
+        name: "lab".into(),
+        source: KeySource::File(file),
+    };
+    Ok(Keys::new([key])?)
+}
 
 /// Text on the console of a guest that has booted.
 const BOOTED: &str = "login:";
@@ -121,6 +148,7 @@ impl Lab {
             brake: BrakePolicy::default(),
             rightsize: RightsizeMode::Off,
             shelf: directory.path().join("snapshots"),
+            snapshot_keys: key_of_snapshots(directory.path())?,
             segments: directory.path().join("segments"),
             definitions: directory.path().join("definitions"),
             host: Some("lab".into()),

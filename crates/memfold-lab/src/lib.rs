@@ -11,6 +11,8 @@ mod wait;
 mod warm;
 
 pub use http_store::{HttpStore, StoreMode};
-pub use lab::{DiskMode, Lab, at_once, clean_up_at_interrupt, guest_image, undo_at_interrupt};
+pub use lab::{
+    DiskMode, Lab, SNAPSHOT_KEY, at_once, clean_up_at_interrupt, guest_image, undo_at_interrupt,
+};
 pub use wait::{migrate, wait_for};
 pub use warm::{GUESTS_VARIABLE, WARM_VARIABLE, Warm};

@@ -1,10 +1,12 @@
 //! Helpers for tests and studies: wait, with a time limit, for something that a guest, a daemon or
 //! the kernel does.
 
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure};
+use anyhow::{Context, bail, ensure};
 use memfold_vm::{Qmp, VmDirectory, log_tail};
 use serde_json::json;
 
@@ -32,14 +34,29 @@ pub fn wait_for<T>(
 }
 
 /// Saves a VM's state to `file` (QMP command `migrate`), or loads it from `file`
-/// (`migrate-incoming`), and waits until that is done.
+/// (`migrate-incoming`), and waits until that is done. QEMU gets the open file, because it may run
+/// as a user who cannot open it.
 ///
 /// # Errors
 ///
 /// The migration fails, or does not end within `limit`.
 pub fn migrate(qmp: &mut Qmp, command: &str, file: &Path, limit: Duration) -> anyhow::Result<()> {
-    let uri = format!("file:{}", file.display());
-    qmp.execute(command, json!({ "uri": uri }))?;
+    let opened = match command {
+        "migrate" => File::create(file),
+        _ => File::open(file),
+    };
+    let opened = opened.with_context(|| format!("cannot open {}", file.display()))?;
+    let lent = qmp.lend(opened.as_fd())?;
+    let uri = format!("file:{}", lent.path());
+    let done = qmp
+        .execute(command, json!({ "uri": uri }))
+        .map_err(anyhow::Error::from)
+        .and_then(|_| wait_for_migration(qmp, limit));
+    qmp.take_back(&lent)?;
+    done
+}
+
+fn wait_for_migration(qmp: &mut Qmp, limit: Duration) -> anyhow::Result<()> {
     let limits = (limit, Duration::from_millis(2));
     wait_for("QEMU's migration did not finish", limits, || {
         let now = qmp.query("query-migrate")?;

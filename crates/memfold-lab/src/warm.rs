@@ -19,9 +19,8 @@
 //! merging). In the first guest, disks other than the root disk are blank, and none of their pages
 //! stay in its page cache.
 
-use std::fs::{File, Permissions};
+use std::fs::File;
 use std::io::{Read, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -287,8 +286,5 @@ fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
     // QEMU's own limit is 128 MiB/s.
     let limits = json!({ "max-bandwidth": 1_u64 << 40 });
     qmp.execute("migrate-set-parameters", limits)?;
-    migrate(&mut qmp, "migrate", state, TRANSFER).context("cannot save the guest")?;
-    // QEMUs without root's rights read it, too.
-    let mode = Permissions::from_mode(0o644);
-    Ok(std::fs::set_permissions(state, mode)?)
+    migrate(&mut qmp, "migrate", state, TRANSFER).context("cannot save the guest")
 }

@@ -111,6 +111,13 @@ pub struct DebtReport {
     pub vms: Vec<VmDebt>,
     /// Recent events of the brake, oldest first.
     pub events: Vec<BrakeEvent>,
+    /// Rung of right-sizing's ladder, on which the brake is the last: `ample`, `trim`, `balloon`,
+    /// `lent` or `brake`; null: right-sizing is off.
+    #[serde(default)]
+    pub rung: Option<String>,
+    /// Why the host is on this rung, as a sentence; null: right-sizing is off.
+    #[serde(default)]
+    pub rung_why: Option<String>,
 }
 
 impl DebtReport {

@@ -106,6 +106,10 @@ pub struct GuestMemory {
     pub allocstall: Option<u64>,
     /// `oom_kill`: number of processes that the guest's kernel killed for lack of memory.
     pub oom_kill: Option<u64>,
+    /// `pgmajfault`: number of page faults for which the guest read from a disk. Only the balloon
+    /// driver reports it: it stands for the refaults, which only the agent reports.
+    #[serde(default)]
+    pub pgmajfault: Option<u64>,
     /// Guest pages by age, from the multi-gen LRU; empty: the guest's kernel does not show it.
     #[serde(default)]
     pub lru_gen: Vec<GuestLruGen>,
@@ -131,6 +135,7 @@ impl GuestMemory {
             self.pswpout,
             self.allocstall,
             self.oom_kill,
+            self.pgmajfault,
         ];
         let shares = self
             .pressure

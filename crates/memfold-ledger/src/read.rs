@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::Pagemap;
-use memfold_units::{ByteSize, Hva, PageCount};
+use memfold_units::{ByteSize, Hva, PAGE_SIZE};
 use rustix::process::Pid;
 
 /// Error of reading a kernel file.
@@ -279,14 +279,20 @@ impl Proc {
                 // zone.
                 Some(b"high") if zone.high == 0 => zone.high = value.next().unwrap_or(0),
                 Some(b"managed") => zone.managed = value.next().unwrap_or(0),
-                Some(b"count") => zone.per_cpu += value.next().unwrap_or(0),
+                Some(b"count") => {
+                    let count = value.next().unwrap_or(0);
+                    zone.per_cpu = zone.per_cpu.saturating_add(count);
+                }
                 Some(b"protection") => zone.protection = value.max().unwrap_or(0),
                 _ => {}
             }
         }
-        let sum = |pages: fn(&Zone) -> u64| PageCount(zones.iter().map(pages).sum()).bytes();
+        let sum = |pages: fn(&Zone) -> u64| {
+            let pages = zones.iter().map(pages).fold(0, u64::saturating_add);
+            ByteSize(pages.saturating_mul(PAGE_SIZE))
+        };
         Ok(Zones {
-            total_reserve_bytes: sum(|z| (z.protection + z.high).min(z.managed)),
+            total_reserve_bytes: sum(|z| z.protection.saturating_add(z.high).min(z.managed)),
             low_bytes: sum(|z| z.low),
             per_cpu_free_bytes: sum(|z| z.per_cpu),
         })

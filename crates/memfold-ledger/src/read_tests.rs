@@ -1,4 +1,5 @@
 use memfold_testkit::patience;
+use memfold_units::PageCount;
 
 use super::*;
 

@@ -163,11 +163,19 @@ impl Borrowing {
         }
     }
 
-    /// Returns whether the file on the borrower's disk holds every byte of the swap disk: the file
-    /// exists, and no request to it has failed.
+    /// Returns whether the file on the borrower's disk holds every byte of the swap disk, as far as
+    /// the daemon knows: the file exists, and no failed request to it was reported.
     #[must_use]
     pub const fn has_copy(&self) -> bool {
         self.copy.is_some() && !self.copy_failed
+    }
+
+    /// Returns whether the file on the borrower's disk is known to hold every byte of the swap
+    /// disk. It is not known while a failed write to the file may have been missed: the file may
+    /// then hold older bytes.
+    #[must_use]
+    pub const fn has_whole_copy(&self) -> bool {
+        self.has_copy() && !self.copy_unwatched
     }
 
     /// Returns whether copy number `part` on lent RAM is the only copy of the swap disk that is

@@ -34,6 +34,10 @@ pub const PATIENCE: Duration = Duration::from_secs(3);
 /// bytes. A VM that blocks for a minute loses less than a VM whose swap disk is lost.
 pub const LAST_PATIENCE: Duration = Duration::from_secs(60);
 
+/// How long the daemon of a lender may be silent, if that lender holds the only complete copy of a
+/// VM's bytes. Then the bytes are moved away from the lender, which may still serve them.
+pub const MOVE_AFTER: Duration = Duration::from_secs(30);
+
 /// Number of TCP keepalive probes without an answer after which the kernel ends the connection.
 const KEEPALIVE_COUNT: u32 = 2;
 

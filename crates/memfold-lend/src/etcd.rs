@@ -34,7 +34,7 @@ use super::etcd_keys::{Account, At, EtcdRegistry, What};
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, Picture};
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{
-    RegistryError, Result, check_bytes, check_name, check_ttl, wrong_state,
+    RegistryError, Result, check_bytes, check_leases, check_name, check_ttl, wrong_state,
 };
 
 /// Time after which an unchanged offer is written again. An offer is not written at each round,
@@ -126,10 +126,16 @@ impl Registry for EtcdRegistry {
         let grant = self.grant(ttl)?;
         self.repeat(|| {
             let last_key = self.key("last");
-            let read = Txn::default().get(&self.key("lender/")).get(&last_key);
-            let [lenders, last] = self.ranges(&read)?;
+            let read = Txn::default()
+                .get(&self.key("lender/"))
+                .get(&last_key)
+                .get(&self.key("lease/"));
+            let [lenders, last, leases] = self.ranges(&read)?;
+            // No other host can take a lease meanwhile, because that would change `last`.
+            check_leases(&want.borrower, self.held_by(&want.borrower, &leases)?)?;
             let lenders = self.lenders(&lenders)?;
-            let (view, mut account) = want.choose(lenders, |(view, _)| view)?;
+            let leases = |(_, account): &(_, At<Account>)| account.value.leases.len();
+            let (view, mut account) = want.choose(lenders, |(view, _)| view, leases)?;
             let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
             let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
             let id = last + 1;

@@ -276,6 +276,18 @@ impl EtcdRegistry {
         Ok(all)
     }
 
+    /// Returns how many leases in `kvs`, which holds all keys of leases, a borrower holds and has
+    /// not released.
+    pub(super) fn held_by(&self, borrower: &str, kvs: &[Kv]) -> Result<usize> {
+        let mut count = 0;
+        for kv in kvs.iter().filter(|kv| kv.key.ends_with("/what")) {
+            let what: What = self.read(kv)?;
+            let is_held = what.borrower == borrower && what.state != LeaseState::Released;
+            count += usize::from(is_held);
+        }
+        Ok(count)
+    }
+
     pub(super) fn grant(&self, ttl_ms: u64) -> Result<Grant> {
         let granted = self.api.grant(Duration::from_millis(ttl_ms));
         granted.map_err(|why| self.unusable(why))

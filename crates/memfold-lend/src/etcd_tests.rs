@@ -17,7 +17,7 @@ use super::lease::{Lease, Picture};
 use super::place::Member;
 use super::registry::Registry;
 use super::registry_error::RegistryError;
-use super::registry_tests::{Fixture, Several, check, lender, offer, suite, take, want};
+use super::registry_tests::{Fixture, Several, UNIT, check, lender, offer, suite, take, want};
 use super::{Lender, LenderOptions};
 
 /// Returns the path of Debian's etcd as `scripts/setup tests` unpacks it, or of the etcd in `PATH`;
@@ -223,7 +223,7 @@ fn check_given(picture: &Picture, given: &[Lease]) {
 
 #[test]
 fn a_restarted_etcd_loses_no_lease_and_grants_no_memory_twice() {
-    const BYTES: u64 = 1000;
+    const BYTES: u64 = 1000 * UNIT;
     let Some(mut cluster) = Cluster::start(1) else {
         return;
     };
@@ -242,7 +242,7 @@ fn a_restarted_etcd_loses_no_lease_and_grants_no_memory_twice() {
                 (cluster.registry("killed", &[0]), &given, &failed, &over);
             scope.spawn(move || {
                 while !over.load(Ordering::Relaxed) {
-                    match registry.take(&want(&format!("vm{taker}"), 3), long) {
+                    match registry.take(&want(&format!("vm{taker}"), 3 * UNIT), long) {
                         Ok(lease) => given.lock().unwrap().push(lease),
                         Err(error) if is_unusable(&error) => {
                             failed.fetch_add(1, Ordering::Relaxed);
@@ -354,7 +354,7 @@ fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_
 fn offer_until(registry: &EtcdRegistry) {
     let ours = super::registry::Offer {
         lender: lender("a", 1),
-        bytes: 100,
+        bytes: 100 * UNIT,
     };
     wait("the offer is heard", || {
         registry.offer(&ours, super::registry_tests::TTL).is_ok()
@@ -398,6 +398,8 @@ fn while_etcd_is_stopped_an_export_of_lent_memory_still_ends_at_its_deadline() {
         directory: directory.path().join("exports"),
         owed: Arc::default(),
         short_guests: Arc::default(),
+        wanted_back: Arc::default(),
+        kept: Arc::default(),
     };
     let host = Lender::start(options, registry.clone()).unwrap();
     let end = Instant::now() + patience(Duration::from_secs(120));

@@ -20,10 +20,12 @@ pub(crate) fn write_private(path: &Path, text: &str) -> io::Result<()> {
     file.write_all(text.as_bytes())
 }
 
-/// Writes a JSON file, so that readers see the old or the new contents.
+/// Writes a JSON file, so that readers see the old or the new contents, also after a power failure.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<()> {
     let part = path.with_extension("part");
-    std::fs::write(&part, serde_json::to_vec_pretty(value)?)?;
+    let mut file = File::create(&part)?;
+    file.write_all(&serde_json::to_vec_pretty(value)?)?;
+    file.sync_all()?;
     std::fs::rename(part, path)
 }
 

@@ -36,9 +36,12 @@
 //! remembers checksums of all written blocks, and so detects a lender that returns wrong bytes.
 
 use std::ops::DerefMut;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use memfold_vm::qemu_user::{self, QemuUser};
 use memfold_vm::swap::{self, DEVICE};
 use memfold_vm::{Qmp, QmpError};
 use serde_json::{Value, json};
@@ -83,6 +86,17 @@ pub enum GraphError {
         /// Size of the file for the copy, in bytes.
         bytes: u64,
         /// The kernel's error of creating the file.
+        #[source]
+        source: std::io::Error,
+    },
+    /// No connection to the relay for QEMU can be made.
+    #[error(
+        "cannot connect to the relay's socket {path}; relay.log in the VM's directory may say why"
+    )]
+    Relay {
+        /// Path of the relay's socket.
+        path: PathBuf,
+        /// Error of the system call.
         #[source]
         source: std::io::Error,
     },
@@ -179,12 +193,23 @@ fn add_node(qmp: &mut Qmp, node: Value) -> Result<(), QmpError> {
     qmp.execute("blockdev-add", node).map(drop)
 }
 
-/// Adds an NBD block node with the name `node` to QEMU. The node's client connects to the relay
-/// that listens on the Unix socket `relay`.
-pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), QmpError> {
-    let server = json!({ "type": "unix", "path": relay });
-    let node = json!({ "driver": "nbd", "node-name": node, "export": "", "server": server });
-    add_node(qmp, node)
+/// Adds an NBD block node with the name `node` to QEMU. The node's client gets a connection to the
+/// relay that listens on the Unix socket `relay`: a QEMU that has switched to a user without root's
+/// rights cannot connect itself.
+pub fn connect(qmp: &mut Qmp, node: &str, relay: &Path) -> Result<(), GraphError> {
+    let failed = |source| GraphError::Relay {
+        path: relay.to_owned(),
+        source,
+    };
+    let socket = UnixStream::connect(relay).map_err(failed)?;
+    qmp.pass(node, socket.as_fd())?;
+    let server = json!({ "type": "fd", "str": node });
+    let nbd = json!({ "driver": "nbd", "node-name": node, "export": "", "server": server });
+    add_node(qmp, nbd).inspect_err(|_| {
+        // This fails if the node has taken the descriptor.
+        let _ = qmp.execute("closefd", json!({ "fdname": node }));
+    })?;
+    Ok(())
 }
 
 /// Adds the node `name`, which uses a file on disk. The file must already have its full size.
@@ -198,14 +223,18 @@ fn add_file(qmp: &mut Qmp, name: &str, generation: u64, file: &Path) -> Result<(
 }
 
 /// Creates the block nodes above the NBD nodes of the swap disk's copies on lent RAM, which exist
-/// already: the quorum, and the node of the copy on disk.
-pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
+/// already: the quorum, and the node of the copy on disk. `user`: user that QEMU runs as.
+pub fn build(
+    qmp: &mut Qmp,
+    borrowing: &Borrowing,
+    user: Option<QemuUser>,
+) -> Result<(), GraphError> {
     let generation = borrowing.generation;
     let parts = 0..borrowing.parts.len();
     let mut children: Vec<String> = parts.map(|part| borrowing.lent(part)).collect();
     if let Some(copy) = &borrowing.copy {
         let name = copy_node(generation);
-        make_file(copy, borrowing.bytes)?;
+        make_file(copy, borrowing.bytes, user)?;
         add_file(qmp, &name, generation, copy)?;
         children.push(name);
     }
@@ -219,23 +248,24 @@ pub fn build(qmp: &mut Qmp, borrowing: &Borrowing) -> Result<(), GraphError> {
     Ok(())
 }
 
-fn make_file(path: &Path, bytes: u64) -> Result<(), GraphError> {
-    swap::create(path, bytes, false).map_err(|source| GraphError::Copy {
+fn make_file(path: &Path, bytes: u64, user: Option<QemuUser>) -> Result<(), GraphError> {
+    let made = swap::create(path, bytes, false).and_then(|()| qemu_user::give(path, user));
+    made.map_err(|source| GraphError::Copy {
         path: path.to_owned(),
         bytes,
         source,
     })
 }
 
-/// Creates the block nodes of a swap disk that is on the host's disk only, in a new file. Returns
-/// the name of the topmost node.
+/// Creates the block nodes of a swap disk that is on the host's disk only, in a new file that
+/// belongs to QEMU's user. Returns the name of the topmost node.
 pub fn build_on_disk(
     qmp: &mut Qmp,
     generation: u64,
-    file: &Path,
+    (file, user): (&Path, Option<QemuUser>),
     bytes: u64,
 ) -> Result<String, GraphError> {
-    make_file(file, bytes)?;
+    make_file(file, bytes, user)?;
     let name = swap::node(generation);
     add_file(qmp, &name, generation, file)?;
     Ok(name)

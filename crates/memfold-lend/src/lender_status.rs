@@ -25,6 +25,12 @@ pub struct LenderOptions {
     /// Number of guests on the lender's host that are short of memory. The daemon updates the
     /// value.
     pub short_guests: Arc<AtomicU32>,
+    /// Bytes of lent memory that right-sizing wants back for the VMs of the lender's host. The
+    /// daemon updates the value.
+    pub wanted_back: Arc<AtomicU64>,
+    /// Bytes that must stay available on the lender's host beside what it offers, so that lending
+    /// does not cause what right-sizing takes back. The daemon updates the value.
+    pub kept: Arc<AtomicU64>,
 }
 
 /// What a lender offers, has lent and takes back at this moment.

@@ -37,6 +37,8 @@ fn host(max_bytes: u64) -> Option<Host> {
         directory: directory.path().join("exports"),
         owed: Arc::default(),
         short_guests: Arc::default(),
+        wanted_back: Arc::default(),
+        kept: Arc::default(),
     };
     let lender = Lender::start(options, registry.clone()).unwrap();
     // A host whose tasks wait for memory lends nothing; other tests may make tasks wait now.
@@ -260,6 +262,8 @@ fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
             directory: exports,
             owed: Arc::default(),
             short_guests: Arc::default(),
+            wanted_back: Arc::default(),
+            kept: Arc::default(),
         },
     };
     let offer = Offer {
@@ -300,6 +304,28 @@ fn if_the_registrys_answer_is_lost_the_lender_notices_that_its_export_is_registe
     assert_eq!(work.beginning_bytes(), 16 * MIB);
     work.keep_up().unwrap();
     assert_eq!(work.beginning_bytes(), 0);
+}
+
+#[test]
+fn lent_memory_that_right_sizing_wants_back_is_asked_for_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let leases = [take(&registry), take(&registry)];
+    for lease in &leases {
+        look_until_exported(&registry, &mut work, lease.id);
+    }
+    let recalled = |registry: &SqliteRegistry| {
+        let leases = registry.picture().unwrap().leases;
+        leases.iter().filter(|l| l.recall_ms.is_some()).count()
+    };
+    assert_eq!(recalled(&registry), 0);
+    work.options.wanted_back.store(MIB, Ordering::Relaxed);
+    // The second round knows that enough memory is coming back.
+    work.keep_up().unwrap();
+    work.keep_up().unwrap();
+    assert_eq!(recalled(&registry), 1);
 }
 
 #[test]
@@ -412,6 +438,8 @@ fn if_the_clock_was_set_back_a_restarted_lender_still_counts_as_the_newer_one() 
         directory,
         owed: Arc::default(),
         short_guests: Arc::default(),
+        wanted_back: Arc::default(),
+        kept: Arc::default(),
     };
     let later = Lender::start(options, host.registry.clone()).unwrap();
     host.wait("it has followed on", |host| {

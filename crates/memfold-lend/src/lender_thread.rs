@@ -234,6 +234,8 @@ impl Work {
             Ok(mut sample) => {
                 sample.owed_bytes = self.options.owed.load(Ordering::Relaxed);
                 sample.short_guests = self.options.short_guests.load(Ordering::Relaxed);
+                sample.wanted_back_bytes = self.options.wanted_back.load(Ordering::Relaxed);
+                sample.kept_bytes = self.options.kept.load(Ordering::Relaxed);
                 sample.beginning_bytes = self.beginning_bytes();
                 self.judge.judge(sample, lent)
             }

@@ -38,7 +38,7 @@ mod lender_thread;
 pub mod lvm;
 pub mod nbd;
 pub mod place;
-mod pressure;
+pub mod pressure;
 pub mod registry;
 mod registry_error;
 pub mod relay;

@@ -37,6 +37,11 @@ pub struct Sample {
     pub owed_bytes: u64,
     /// Number of guests on the host that report a lack of memory. The daemon sets this field.
     pub short_guests: u32,
+    /// Bytes of lent memory that right-sizing wants back for the host's VMs. The daemon sets this
+    /// field.
+    pub wanted_back_bytes: u64,
+    /// Bytes that must stay available beside what is offered. The daemon sets this field.
+    pub kept_bytes: u64,
     /// Size in bytes of the host's exports that are still being allocated. Until they are
     /// allocated, available memory shrinks for them by at most this much. Nobody knows how much is
     /// allocated already.

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::endpoint::Endpoint;
 pub use super::lease::MAX_TTL;
 use super::lease::{Durability, Lease, LeaseId, LenderId, LenderView, Picture};
-use super::registry_error::{RegistryError, Result};
+use super::registry_error::{LEAST_LEASE, MOST_OF_LENDER, RegistryError, Result};
 pub use super::registry_error::{check_bytes, check_name};
 
 /// RAM that a lender offers to others.
@@ -44,7 +44,7 @@ pub struct Want {
     pub borrower: String,
     /// Name of the VM whose swap disk will use the RAM.
     pub vm: String,
-    /// Number of bytes that the borrower wants, all from one lender.
+    /// Number of bytes that the borrower wants, all from one lender: 64 KiB to 1 PiB.
     pub bytes: u64,
     /// Place where the borrowed bytes survive if the lender dies.
     #[serde(default)]
@@ -63,15 +63,16 @@ impl Want {
     pub fn check(&self) -> Result<()> {
         check_name("borrower", &self.borrower)?;
         check_name("vm", &self.vm)?;
-        check_bytes(self.bytes, 1)
+        check_bytes(self.bytes, LEAST_LEASE)
     }
 
     /// Chooses the lender with the most free bytes, and of several the first. `lenders` are sorted
-    /// by name.
+    /// by name. `leases`: number of a lender's leases that have not ended.
     pub(super) fn choose<T>(
         &self,
         mut lenders: Vec<T>,
         view: impl Fn(&T) -> &LenderView,
+        leases: impl Fn(&T) -> usize,
     ) -> Result<T> {
         lenders.retain(|lender| {
             let (host, left_ms) = (&view(lender).lender.host, view(lender).left_ms);
@@ -80,6 +81,9 @@ impl Want {
         let count = lenders.len();
         // A lender that now offers less than it has lent has no free bytes.
         let free = |lender: &T| {
+            if leases(lender) >= MOST_OF_LENDER {
+                return 0;
+            }
             let view = view(lender);
             view.offered_bytes.saturating_sub(view.lent_bytes)
         };
@@ -105,7 +109,7 @@ pub trait Registry: Send + Sync {
     fn withdraw(&self, lender: &LenderId) -> Result<()>;
 
     /// Reserves RAM for a new lease, at the lender that has the most free bytes. The lease is valid
-    /// for `ttl`.
+    /// for `ttl`. A lender has at most 256 leases, and a borrower holds at most 1024.
     fn take(&self, want: &Want, ttl: Duration) -> Result<Lease>;
 
     /// Records that the lender serves the RAM of a lease at `endpoint`.

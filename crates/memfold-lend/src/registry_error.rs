@@ -11,6 +11,15 @@ use super::lease::{LeaseId, LeaseState, MAX_TTL, ms};
 /// Maximum size of an offer or a lease, in bytes: 1 PiB.
 const MAX_BYTES: u64 = 1 << 50;
 
+/// Minimum size of a lease, in bytes: 64 KiB, the unit of striped disks.
+pub(super) const LEAST_LEASE: u64 = 64 << 10;
+
+/// Maximum number of leases of one lender. Each lease is served by a process of its own.
+pub(super) const MOST_OF_LENDER: usize = 256;
+
+/// Maximum number of leases that one borrower holds, and has not released.
+const MOST_OF_BORROWER: usize = 1024;
+
 /// Maximum length of the name of a host or VM, in bytes.
 pub(super) const MAX_NAME: usize = 64;
 
@@ -125,6 +134,19 @@ pub fn check_bytes(bytes: u64, least: u64) -> Result<()> {
     Err(value(
         "bytes",
         format!("{bytes} is not {least} to {MAX_BYTES}"),
+    ))
+}
+
+/// Checks that a borrower that holds `leases` leases may take another one.
+pub(super) fn check_leases(borrower: &str, leases: usize) -> Result<()> {
+    if leases < MOST_OF_BORROWER {
+        return Ok(());
+    }
+    Err(value(
+        "borrower",
+        format!(
+            "host '{borrower}' holds {leases} leases, and a host may hold {MOST_OF_BORROWER}; return some of them (memfold return)"
+        ),
     ))
 }
 

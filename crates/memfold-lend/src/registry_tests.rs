@@ -12,10 +12,13 @@ use super::calls::{CallRegistry, answer};
 use super::endpoint::{Address, Endpoint};
 use super::lease::{Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Picture};
 use super::registry::{Offer, Registry, Want};
-use super::registry_error::RegistryError;
+use super::registry_error::{LEAST_LEASE, MOST_OF_LENDER, RegistryError};
 use super::sqlite::SqliteRegistry;
 
 pub(super) const TTL: Duration = Duration::from_secs(10);
+
+/// Unit in which the functions [`offer`], [`take`] and [`largest`] count: the smallest lease.
+pub(super) const UNIT: u64 = LEAST_LEASE;
 
 /// An empty registry, and a function that lets time pass for this registry.
 pub(super) struct Fixture {
@@ -30,10 +33,10 @@ pub(super) fn lender(host: &str, incarnation: u64) -> LenderId {
     }
 }
 
-pub(super) fn offer(registry: &dyn Registry, host: &str, incarnation: u64, bytes: u64) {
+pub(super) fn offer(registry: &dyn Registry, host: &str, incarnation: u64, units: u64) {
     let offer = Offer {
         lender: lender(host, incarnation),
-        bytes,
+        bytes: units * UNIT,
     };
     registry.offer(&offer, TTL).unwrap();
 }
@@ -48,8 +51,8 @@ pub(super) fn want(vm: &str, bytes: u64) -> Want {
     }
 }
 
-pub(super) fn take(registry: &dyn Registry, bytes: u64) -> Result<Lease, RegistryError> {
-    registry.take(&want("vm", bytes), TTL)
+pub(super) fn take(registry: &dyn Registry, units: u64) -> Result<Lease, RegistryError> {
+    registry.take(&want("vm", units * UNIT), TTL)
 }
 
 fn endpoint(path: &str) -> Endpoint {
@@ -64,7 +67,7 @@ fn largest(refused: Result<Lease, RegistryError>) -> (u64, usize) {
     match refused {
         Err(RegistryError::NothingToSpare {
             largest, lenders, ..
-        }) => (largest, lenders),
+        }) => (largest / UNIT, lenders),
         other => panic!("{other:?}"),
     }
 }
@@ -147,9 +150,9 @@ fn deadlines(fixture: &Fixture) {
 fn who_has_no_other_copy_has_time_to_make_one(fixture: &Fixture) {
     const MIB: u64 = 1 << 20;
     let registry = &*fixture.registry;
-    offer(registry, "a", 1, 4000 * MIB);
+    offer(registry, "a", 1, 4000 * MIB / UNIT);
     let ours = lender("a", 1);
-    let [asked, other] = [0; 2].map(|_| take(registry, 2000 * MIB).unwrap().id);
+    let [asked, other] = [0; 2].map(|_| take(registry, 2000 * MIB / UNIT).unwrap().id);
     registry.recall(asked, &ours, Duration::ZERO).unwrap();
     assert!(matches!(
         registry.sole_copy(asked, "other"),
@@ -268,7 +271,7 @@ fn choices(fixture: &Fixture) {
     offer(registry, "b", 1, 90);
     offer(registry, "borrower", 1, 1000);
     let of = |apart: &[&str]| {
-        let mut want = want("vm", 50);
+        let mut want = want("vm", 50 * UNIT);
         want.apart_from = apart.iter().map(|s| (*s).to_owned()).collect();
         registry.take(&want, TTL)
     };
@@ -293,9 +296,10 @@ fn nonsense_is_refused(fixture: &Fixture) {
     assert!(is_value(registry.offer(&bad("a", u64::MAX), TTL)));
     assert!(is_value(registry.offer(&bad("a", 1), Duration::MAX)));
     offer(registry, "a", 1, 100);
-    assert!(is_value(take(registry, 0).map(drop)));
-    assert!(is_value(take(registry, u64::MAX).map(drop)));
-    assert!(is_value(registry.take(&want("../vm", 1), TTL).map(drop)));
+    for bytes in [0, UNIT - 1, u64::MAX] {
+        assert!(is_value(registry.take(&want("vm", bytes), TTL).map(drop)));
+    }
+    assert!(is_value(registry.take(&want("../vm", UNIT), TTL).map(drop)));
     let id = take(registry, 1).unwrap().id;
     let relative = endpoint("x");
     assert!(is_value(registry.publish(id, &lender("a", 1), &relative)));
@@ -485,13 +489,13 @@ fn after_a_registry_reboot_leases_last_one_more_minute_and_their_numbers_are_not
     let before = open(1_000_000_000, "first");
     let offer = Offer {
         lender: lender.clone(),
-        bytes: 64,
+        bytes: 4 * UNIT,
     };
     before.offer(&offer, Duration::from_secs(10)).unwrap();
     let want = Want {
         borrower: "b".into(),
         vm: "v".into(),
-        bytes: 16,
+        bytes: UNIT,
         durability: Durability::None,
         apart_from: Vec::new(),
     };
@@ -520,6 +524,38 @@ fn after_a_registry_reboot_leases_last_one_more_minute_and_their_numbers_are_not
     anew.offer(&offer, Duration::from_secs(10)).unwrap();
     let other = anew.take(&want, Duration::from_secs(5)).unwrap();
     assert!(other.id != first.id && other.id != second.id);
+}
+
+/// Adds `count` leases of lender `host` to a database: as many as take long to request.
+fn add_leases(directory: &std::path::Path, (host, borrower): (&str, &str), count: usize) {
+    let by_hand = rusqlite::Connection::open(directory.join("registry.db")).unwrap();
+    let add = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?3)
+        INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability)
+        SELECT ?1, 1, ?2, 'vm', 65536, 'taken', 60000, 'disk' FROM n";
+    let done = by_hand.execute(add, rusqlite::params![host, borrower, count]);
+    assert_eq!(done.unwrap(), count);
+}
+
+#[test]
+fn a_lender_with_256_leases_is_not_chosen_and_a_host_with_1024_leases_gets_no_more() {
+    let directory = tempfile::tempdir().unwrap();
+    let registry = sqlite_in(directory.path(), &Arc::new(AtomicI64::new(1)));
+    offer(&registry, "a", 1, 100_000);
+    add_leases(directory.path(), ("a", "other"), MOST_OF_LENDER - 1);
+    let last = take(&registry, 1).unwrap();
+    assert_eq!(largest(take(&registry, 1)), (0, 1));
+    offer(&registry, "b", 1, 10);
+    assert_eq!(take(&registry, 1).unwrap().lender.host, "b");
+    registry.ended(last.id, &last.lender).unwrap();
+    assert_eq!(take(&registry, 1).unwrap().lender.host, "a");
+    // The borrower holds two leases now, of lenders a and b.
+    add_leases(directory.path(), ("gone", "borrower"), 1022);
+    let refused = take(&registry, 1).unwrap_err().to_string();
+    assert!(refused.contains("holds 1024 leases"), "{refused}");
+    let id = registry.picture().unwrap().leases.pop().unwrap().id;
+    registry.release(id, "borrower").unwrap();
+    take(&registry, 1).unwrap();
+    take(&registry, 1).unwrap_err();
 }
 
 #[test]

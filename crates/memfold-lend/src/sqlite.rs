@@ -5,6 +5,7 @@
 //! only write lock before the first read, so values that a transaction has read are still valid
 //! when it writes.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::fs::Permissions;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
@@ -26,7 +27,8 @@ use super::lease::{
 };
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{
-    RegistryError, Result, check_bytes, check_name, check_ttl, no_lease, value, wrong_state,
+    RegistryError, Result, check_bytes, check_leases, check_name, check_ttl, no_lease, value,
+    wrong_state,
 };
 
 /// How long to wait for the transaction of another client.
@@ -220,6 +222,22 @@ impl Now<'_> {
         self.find(id, &lender.host, |lease| lease.lender == *lender)
     }
 
+    /// Returns how many leases a borrower holds, and has not released.
+    fn held_by(&self, borrower: &str) -> rusqlite::Result<usize> {
+        let query = "SELECT COUNT(*) FROM leases WHERE borrower = ?1 AND state <> ?2";
+        let released = LeaseState::Released.to_string();
+        self.sql
+            .query_row(query, [borrower, &released], |row| count(row, 0))
+    }
+
+    /// Returns how many leases each lender has that have not ended, by host name.
+    fn leases_of_lenders(&self) -> rusqlite::Result<HashMap<String, usize>> {
+        let query = "SELECT host, COUNT(*) FROM leases GROUP BY host";
+        let mut query = self.sql.prepare(query)?;
+        let counts = query.query_map([], |row| Ok((row.get(0)?, count(row, 1)?)))?;
+        counts.collect()
+    }
+
     /// Returns all lenders, sorted by name.
     fn lenders(&self) -> rusqlite::Result<Vec<LenderView>> {
         let mut query = self.sql.prepare(LENDERS)?;
@@ -235,6 +253,11 @@ impl Now<'_> {
         })?;
         lenders.collect()
     }
+}
+
+/// Reads a number of rows.
+fn count(row: &Row<'_>, column: usize) -> rusqlite::Result<usize> {
+    Ok(usize::try_from(number(row, column)?).unwrap_or(usize::MAX))
 }
 
 fn now_ms() -> i64 {
@@ -350,7 +373,10 @@ impl Registry for SqliteRegistry {
         want.check()?;
         let ttl = check_ttl(ttl)?;
         self.once(|now| {
-            let lender = want.choose(now.lenders()?, |view| view)?.lender;
+            check_leases(&want.borrower, now.held_by(&want.borrower)?)?;
+            let counts = now.leases_of_lenders()?;
+            let leases = |view: &LenderView| counts.get(&view.lender.host).copied().unwrap_or(0);
+            let lender = want.choose(now.lenders()?, |view| view, leases)?.lender;
             now.change(
                 "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
                 params![

@@ -24,6 +24,10 @@
 //! they share (the brake's debt x cover). Lent memory cannot serve these writes, so the lender
 //! takes it back before the brake has to stop anything.
 //!
+//! Right-sizing takes lent memory back, too, when trims and balloons of the host's VMs do not
+//! suffice. While it is on, the host keeps more than its reserve, so that what was taken back is
+//! not offered again at once.
+//!
 //! Lent memory is locked, so `MemAvailable` no longer contains it. The maximum offer is the memory
 //! that is lent now plus the surplus.
 
@@ -153,18 +157,24 @@ impl Judge {
             0 => Hurry::No,
             _ => Hurry::by(&now),
         };
-        let recall_bytes = missing.max(beyond);
+        let wanted_back = now.wanted_back_bytes.min(lent_bytes);
+        let recall_bytes = missing.max(beyond).max(wanted_back);
         // The smallest surplus of all recent samples counts, because memory that comes and goes is
         // no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
         // Memory that is lent but not allocated yet still counts as available, but must not be lent
         // twice.
+        let reserve = reserve.max(now.kept_bytes);
         let kept = reserve.saturating_add(now.beginning_bytes);
         let surplus = available.unwrap_or(0).saturating_sub(kept);
         let busy = before.and_then(|before| waits(&before, &now));
         let busy = busy.or_else(|| waited(&now));
         let (more, why) = match busy {
             Some(why) => (0, why),
+            None if wanted_back > 0 => (
+                0,
+                "right-sizing takes lent memory back for VMs of this host".into(),
+            ),
             None if surplus < GRAIN => (
                 0,
                 format!(
@@ -306,6 +316,29 @@ mod tests {
         judge.max_bytes = 3 * GIB;
         let verdict = judge.judge(calm(1, 8 * GIB), 4 * GIB);
         assert_eq!((verdict.offer_bytes, verdict.recall_bytes), (3 * GIB, GIB));
+    }
+
+    #[test]
+    fn lent_memory_that_right_sizing_wants_back_is_recalled_and_not_offered_again() {
+        let mut judge = Judge::new(64 * GIB);
+        let wants = |second, available, wanted_back_bytes| Sample {
+            wanted_back_bytes,
+            kept_bytes: 2 * GIB,
+            ..calm(second, available)
+        };
+        // The reserve of this host is 1 GiB, so the lender itself would take nothing back.
+        let verdict = judge.judge(wants(0, 2 * GIB, GIB), 4 * GIB);
+        assert_eq!(
+            (verdict.recall_bytes, verdict.offer_bytes, verdict.hurry),
+            (GIB, 3 * GIB, Hurry::No)
+        );
+        assert!(verdict.why.contains("right-sizing"), "{}", verdict.why);
+        let verdict = judge.judge(wants(1, 2 * GIB, 9 * GIB), 4 * GIB);
+        assert_eq!((verdict.recall_bytes, verdict.offer_bytes), (4 * GIB, 0));
+        // Of 3 GiB, 2 GiB are kept.
+        let mut judge = Judge::new(64 * GIB);
+        let verdict = judge.judge(wants(0, 3 * GIB, 0), GIB);
+        assert_eq!((verdict.recall_bytes, verdict.offer_bytes), (0, 2 * GIB));
     }
 
     #[test]

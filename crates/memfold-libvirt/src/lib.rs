@@ -64,6 +64,12 @@ pub enum LibvirtError {
         namespace = tag::NAMESPACE
     )]
     Tagged(String, String),
+    /// Another program has changed the XML of the domain with this name, each time between
+    /// memfold's reading and its writing.
+    #[error(
+        "the XML of domain '{0}' was changed by another program while memfold changed it, {ATTEMPTS} times; try again when no program changes the domain"
+    )]
+    Changed(String),
     /// The name is not valid for a trust domain.
     #[error(transparent)]
     Name(#[from] memfold_vm::SpecError),
@@ -77,6 +83,9 @@ impl LibvirtError {
         }
     }
 }
+
+/// Number of attempts to change a domain's XML while other programs change it.
+const ATTEMPTS: u32 = 5;
 
 /// Result of enabling or disabling memfold for a libvirt domain ([`enable`], [`disable`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -114,14 +123,16 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
     if let Some(name) = trust_domain {
         memfold_vm::check_name("domain", name)?;
     }
-    let (facts, before) = stored(domain)?;
-    match tag_domain(&facts.name, &before)? {
-        Some(tag) if Some(tag.as_str()) == trust_domain => {
-            enable_xml(&facts, &before, trust_domain, true)
+    until_unchanged(|| {
+        let (facts, before) = stored(domain)?;
+        match tag_domain(&facts.name, &before)? {
+            Some(tag) if Some(tag.as_str()) == trust_domain => {
+                enable_xml(&facts, &before, trust_domain, true)
+            }
+            Some(tag) => Err(LibvirtError::Tagged(facts.name, tag)),
+            None => enable_xml(&facts, &before, trust_domain, false),
         }
-        Some(tag) => Err(LibvirtError::Tagged(facts.name, tag)),
-        None => enable_xml(&facts, &before, trust_domain, false),
-    }
+    })
 }
 
 /// Undoes memfold's changes of a libvirt domain's XML. The domain is given by name, ID or UUID.
@@ -132,27 +143,53 @@ pub fn enable(domain: &str, trust_domain: Option<&str>) -> Result<Change, Libvir
 /// [`LibvirtError::Tagged`] if the domain has a valid tag: the daemon would enable the domain
 /// again.
 pub fn disable(domain: &str) -> Result<Change, LibvirtError> {
-    let (facts, before) = stored(domain)?;
-    match tag_domain(&facts.name, &before)? {
-        Some(tag) => Err(LibvirtError::Tagged(facts.name, tag)),
-        None => disable_xml(&facts, &before),
-    }
+    until_unchanged(|| {
+        let (facts, before) = stored(domain)?;
+        match tag_domain(&facts.name, &before)? {
+            Some(tag) => Err(LibvirtError::Tagged(facts.name, tag)),
+            None => disable_xml(&facts, &before),
+        }
+    })
 }
 
 /// Enables or disables memfold for the libvirt domain with this name, as its tag says; returns
 /// `None` if nothing had to be done. Safe to repeat.
 pub fn follow_tag(domain: &str) -> Result<Option<Change>, LibvirtError> {
-    let (facts, before) = stored(domain)?;
-    // virsh takes a name that looks like a number or a UUID for that of another domain.
-    if facts.name != domain {
-        return Err(VirshError::Another(domain.to_owned(), facts.name).into());
+    until_unchanged(|| {
+        let (facts, before) = stored(domain)?;
+        // virsh takes a name that looks like a number or a UUID for that of another domain.
+        if facts.name != domain {
+            return Err(VirshError::Another(domain.to_owned(), facts.name).into());
+        }
+        let (_, due) = Due::read(&before).map_err(LibvirtError::of_xml(domain))?;
+        match due {
+            Due::Nothing => Ok(None),
+            Due::Enable(trust) => enable_xml(&facts, &before, Some(&trust), true).map(Some),
+            Due::Disable => disable_xml(&facts, &before).map(Some),
+        }
+    })
+}
+
+/// Repeats a change of a domain's XML until no other program changes the XML meanwhile.
+fn until_unchanged<T>(change: impl Fn() -> Result<T, LibvirtError>) -> Result<T, LibvirtError> {
+    for _ in 1..ATTEMPTS {
+        match change() {
+            Err(LibvirtError::Changed(_)) => {}
+            result => return result,
+        }
     }
-    let (_, due) = Due::read(&before).map_err(LibvirtError::of_xml(domain))?;
-    match due {
-        Due::Nothing => Ok(None),
-        Due::Enable(trust) => enable_xml(&facts, &before, Some(&trust), true).map(Some),
-        Due::Disable => disable_xml(&facts, &before).map(Some),
+    change()
+}
+
+/// Stores the XML `new` for the domain `name`, unless the stored XML is no longer `before`.
+///
+/// libvirt cannot compare and store in one step. So a change of another program is lost only if it
+/// comes in the milliseconds between the two calls of virsh.
+fn define(name: &str, before: &str, new: &str) -> Result<(), LibvirtError> {
+    if virsh::inactive_xml(name)? != before {
+        return Err(LibvirtError::Changed(name.to_owned()));
     }
+    Ok(virsh::define(new)?)
 }
 
 /// Returns the facts about a persistent domain, and the XML with which it will start.
@@ -182,14 +219,18 @@ fn enable_xml(
     let wrapped = wrapper::ensure(&emulator)?;
     let enabled = xml::enable(before, trust_domain, by_tag, &wrapped).map_err(&wrong)?;
     if enabled != before {
-        virsh::define(&enabled)?;
+        virsh::probe(&wrapped);
+        define(&facts.name, before, &enabled)?;
         // libvirt adds controllers for the agent's port if no controller is free. The mark records
         // them, so that they can be removed, too.
-        let after = virsh::inactive_xml(&facts.name)?;
-        let noted = xml::note_controllers(&after).map_err(&wrong)?;
-        if noted != after {
-            virsh::define(&noted)?;
-        }
+        until_unchanged(|| {
+            let after = virsh::inactive_xml(&facts.name)?;
+            let noted = xml::note_controllers(&after).map_err(&wrong)?;
+            if noted == after {
+                return Ok(());
+            }
+            define(&facts.name, &after, &noted)
+        })?;
     }
     let found = hindrances::read(&enabled).map_err(&wrong)?;
     Ok(change(facts, enabled != before, trust_domain, found))
@@ -198,7 +239,7 @@ fn enable_xml(
 fn disable_xml(facts: &DomainFacts, before: &str) -> Result<Change, LibvirtError> {
     let disabled = xml::disable(before).map_err(LibvirtError::of_xml(&facts.name))?;
     if disabled != before {
-        virsh::define(&disabled)?;
+        define(&facts.name, before, &disabled)?;
     }
     let nothing = Foretold::default();
     Ok(change(facts, disabled != before, None, nothing))

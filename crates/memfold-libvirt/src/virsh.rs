@@ -1,6 +1,7 @@
 //! Runs `virsh`, libvirt's command-line client, and parses its output.
 
 use std::io::{self, Write as _};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -115,6 +116,14 @@ fn of_name(domain: &str, xml: String) -> Result<String, VirshError> {
     }
     let got = name.unwrap_or_default();
     Err(VirshError::Another(domain.to_owned(), got))
+}
+
+/// Makes libvirt probe the features of a QEMU program that it may not know yet, which takes some
+/// seconds. Otherwise `virsh define` of a domain with this program would probe it.
+pub fn probe(emulator: &Path) {
+    let emulator = format!("--emulatorbin={}", emulator.display());
+    // If libvirt cannot use the program, `virsh define` says why.
+    let _ = run(&["domcapabilities", &emulator]);
 }
 
 /// Stores the XML of a domain in libvirt (`virsh define`). The XML names the domain.

@@ -116,6 +116,9 @@ impl Mark {
         for (name, value) in attributes {
             if let Some(value) = value {
                 let value = escape(&value).replace('"', "&quot;");
+                // XML turns these into spaces in the value of an attribute.
+                let value = value.replace('\n', "&#10;").replace('\t', "&#9;");
+                let value = value.replace('\r', "&#13;");
                 text.extend([" ", name, "=\"", &value, "\""]);
             }
         }
@@ -214,7 +217,10 @@ pub fn disable(xml: &str) -> Result<String, XmlError> {
             let Some((_, node)) = unused else { break };
             gone.push(node);
         }
-        for address in functions(&document) {
+        // What is inside a device that is removed goes with it.
+        let stay = functions(&document)
+            .filter(|address| !address.ancestors().any(|node| gone.contains(&node)));
+        for address in stay {
             let is_ours = mark.controllers.contains(&slot_name(address));
             let attribute = address.attribute_node("multifunction").filter(|_| is_ours);
             if let Some(attribute) = attribute.filter(|_| !shares_slot(devices, address, &gone)) {
@@ -598,6 +604,16 @@ mod tests {
         );
         let noted = note_controllers(&with_controllers(&enabled(&before, None))).unwrap();
         assert_eq!(disable(&noted).unwrap(), before);
+    }
+
+    #[test]
+    fn libvirt_disable_removes_an_added_controller_whose_own_slot_is_multifunction() {
+        let on = with_controllers(&enabled(PLAIN, None)).replace(
+            "bus='0x00' slot='0x02'/>",
+            "bus='0x00' slot='0x02' multifunction='on'/>",
+        );
+        assert!(on.contains("multifunction='on'"));
+        assert_eq!(disable(&on).unwrap(), PLAIN);
     }
 
     #[test]

@@ -87,8 +87,8 @@ impl Node {
     #[must_use]
     pub fn process(&self, vmid: u32) -> Option<Pid> {
         let file = self.root.join(format!("run/qemu-server/{vmid}.pid"));
-        let pid = fs::read_to_string(file).ok()?.trim().parse().ok()?;
-        let pid = Pid::from_raw(pid)?;
+        let pid: i32 = fs::read_to_string(file).ok()?.trim().parse().ok()?;
+        let pid = Pid::from_raw(pid.max(0))?;
         // After QEMU was killed, its number in the file may have become another process.
         let words = endpoints::command_line(pid).ok()?;
         let name = format!("/qemu-server/{vmid}.pid");
@@ -119,7 +119,8 @@ impl Node {
         }
     }
 
-    /// Writes a mark. The daemon sees the old or the new content.
+    /// Writes a mark. The daemon sees the old or the new content, also after a power failure: an
+    /// empty mark would be valid, and would take the VM out of its trust domain.
     pub(crate) fn write_mark(&self, vmid: u32, mark: &Mark) -> Result<(), MarkError> {
         let path = self.marks().join(vmid.to_string());
         // Two optional strings are always valid TOML.
@@ -128,8 +129,9 @@ impl Node {
             fs::create_dir_all(self.marks())?;
             let mut file = tempfile::NamedTempFile::new_in(self.marks())?;
             file.write_all(text.as_bytes())?;
+            file.as_file().sync_all()?;
             file.persist(&path)?;
-            Ok(())
+            fs::File::open(self.marks())?.sync_all()
         };
         write().map_err(|source| MarkError::File {
             path: path.clone(),
@@ -238,5 +240,9 @@ mod tests {
         let pid = std::process::id().to_string();
         fs::write(root.path().join("run/qemu-server/100.pid"), pid).unwrap();
         assert_eq!(node.process(100), None);
+        for wrong in ["-1", "0", "x", ""] {
+            fs::write(root.path().join("run/qemu-server/100.pid"), wrong).unwrap();
+            assert_eq!(node.process(100), None, "{wrong}");
+        }
     }
 }

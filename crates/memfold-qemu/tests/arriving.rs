@@ -217,3 +217,28 @@ fn pages_that_are_mapped_or_outside_ram_cannot_be_awaited() {
     assert_eq!(reader.join().unwrap(), [0; PAGE]);
     daemon.bring_whole(&bench);
 }
+
+#[test]
+fn a_message_with_two_files_is_refused_and_maps_nothing() {
+    let Some(bench) = Bench::new(PAGES) else {
+        return;
+    };
+    let mut daemon = Daemon::begin(&bench);
+    let run = MapRun {
+        hva: bench.hva(1),
+        pages: 1,
+        file_page: 1,
+    };
+    let frame = encode(&Arrived { runs: vec![run] }).unwrap();
+    // As if the kernel had split a long message, whose end comes with the next message's file.
+    let other = rustix::fs::memfd_create("other", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&other, PAGES * PAGE_SIZE).unwrap();
+    let (begin, end) = frame.split_at(frame.len() / 2);
+    descriptor::send(&daemon.socket, begin, Some(daemon.image.as_fd())).unwrap();
+    descriptor::send(&daemon.socket, end, Some(other.as_fd())).unwrap();
+    assert_eq!(daemon.socket.read(&mut [0; 64]).unwrap(), 0);
+    let image = daemon.image.try_clone().unwrap();
+    let mut next = Daemon::connect(&bench, image, Vec::new());
+    next.bring_whole(&bench);
+    bench.assert_holds(1, 0, PAGES);
+}

@@ -4,8 +4,12 @@
 
 mod support;
 
+use std::time::Duration;
+
+use memfold_testkit::wait_until;
 use memfold_wire::library::{Freeze, Outcome};
-use support::Bench;
+use rustix::mm::Advice;
+use support::{Bench, PAGE};
 
 #[test]
 fn if_max_map_count_is_reached_a_run_stays_unfolded_and_writable() {
@@ -25,6 +29,14 @@ fn if_max_map_count_is_reached_a_run_stays_unfolded_and_writable() {
     };
     bench.fill(1);
     bench.publish(0, limit + 64);
+    // Eight of the last pages are a mapping of their own.
+    let own = limit + 40;
+    let advise = |page, pages| bench.area(page, pages).advise(Advice::LinuxDontDump);
+    advise(own, 8).unwrap();
+    // A thread needs mappings, too.
+    let (read, may_read) = std::sync::mpsc::channel();
+    let area = bench.area(own, 1);
+    let reader = std::thread::spawn(move || may_read.recv().is_ok() && area.is_zero());
     // Every other page is folded, which needs one mapping for each page, and one for each page
     // between.
     let mut failed = None;
@@ -54,4 +66,19 @@ fn if_max_map_count_is_reached_a_run_stays_unfolded_and_writable() {
         }
     );
     assert_eq!(bench.wrong(1, 0, limit + 64), [page]);
+    // The last places for mappings are used up.
+    assert!((limit..own).step_by(2).any(|page| advise(page, 1).is_err()));
+    // The kernel freezes the mapping of eight pages, and cannot split the next one.
+    let failed = bench.fold(Freeze::Move, bench.run(own, 16, own));
+    assert!(
+        matches!(failed, Outcome::Failed { errno, folded: 0 } if errno == libc::ENOMEM),
+        "{failed:?}"
+    );
+    let address = usize::try_from(bench.hva(own)).unwrap();
+    bench.folder.discard(address, PAGE).unwrap().unwrap();
+    read.send(()).unwrap();
+    wait_until("the page can be read", Duration::from_secs(10), || {
+        reader.is_finished()
+    });
+    assert!(reader.join().unwrap());
 }

@@ -113,6 +113,32 @@ fn the_kernels_shared_huge_page_of_zeroes_stays_where_it_is() {
 }
 
 #[test]
+fn no_core_dump_contains_the_folded_pages_of_ram_that_qemu_keeps_out_of_core_dumps() {
+    let Some(mut bench) = Bench::new(64) else {
+        return;
+    };
+    let (hva, pages) = (bench.hva(0), 64);
+    let advice = Advice {
+        dontdump: true,
+        ..Advice::default()
+    };
+    bench.ok(&Order::AddRam { hva, pages, advice }, None);
+    bench.fill(1);
+    let at = bench.publish(0, 32);
+    assert_eq!(
+        bench.fold(Freeze::Move, bench.run(0, 32, at)),
+        Outcome::Done
+    );
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let start = format!("{hva:x}-");
+    let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
+    let flags = lines
+        .find_map(|line| line.strip_prefix("VmFlags:"))
+        .unwrap();
+    assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+}
+
+#[test]
 fn folded_pages_can_be_folded_again_or_unfolded_and_their_bytes_do_not_change() {
     let Some(mut bench) = Bench::new(64) else {
         return;

@@ -51,7 +51,13 @@ fn if_folding_needs_a_stopped_vm_the_vm_is_stopped_once_for_all_runs_and_resumed
     }
     assert_eq!(bench.release(STOPPED, 32, 32), Outcome::Done);
     bench.assert_holds(2, 0, 64);
-    let once = ["query-status", "stop", "cont"];
+    let once = [
+        "query-status",
+        "query-migrate",
+        "stop",
+        "query-status",
+        "cont",
+    ];
     let commands = qemu.commands.lock().unwrap().clone();
     assert_eq!(commands[0], "qmp_capabilities");
     assert_eq!(commands[1..], [once, once].concat());
@@ -140,6 +146,59 @@ fn a_vm_stopped_by_the_daemon_resumes_on_request_or_when_the_connection_ends() {
     assert!(runs());
     // The library must not resume a VM that somebody else has stopped.
     qemu.running.store(false, Ordering::SeqCst);
+    folder.disconnected();
+    assert!(!runs());
+}
+
+#[test]
+fn a_vm_that_is_migrated_is_not_stopped_and_does_not_run_again_after_its_migration() {
+    let qemu = FakeQemu::start();
+    let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
+    *qemu.migration.lock().unwrap() = "active";
+    assert!(matches!(
+        folder.execute(&Order::Stop, None),
+        Reply::Error { .. }
+    ));
+    assert!(qemu.running.load(Ordering::SeqCst));
+    // A migration that begins and ends while the VM is stopped.
+    *qemu.migration.lock().unwrap() = "none";
+    assert_eq!(folder.execute(&Order::Stop, None), Reply::Ok);
+    let ends = ["finish-migrate", "finish-migrate", "postmigrate"];
+    qemu.states.lock().unwrap().extend(ends);
+    assert_eq!(folder.execute(&Order::Continue, None), Reply::Ok);
+    assert!(qemu.states.lock().unwrap().is_empty());
+    let sent = |command: &str| qemu.commands.lock().unwrap().iter().any(|c| c == command);
+    assert!(!sent("cont"), "another QEMU runs the VM");
+    // A migration that fails while the VM is stopped.
+    qemu.running.store(true, Ordering::SeqCst);
+    assert_eq!(folder.execute(&Order::Stop, None), Reply::Ok);
+    qemu.states.lock().unwrap().push_back("finish-migrate");
+    assert_eq!(folder.execute(&Order::Continue, None), Reply::Ok);
+    assert!(sent("cont") && qemu.running.load(Ordering::SeqCst));
+}
+
+#[test]
+fn a_vm_that_qemu_does_not_resume_in_time_resumes_at_the_next_order_or_disconnection() {
+    let qemu = FakeQemu::start();
+    let folder = Folder::new(None, Some(Monitor::new(qemu.path.clone())));
+    let runs = || qemu.running.load(Ordering::SeqCst);
+    for is_disconnected in [false, true] {
+        assert_eq!(folder.execute(&Order::Stop, None), Reply::Ok);
+        // The library tries a hundred times.
+        qemu.hang_ups.store(101, Ordering::SeqCst);
+        assert_eq!(folder.execute(&Order::Continue, None), Reply::Ok);
+        folder.execute(&Order::Stats, None);
+        assert!(!runs());
+        if is_disconnected {
+            folder.disconnected();
+        } else {
+            folder.execute(&Order::Stats, None);
+        }
+        assert!(runs());
+    }
+    // The VM was resumed only once: somebody else stops it.
+    qemu.running.store(false, Ordering::SeqCst);
+    folder.execute(&Order::Stats, None);
     folder.disconnected();
     assert!(!runs());
 }

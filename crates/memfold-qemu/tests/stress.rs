@@ -12,8 +12,9 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use memfold_folder::{Folder, Monitor};
 use memfold_wire::library::{Freeze, Outcome};
-use support::{Bench, Random, stress_time};
+use support::{Bench, FakeQemu, Random, stress_time};
 
 const COUNTERS: u64 = 256;
 const DISCARDED: u64 = 64;
@@ -131,7 +132,11 @@ fn compact(stop: &AtomicBool) {
 
 #[test]
 fn no_memory_write_is_lost_while_pages_are_folded_released_and_discarded() {
-    let Some(mut bench) = Bench::new(COUNTERS + DISCARDED) else {
+    // A VM whose stops stop nothing: also in a stopped VM, QEMU writes what a port receives.
+    let qemu = FakeQemu::start();
+    let monitor = Monitor::new(qemu.path.clone());
+    let folder = Box::leak(Box::new(Folder::new(None, Some(monitor))));
+    let Some(mut bench) = Bench::with(folder, COUNTERS + DISCARDED, 1) else {
         return;
     };
     preload::install(bench.folder);
@@ -170,7 +175,12 @@ fn no_memory_write_is_lost_while_pages_are_folded_released_and_discarded() {
                         continue;
                     }
                     let run = bench.run(page, u32::try_from(pages).unwrap(), at);
-                    ("fold", bench.fold(Freeze::WriteProtect, run))
+                    if random.below(8) == 0 {
+                        let stopped = Freeze::Stopped { limit_us: 100_000 };
+                        ("fold in a pause", bench.fold(stopped, run))
+                    } else {
+                        ("fold", bench.fold(Freeze::WriteProtect, run))
+                    }
                 }
             };
             assert_ne!(outcome, Outcome::Refused);

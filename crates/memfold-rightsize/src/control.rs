@@ -24,6 +24,8 @@ use crate::vm_state::{Assessment, Call, VmState};
 pub struct Controller {
     policy: Policy,
     vms: BTreeMap<VmId, VmState>,
+    /// VMs that the next step leaves out and does not forget.
+    absent: BTreeSet<VmId>,
     ladder: Ladder,
     /// Time that has passed in steps. It never goes back, whatever the caller's clock does.
     clock: Duration,
@@ -43,6 +45,7 @@ impl Controller {
         Self {
             policy,
             vms: BTreeMap::new(),
+            absent: BTreeSet::new(),
             ladder: Ladder::default(),
             clock: Duration::ZERO,
             last_now: None,
@@ -51,7 +54,7 @@ impl Controller {
     }
 
     /// Decides for the moment `now`. Call it every one to five seconds with all running VMs; VMs
-    /// that are left out are forgotten.
+    /// that are left out are forgotten, but for those that [`keep`](Self::keep) names.
     ///
     /// The controller expects that the orders are carried out. For an order that is not, call
     /// [`discard_order`](Self::discard_order) before the next step.
@@ -66,8 +69,9 @@ impl Controller {
             .map_or(Duration::ZERO, |last| now.saturating_sub(last));
         self.clock = self.clock.saturating_add(passed.min(LONGEST_STEP));
         self.last_now = Some(now);
-        let present: BTreeSet<VmId> = vms.iter().map(|(vm, ..)| *vm).collect();
-        self.vms.retain(|vm, _| present.contains(vm));
+        let mut known = std::mem::take(&mut self.absent);
+        known.extend(vms.iter().map(|(vm, ..)| *vm));
+        self.vms.retain(|vm, _| known.contains(vm));
 
         let mut assessed: Vec<Assessment> = Vec::with_capacity(vms.len());
         for (vm, limits, signals) in vms {
@@ -105,6 +109,15 @@ impl Controller {
             why,
             recall_lent,
             vms: decided,
+        }
+    }
+
+    /// Says that the next step leaves out this VM because nothing can be found out about it at this
+    /// moment, for example because QEMU does not answer. What is known of the VM is kept.
+    pub fn keep(&mut self, vm: VmId) {
+        self.absent.insert(vm);
+        if let Some(state) = self.vms.get_mut(&vm) {
+            state.note_absence();
         }
     }
 
@@ -197,7 +210,10 @@ impl Controller {
 
     /// Records a VM's order, and makes its part of the answer.
     fn decide(&mut self, mut vm: Assessment, call: Option<Call>) -> VmDecision {
-        let call = call.unwrap_or_else(|| Call::none(vm.idle_reason()));
+        let mut call = call.unwrap_or_else(|| Call::none(vm.idle_reason()));
+        if let (None, Some(reason)) = (call.order, vm.lacks_driver()) {
+            call.reason = reason;
+        }
         if let (Some(state), Some(_)) = (self.vms.get_mut(&vm.vm), call.order) {
             state.expect(self.clock, &vm, &call);
         }

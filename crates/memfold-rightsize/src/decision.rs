@@ -108,6 +108,19 @@ pub enum Action {
     },
 }
 
+impl Action {
+    /// Returns the kind of the action in one word, for counts.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Trim { .. } => "trim",
+            Self::Balloon { .. } => "balloon",
+            Self::Plug { .. } => "plug",
+            Self::Unplug { .. } => "unplug",
+        }
+    }
+}
+
 /// Why a VM got an order, or none.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Reason {
@@ -120,7 +133,7 @@ pub enum Reason {
     },
     /// The guest's figures cannot be true.
     Distrusted(Contradiction),
-    /// The guest's counters restarted: it booted again, or was restored.
+    /// The guest's counters began again: it booted again, or was restored.
     Restarted,
     /// The first report; the second one will show rates.
     FirstReport,
@@ -128,6 +141,11 @@ pub enum Reason {
     NoMeans,
     /// The balloon cannot be used: the guest would not take memory back before its OOM killer runs.
     NoDeflateOnOom,
+    /// The guest needs memory that virtio-mem could plug, but it has no driver for that.
+    NoPlugDriver {
+        /// How much more the guest would get.
+        needs: ByteSize,
+    },
     /// Page cache is trimmed because earlier trims were not missed.
     CacheNotMissed {
         /// How much is trimmed now.
@@ -159,6 +177,11 @@ pub enum Reason {
     PressureNotCured {
         /// Memory that is available in the guest.
         available: ByteSize,
+    },
+    /// The guest may still boot, so nothing is trimmed.
+    Young {
+        /// Time until the first trim.
+        wait: Duration,
     },
     /// The last order had no effect yet.
     Ineffective {
@@ -215,6 +238,41 @@ pub enum Reason {
     },
 }
 
+impl Reason {
+    /// Returns the reason in one or a few words, without its figures, for counts.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Pinned => "pinned",
+            Self::Silent { .. } => "silent",
+            Self::Distrusted(_) => "distrusted",
+            Self::Restarted => "restarted",
+            Self::FirstReport => "first_report",
+            Self::NoMeans => "no_means",
+            Self::NoDeflateOnOom => "no_deflate_on_oom",
+            Self::NoPlugDriver { .. } => "no_plug_driver",
+            Self::CacheNotMissed { .. } => "cache_not_missed",
+            Self::CacheGrewBack { .. } => "cache_grew_back",
+            Self::DropFolded { .. } => "drop_folded",
+            Self::Missed { .. } => "missed",
+            Self::UnderPressure { .. } => "under_pressure",
+            Self::PressureNotCured { .. } => "pressure_not_cured",
+            Self::Young { .. } => "young",
+            Self::Ineffective { .. } => "ineffective",
+            Self::Waiting { .. } => "waiting",
+            Self::AtWorkingSet => "at_working_set",
+            Self::AtTarget => "at_target",
+            Self::GiveNeeded { .. } => "give_needed",
+            Self::GivePressure { .. } => "give_pressure",
+            Self::GiveBack { .. } => "give_back",
+            Self::HostExhausted { .. } => "host_exhausted",
+            Self::HostShort { .. } => "host_short",
+            Self::AboveMaximum { .. } => "above_maximum",
+            Self::IdleMemory { .. } => "idle_memory",
+        }
+    }
+}
+
 impl fmt::Display for Reason {
     /// Writes one sentence without a full stop.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -237,6 +295,11 @@ impl fmt::Display for Reason {
             Self::NoDeflateOnOom => f.write_str(
                 "the balloon is not used because the guest would not deflate it before its OOM \
                  killer runs",
+            ),
+            Self::NoPlugDriver { needs } => write!(
+                f,
+                "the guest needs {needs} that could be plugged, but has no driver for that; load \
+                 the module virtio_mem in the guest"
             ),
             Self::CacheNotMissed { bytes } => write!(
                 f,
@@ -265,6 +328,11 @@ impl fmt::Display for Reason {
                 f,
                 "tasks of the guest wait for memory although {available} are available, so more \
                  memory would not help"
+            ),
+            Self::Young { wait } => write!(
+                f,
+                "the guest may still boot, so nothing is trimmed for {}",
+                seconds(wait)
             ),
             Self::Ineffective { wait } => write!(
                 f,

@@ -11,12 +11,13 @@
 
 use std::time::Duration;
 
-use memfold_units::{ByteSize, PAGE_SIZE};
+use memfold_units::PAGE_SIZE;
 
-use crate::check::{Contradiction, check_change, check_report, grown};
+use crate::check::{Contradiction, check_change, check_report, grown, has_counted_anew};
 use crate::decision::{Basis, Reason};
 use crate::input::{GuestSignals, Signals, Source};
 use crate::policy::Policy;
+use crate::sizes::{Growth, Sizes};
 
 /// Time over which the shown pressure is averaged.
 const AVERAGE: f64 = 10.0;
@@ -42,7 +43,9 @@ const CALM_PROBES: u32 = 6;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Estimate {
     last: Option<GuestSignals>,
-    last_installed: ByteSize,
+    sizes: Sizes,
+    /// When the first report came that all others continue.
+    pub(crate) begun: Duration,
     distrusted: Option<(Contradiction, Duration)>,
     /// Share of time in which tasks waited, averaged; `None` if the guest does not say it.
     pub(crate) pressure: Option<f64>,
@@ -95,6 +98,9 @@ pub(crate) struct Parts {
     pub(crate) trimmable: u64,
     /// The part of `cache` that is folded.
     pub(crate) folded: u64,
+    /// So much more may be free and available: the size has changed at about the time of the
+    /// report.
+    pub(crate) unsure: u64,
 }
 
 impl Parts {
@@ -107,10 +113,12 @@ impl Parts {
         }
     }
 
-    fn of(signals: &Signals, guest: &GuestSignals) -> Self {
+    /// Parts of a VM that has grown by `growth` since the report of its guest was made. A balloon
+    /// takes free memory first, and what is plugged is free at first.
+    fn of(signals: &Signals, guest: &GuestSignals, growth: Growth) -> Self {
         let size = signals.size().0;
-        let available = guest.available.0.min(size);
-        let free = guest.free.0.min(available);
+        let available = growth.at_least(guest.available.0).min(size);
+        let free = growth.at_least(guest.free.0).min(available);
         let cache = (available - free).min(guest.file_cache.0);
         let folded = signals.folded_cache.0.min(cache);
         let clean = guest.file_cache.0.saturating_sub(guest.dirty.0);
@@ -122,6 +130,7 @@ impl Parts {
             cache,
             trimmable: cache.min(clean).saturating_sub(folded),
             folded,
+            unsure: growth.uncertainty(),
         }
     }
 
@@ -148,6 +157,7 @@ impl Estimate {
         signals: &Signals,
         policy: &Policy,
     ) -> Heard {
+        self.sizes.note(now, signals);
         let Some(guest) = &signals.guest else {
             return Heard::Nothing(Reason::Silent { since: None });
         };
@@ -155,16 +165,14 @@ impl Estimate {
         if age > policy.report_timeout {
             return Heard::Nothing(Reason::Silent { since: Some(age) });
         }
-        // A guest learns later than QEMU that memory was unplugged.
-        let installed = signals.installed();
-        let believed = ByteSize(installed.0.max(self.last_installed.0));
-        self.last_installed = installed;
         let before = self.last.as_ref();
         let elapsed = before.map(|last| guest.uptime.saturating_sub(last.uptime));
-        let restarted = before.is_some_and(|last| guest.uptime < last.uptime);
+        // The guest's time can be the host's, which goes on while the guest boots.
+        let restarted =
+            before.is_some_and(|last| guest.uptime < last.uptime || has_counted_anew(last, guest));
         let changed = elapsed.filter(|elapsed| !elapsed.is_zero());
-        let contradiction = check_report(guest, believed).or_else(|| {
-            let (before, elapsed) = before.zip(changed)?;
+        let contradiction = check_report(guest, self.sizes.most_installed()).or_else(|| {
+            let (before, elapsed) = before.zip(changed).filter(|_| !restarted)?;
             check_change(before, guest, elapsed)
         });
         if let Some(what) = contradiction {
@@ -177,11 +185,11 @@ impl Estimate {
                 self.last = Some(guest.clone());
                 return Heard::Nothing(Reason::Distrusted(what));
             }
-            self.start_again(guest, installed, policy);
+            self.start_again(clock, guest, policy);
             return Heard::Nothing(Reason::FirstReport);
         }
         if restarted || before.is_none() {
-            self.start_again(guest, installed, policy);
+            self.start_again(clock, guest, policy);
             let reason = if restarted {
                 Reason::Restarted
             } else {
@@ -189,7 +197,7 @@ impl Estimate {
             };
             return Heard::Nothing(reason);
         }
-        let parts = Parts::of(signals, guest);
+        let parts = Parts::of(signals, guest, self.sizes.growth_since(signals.at));
         if let Some(elapsed) = changed {
             self.measure(guest, elapsed);
             self.last = Some(guest.clone());
@@ -202,10 +210,11 @@ impl Estimate {
     }
 
     /// Forgets everything but the first of new reports.
-    fn start_again(&mut self, guest: &GuestSignals, installed: ByteSize, policy: &Policy) {
+    fn start_again(&mut self, clock: Duration, guest: &GuestSignals, policy: &Policy) {
         *self = Self {
             last: Some(guest.clone()),
-            last_installed: installed,
+            sizes: std::mem::take(&mut self.sizes),
+            begun: clock,
             step: policy.first_step,
             ..Self::default()
         };
@@ -318,7 +327,7 @@ impl Estimate {
     /// cache has changed. What it misses then is not the fault of earlier takes.
     fn notice_change(&mut self, clock: Duration, parts: &Parts, policy: &Policy) {
         let change = parts.used_hard.abs_diff(self.used_before);
-        if change > (parts.size / 20).max(CHANGE) {
+        if change > (parts.size / 20).max(CHANGE).saturating_add(parts.unsure) {
             self.used_before = parts.used_hard;
             self.last_take = None;
             self.last_miss = None;

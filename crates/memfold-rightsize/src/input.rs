@@ -119,6 +119,8 @@ pub struct VirtioMem {
     pub max: ByteSize,
     /// Smallest amount that can be plugged or unplugged (`block-size`).
     pub block: ByteSize,
+    /// The guest's driver is ready. Without it, nothing is plugged or unplugged.
+    pub has_driver: bool,
 }
 
 /// One report of a guest. A field is `None` if this guest cannot say it.
@@ -127,7 +129,8 @@ pub struct GuestSignals {
     /// Guest's time since its boot (`CLOCK_BOOTTIME`), when the report was made. For statistics of
     /// the balloon: their `last-update`.
     pub uptime: Duration,
-    /// `MemTotal`.
+    /// `MemTotal`. What the balloon holds is part of it if the balloon deflates before an OOM kill
+    /// (`drivers/virtio/virtio_balloon.c`).
     pub total: ByteSize,
     /// `MemFree`.
     pub free: ByteSize,

@@ -39,6 +39,7 @@ mod ladder;
 mod policy;
 #[cfg(feature = "sim")]
 pub mod sim;
+mod sizes;
 mod vm_state;
 
 pub use advise::{Advice, HostAdvice, WorkingSetSample, advice, host_advice};

@@ -17,6 +17,9 @@ pub struct Policy {
     pub report_timeout: Duration,
     /// A guest that contradicted itself is believed again after this time without a contradiction.
     pub distrust: Duration,
+    /// Time after a guest's first report in which nothing is trimmed, unless the host is short: the
+    /// guest may still boot, and reads files that it will need.
+    pub young: Duration,
     /// Share of time in which tasks wait for memory, above which nothing is taken.
     pub pressure_target: f64,
     /// The same, above which a VM gets memory at once.
@@ -42,7 +45,7 @@ pub struct Policy {
     /// Longest time without probes after misses.
     pub longest_wait: Duration,
     /// Time without takes by balloon or unplug after a VM was given memory. Doubled at each further
-    /// give that follows a take.
+    /// give that follows such a take.
     pub settle: Duration,
     /// Takes that one VM may get in an hour. As many as a half of them may follow each other at
     /// once.
@@ -63,6 +66,7 @@ impl Default for Policy {
         Self {
             report_timeout: Duration::from_secs(15),
             distrust: Duration::from_secs(300),
+            young: Duration::from_secs(60),
             pressure_target: 0.001,
             pressure_give: 0.01,
             miss_rate: ByteSize::kib(512),

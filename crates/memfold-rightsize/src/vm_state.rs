@@ -46,6 +46,8 @@ pub(crate) struct VmState {
     settled_at: Duration,
     settle: Duration,
     last_take: Option<Duration>,
+    /// The last take that made the VM smaller: by balloon or unplug.
+    last_shrink: Option<Duration>,
     last_give: Option<Duration>,
     gives_in_a_row: u32,
     idle_since: Option<Duration>,
@@ -101,6 +103,8 @@ pub(crate) struct Assessment {
     pluggable: u64,
     plugged: u64,
     block: u64,
+    /// Memory that the VM needs and that the guest cannot plug without the driver `virtio_mem`.
+    needs_driver: u64,
     has_balloon: bool,
     can_balloon: bool,
     trims: bool,
@@ -181,6 +185,13 @@ impl Assessment {
         self.target = self.need.clamp(self.min, self.max);
     }
 
+    /// The target, if as much memory is available in the guest as may be.
+    fn surely_needs(&self) -> u64 {
+        let unsure = self.parts.unsure;
+        let unsure = unsure.saturating_add(percent_of(unsure, self.buffer_percent));
+        self.need.saturating_sub(unsure).clamp(self.min, self.max)
+    }
+
     /// Smallest size that a take may leave.
     fn floor(&self) -> u64 {
         self.need.max(self.min)
@@ -196,6 +207,13 @@ impl Assessment {
     fn room(&self) -> u64 {
         let installable = self.held.saturating_add(self.pluggable);
         installable.min(self.max.saturating_sub(self.parts.size))
+    }
+
+    /// Says what the VM needs that only virtio-mem could give it, if the guest has no driver.
+    pub(crate) fn lacks_driver(&self) -> Option<Reason> {
+        let needs = ByteSize(self.needs_driver);
+        let is_short = self.needs_driver > 0 && self.keeps.is_none();
+        is_short.then_some(Reason::NoPlugDriver { needs })
     }
 
     pub(crate) fn idle_reason(&self) -> Reason {
@@ -291,12 +309,20 @@ impl VmState {
             *tokens -= 1.0;
         }
         self.last_take = Some(issued.at);
+        if !matches!(issued.order.action, Action::Trim { .. }) {
+            self.last_shrink = Some(issued.at);
+        }
         self.next_take = issued.at.saturating_add(policy.take_interval);
         self.estimate.record_take(issued.hot, issued.at, policy);
     }
 
     pub(crate) fn discard_order(&mut self) {
         self.issued = None;
+    }
+
+    /// Notes that nothing is known of the VM at this moment: it may not be idle any more.
+    pub(crate) fn note_absence(&mut self) {
+        self.idle_since = None;
     }
 
     /// Remembers an order of this step.
@@ -336,7 +362,7 @@ impl VmState {
         };
         if since(self.last_give).is_none_or(|time| time >= FORGOTTEN) {
             self.settle = policy.settle;
-        } else if self.last_take > self.last_give {
+        } else if self.last_shrink > self.last_give {
             self.settle = self.settle.saturating_mul(2).min(FORGOTTEN);
         }
         self.settled_at = at.saturating_add(self.settle);
@@ -365,7 +391,8 @@ impl VmState {
         let max = limits.max.0.max(min);
         let size = signals.size().0;
         let balloon = signals.balloon;
-        let device = signals.virtio_mem;
+        let device = signals.virtio_mem.filter(|device| device.has_driver);
+        let plugged = signals.virtio_mem.map_or(0, |device| device.plugged.0);
         let mut assessment = Assessment {
             vm,
             weight: u64::from(limits.priority.max(1)),
@@ -389,8 +416,12 @@ impl VmState {
             max,
             held: balloon.map_or(0, |balloon| balloon.held.0),
             pluggable: device.map_or(0, |d| d.max.0.saturating_sub(d.plugged.0)),
-            plugged: device.map_or(0, |d| d.plugged.0),
+            plugged,
             block: device.map_or(0, |d| d.block.0),
+            needs_driver: signals.virtio_mem.map_or(0, |d| {
+                let more = d.max.0.saturating_sub(d.plugged.0);
+                if d.has_driver { 0 } else { more }
+            }),
             has_balloon: balloon.is_some(),
             can_balloon: balloon.is_some_and(|balloon| balloon.deflate_on_oom),
             trims: signals.source == Source::Agent { trims: true },
@@ -434,6 +465,7 @@ impl VmState {
             size,
             available,
             free,
+            unsure,
             ..
         } = vm.parts;
         let waits = estimate.pressure_now >= policy.pressure_give;
@@ -458,7 +490,8 @@ impl VmState {
         if vm.keeps.is_some() {
             return;
         }
-        let mut lacks = vm.target.saturating_sub(size);
+        // What the guest may have is no reason to give it memory; the next report says more.
+        let mut lacks = vm.surely_needs().saturating_sub(size);
         if lacks < SMALLEST_CHANGE.max(size / 64) {
             lacks = 0;
         }
@@ -467,10 +500,13 @@ impl VmState {
             lacks = lacks.max(more);
             vm.is_pressing = true;
         }
-        vm.is_at_risk = available < size / 32;
+        vm.is_at_risk = available.saturating_add(unsure) < size / 32;
         // A give takes a moment: QEMU and the guest carry it out.
         let is_coming = self.watched.is_some_and(|last| last.is_give);
         vm.lacks = if is_coming { 0 } else { lacks.min(vm.room()) };
+        let unmet = lacks.saturating_sub(vm.room());
+        let allowed = vm.max.saturating_sub(size);
+        vm.needs_driver = vm.needs_driver.min(unmet).min(allowed);
         let wants = vm
             .target
             .saturating_add(vm.target / 4)
@@ -542,6 +578,11 @@ impl VmState {
         }
         if let Some(reason) = self.not_yet(clock, vm) {
             return Some(Call::none(reason));
+        }
+        let grown_up = self.estimate.begun.saturating_add(policy.young);
+        if clock < grown_up && rung < Rung::Balloon {
+            let wait = grown_up.saturating_sub(clock);
+            return Some(Call::none(Reason::Young { wait }));
         }
         let is_short = rung >= Rung::Trim;
         let (largest, interval) = if is_short {

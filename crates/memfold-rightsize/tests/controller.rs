@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use memfold_rightsize::{
-    Action, Balloon, Controller, Decision, GuestSignals, HostState, Limits, Policy, PressureTotals,
-    Reason, Rung, Signals, Source, VirtioMem, VmId,
+    Action, Balloon, Controller, Decision, GuestSignals, HostState, Limits, Order, Policy,
+    PressureTotals, Reason, Rung, Signals, Source, VirtioMem, VmDecision, VmId,
 };
 use memfold_units::ByteSize;
 
@@ -97,8 +97,16 @@ fn steps(
     }
 }
 
+/// The default settings, but for guests that have booted long ago.
+fn policy() -> Policy {
+    Policy {
+        young: Duration::ZERO,
+        ..Policy::default()
+    }
+}
+
 fn first_order(vms: &[Vm], host: HostState, seconds: u64) -> Option<(usize, Action, Reason)> {
-    let mut controller = Controller::new(Policy::default());
+    let mut controller = Controller::new(policy());
     let mut found = None;
     steps(&mut controller, 1..seconds, host, vms, |_, decision| {
         let ordered = decision.vms.iter().enumerate();
@@ -156,7 +164,7 @@ fn of_two_equal_vms_the_one_with_less_priority_gives_first() {
 #[test]
 fn an_order_that_was_discarded_is_given_again_and_its_effect_is_not_expected() {
     let vms = [Vm::new(1000, 2000)];
-    let mut carried_out = Controller::new(Policy::default());
+    let mut carried_out = Controller::new(policy());
     let mut seen = Vec::new();
     let ample = host(20_000);
     steps(&mut carried_out, 1..60, ample, &vms, |_, decision| {
@@ -166,7 +174,7 @@ fn an_order_that_was_discarded_is_given_again_and_its_effect_is_not_expected() {
     let ineffective = |reason: &Reason| matches!(reason, Reason::Ineffective { .. });
     assert!(seen.iter().any(ineffective));
 
-    let mut only_shown = Controller::new(Policy::default());
+    let mut only_shown = Controller::new(policy());
     let mut orders = 0;
     for second in 1..60 {
         let input = [(VmId(0), vms[0].limits, vms[0].report(second))];
@@ -226,6 +234,7 @@ fn memory_is_plugged_in_whole_blocks_when_short_and_unplugged_after_ten_idle_min
         plugged: ByteSize::mib(plugged),
         max: ByteSize::mib(4096),
         block,
+        has_driver: true,
     };
     let mut short = Vm::new(3900, 100);
     short.signals.virtio_mem = Some(device(0));
@@ -250,6 +259,69 @@ fn memory_is_plugged_in_whole_blocks_when_short_and_unplugged_after_ten_idle_min
         }
     );
     assert!(matches!(reason, Reason::IdleMemory { .. }));
+}
+
+#[test]
+fn trims_between_gives_do_not_delay_the_unplugging_of_idle_memory() {
+    let mut controller = Controller::new(policy());
+    let (mut plugged, mut trims, mut unplugged_at, mut cached) = (0, 0, None, 0);
+    for second in 1..1200 {
+        // The guest needs more at 20, 60, 100, ... s, and is trimmed in between.
+        let used = if second < 300 {
+            3000 + second / 40 * 250
+        } else {
+            1000
+        };
+        if second < 300 && second % 40 == 0 {
+            cached = 300;
+        }
+        let mut vm = Vm::new(used, cached);
+        vm.signals.virtio_mem = Some(VirtioMem {
+            plugged: ByteSize::mib(plugged),
+            max: ByteSize::mib(4096),
+            block: ByteSize::mib(128),
+            has_driver: true,
+        });
+        let input = [(VmId(1), vm.limits, vm.report(second))];
+        let decision = controller.step(Duration::from_secs(second), host(20_000), &input);
+        match decision.vms[0].order.map(|order| order.action) {
+            Some(Action::Plug { bytes }) => plugged += bytes.0 / MIB,
+            Some(Action::Trim { bytes, .. }) => {
+                trims += 1;
+                cached -= cached.min(bytes.0 / MIB);
+            }
+            Some(Action::Unplug { .. }) => {
+                unplugged_at.get_or_insert(second);
+            }
+            _ => {}
+        }
+    }
+    assert!(plugged > 1000 && trims > 3, "{plugged} MiB, {trims} trims");
+    // Ten minutes of idleness, and not the longer rest after gives.
+    let at = unplugged_at.expect("an unplug");
+    assert!((890..=930).contains(&at), "{at}");
+}
+
+#[test]
+fn a_short_guest_without_a_driver_for_plugged_memory_gets_no_order_and_words_say_what_it_needs() {
+    let mut short = Vm::new(4000, 0);
+    short.limits.max = ByteSize::mib(4500);
+    short.signals.virtio_mem = Some(VirtioMem {
+        plugged: ByteSize(0),
+        max: ByteSize::mib(4096),
+        block: ByteSize::mib(2),
+        has_driver: false,
+    });
+    let vms = [short];
+    assert_eq!(first_order(&vms, host(20_000), 60), None);
+    let mut controller = Controller::new(Policy::default());
+    let mut said = None;
+    steps(&mut controller, 1..4, host(20_000), &vms, |_, decision| {
+        said = Some(decision.vms[0].reason);
+    });
+    // The maximum allows 404 MiB more than the VM's 4096 MiB.
+    let needs = ByteSize::mib(404);
+    assert_eq!(said, Some(Reason::NoPlugDriver { needs }));
 }
 
 #[test]
@@ -287,6 +359,31 @@ fn an_old_report_counts_as_silence() {
 }
 
 #[test]
+fn a_guest_that_may_still_boot_is_trimmed_only_if_the_host_is_short() {
+    let trims = |host| {
+        let mut first = None;
+        let mut said = Vec::new();
+        let mut controller = Controller::new(Policy::default());
+        let vms = [Vm::new(1000, 2000)];
+        steps(&mut controller, 1..90, host, &vms, |second, decision| {
+            let is_trim =
+                |order: memfold_rightsize::Order| matches!(order.action, Action::Trim { .. });
+            if decision.vms[0].order.is_some_and(is_trim) {
+                first.get_or_insert(second);
+            }
+            said.push(decision.vms[0].reason.to_string());
+        });
+        (first.expect("a trim"), said)
+    };
+    let (first, said) = trims(host(20_000));
+    assert_eq!(first, 61);
+    let words = "the guest may still boot, so nothing is trimmed for 50 s";
+    assert!(said.iter().any(|text| text == words), "{said:?}");
+    let (first, _) = trims(host(700));
+    assert!(first < 10, "{first}");
+}
+
+#[test]
 fn a_guest_that_booted_again_is_estimated_anew() {
     let vm = Vm::new(1000, 2000);
     let mut controller = Controller::new(Policy::default());
@@ -304,4 +401,129 @@ fn a_guest_that_booted_again_is_estimated_anew() {
     assert_eq!(step(100, 5000), Reason::FirstReport);
     step(102, 5002);
     assert_eq!(step(104, 3), Reason::Restarted);
+}
+
+#[test]
+fn a_guest_whose_counters_begin_again_is_estimated_anew_although_the_time_of_its_reports_goes_on() {
+    let mut squeezed = Vm::new(2700, 100);
+    squeezed.signals.balloon = Some(Balloon {
+        held: ByteSize::mib(1200),
+        deflate_on_oom: true,
+    });
+    let mut controller = Controller::new(policy());
+    let mut step = |now: u64, refaults: u64| {
+        let mut report = squeezed.report(now);
+        if let Some(guest) = &mut report.guest {
+            guest.workingset_refault_file = Some(refaults);
+        }
+        let input = [(VmId(1), squeezed.limits, report)];
+        let decision = controller.step(Duration::from_secs(now), host(512), &input);
+        decision.vms[0].reason
+    };
+    step(100, 5000);
+    step(102, 5000);
+    assert_eq!(step(104, 3), Reason::Restarted);
+    // The host has nothing left for it, but it would get it.
+    let needs = ByteSize::mib(464);
+    assert_eq!(step(106, 3), Reason::HostExhausted { needs });
+    // A guest that says so all the time keeps its size.
+    for turn in 0..10 {
+        let reason = step(108 + turn, 1000 - turn);
+        assert!(turn == 0 || reason == Reason::Restarted, "{reason}");
+    }
+}
+
+/// Looks at a VM whose balloon holds so many MiB now, and held `then` MiB when its report was made.
+fn look(
+    controller: &mut Controller,
+    vm: &Vm,
+    (now, held): (u64, u64),
+    (made, then): (u64, u64),
+) -> VmDecision {
+    let balloon = |mib| Balloon {
+        held: ByteSize::mib(mib),
+        deflate_on_oom: true,
+    };
+    let mut vm = vm.clone();
+    vm.signals.balloon = Some(balloon(then));
+    let mut signals = vm.report(made);
+    signals.balloon = Some(balloon(held));
+    let input = [(VmId(1), vm.limits, signals)];
+    let decision = controller.step(Duration::from_secs(now), host(20_000), &input);
+    decision.vms[0].clone()
+}
+
+#[test]
+fn a_report_from_before_the_balloon_moved_counts_for_the_size_that_the_vm_has_now() {
+    let vm = Vm::without_agent(1000, 500);
+    let mut controller = Controller::new(policy());
+    for second in [8, 10] {
+        look(&mut controller, &vm, (second, 0), (second, 0));
+    }
+    // A half of the page cache counts as needed.
+    for (now, held) in [(12, 1500), (14, 2300), (16, 2500)] {
+        let decided = look(&mut controller, &vm, (now, held), (11, 0));
+        assert_eq!(decided.working_set, ByteSize::mib(1250), "{decided:?}");
+        assert_eq!(decided.order, None, "{decided:?}");
+    }
+}
+
+#[test]
+fn memory_is_not_given_twice_because_of_one_report() {
+    let vm = Vm::new(2700, 100);
+    let mut controller = Controller::new(policy());
+    let step = |controller: &mut Controller, now, held, made| {
+        look(controller, &vm, (now, held), (made, 1200)).order
+    };
+    step(&mut controller, 8, 1200, 8);
+    let given = step(&mut controller, 10, 1200, 10).expect("a give");
+    assert_eq!(given.bytes, ByteSize::mib(464));
+    // The last report may be from before or after the balloon gave the memory back.
+    for (now, held, made) in [(12, 736, 10), (14, 736, 10), (18, 736, 10), (20, 0, 19)] {
+        let order = step(&mut controller, now, held, made);
+        let is_trim = |order: Order| matches!(order.action, Action::Trim { .. });
+        assert!(order.is_none_or(is_trim), "at {now} s: {order:?}");
+    }
+}
+
+#[test]
+fn a_vm_that_is_left_out_of_a_step_and_kept_still_rests_after_a_give_and_is_not_estimated_anew() {
+    let mut squeezed = Vm::without_agent(2700, 100);
+    squeezed.signals.balloon = Some(Balloon {
+        held: ByteSize::mib(1200),
+        deflate_on_oom: true,
+    });
+    // Afterwards the guest has much page cache, of which a balloon could take a half.
+    let calm = Vm::without_agent(500, 3000);
+    let takes_after_absence = |keep: bool| {
+        let mut controller = Controller::new(policy());
+        let step = |controller: &mut Controller, second, host, vm: &Vm| {
+            let input = [(VmId(1), vm.limits, vm.report(second))];
+            let decision = controller.step(Duration::from_secs(second), host, &input);
+            decision.vms[0].clone()
+        };
+        step(&mut controller, 1, host(20_000), &squeezed);
+        let given = step(&mut controller, 2, host(20_000), &squeezed);
+        assert!(given.order.is_some(), "{}", given.reason);
+        step(&mut controller, 3, host(20_000), &calm);
+        if keep {
+            controller.keep(VmId(1));
+        }
+        controller.step(Duration::from_secs(5), host(20_000), &[]);
+        let after = step(&mut controller, 7, host(1500), &calm);
+        assert_eq!(
+            after.reason == Reason::FirstReport,
+            !keep,
+            "{}",
+            after.reason
+        );
+        let mut took = |second| {
+            step(&mut controller, second, host(1500), &calm)
+                .order
+                .is_some()
+        };
+        (8..60).any(&mut took)
+    };
+    assert!(takes_after_absence(false));
+    assert!(!takes_after_absence(true));
 }

@@ -79,25 +79,57 @@ fn a_spike_of_512_mib_in_a_trimmed_vm_is_served_within_one_second_without_swap()
     assert_eq!(host.outcome().kills(), 0);
 }
 
-#[test]
-fn a_spike_of_512_mib_in_a_ballooned_vm_kills_nothing_and_is_given_memory_within_two_seconds() {
-    // The host is short because of a pinned VM, so the balloon takes from the VM without an agent.
-    let spike = phase(300.0, 812.0 * MIB, 0);
+/// A host that is short because of a pinned VM, so that the balloon takes from the first VM, which
+/// is not trimmed. That VM needs `spike` bytes at [`SPIKE_AT`], and 300 MiB before.
+fn host_with_a_ballooned_vm(source: Source, fault: Fault, spike: f64) -> ModelHost {
+    let spike = phase(300.0, spike, 0);
     let mut vm = idle_then(2.0 * HOUR, vec![spike, phase(HOUR, 300.0 * MIB, 0)]);
-    vm.source = Source::BalloonStats;
+    vm.source = source;
+    vm.fault = fault;
     let mut pinned = VmSpec::new(4.0 * GIB, workload(vec![phase(9.0 * HOUR, 3.0 * GIB, 0)]));
     pinned.limits.pinned = true;
     let mut spec = HostSpec::for_vms(vec![vm, pinned], 1.0);
     spec.ram = 7.0 * GIB;
     spec.reserve = 1.5 * GIB;
-    let mut host = ModelHost::new(&spec, Arm::Memfold);
-    let spike_at = 2.0 * HOUR + 60.0;
-    run(&mut host, spike_at - 1.0, 0.5);
+    ModelHost::new(&spec, Arm::Memfold)
+}
+
+const SPIKE_AT: f64 = 2.0 * HOUR + 60.0;
+
+#[test]
+fn a_spike_of_512_mib_in_a_ballooned_vm_kills_nothing_and_is_given_memory_within_two_seconds() {
+    let mut host = host_with_a_ballooned_vm(Source::BalloonStats, Fault::None, 812.0 * MIB);
+    run(&mut host, SPIKE_AT - 1.0, 0.5);
     let size = host.guests[0].size();
     assert!(size < 2.0 * GIB, "the VM still has {} MiB", size / MIB);
-    run(&mut host, spike_at + 3.0, 0.5);
+    run(&mut host, SPIKE_AT + 3.0, 0.5);
     assert!(host.guests[0].size() >= size + 256.0 * MIB);
-    run(&mut host, spike_at + 60.0, 0.5);
+    run(&mut host, SPIKE_AT + 60.0, 0.5);
+    assert_eq!(host.outcome().kills(), 0);
+}
+
+#[test]
+fn a_ballooned_vm_that_booted_again_is_given_memory_when_it_needs_it_and_words_say_that_it_booted()
+{
+    let source = Source::Agent { trims: false };
+    let mut host = host_with_a_ballooned_vm(source, Fault::Reboots(7240), 2.0 * GIB);
+    run(&mut host, 7230.0, 0.5);
+    let size = host.guests[0].size();
+    let mut reasons = Vec::new();
+    while host.time() < SPIKE_AT + 5.0 {
+        host.tick(0.5);
+        reasons.push(host.decision.as_ref().expect("a decision").vms[0].reason);
+    }
+    assert!(reasons.contains(&Reason::Restarted), "{reasons:?}");
+    let is_distrusted = |reason: &Reason| matches!(reason, Reason::Distrusted(_));
+    assert!(!reasons.iter().any(is_distrusted), "{reasons:?}");
+    let now = host.guests[0].size();
+    assert!(
+        now >= size + 256.0 * MIB,
+        "{} MiB, {} MiB before",
+        now / MIB,
+        size / MIB
+    );
     assert_eq!(host.outcome().kills(), 0);
 }
 
@@ -281,6 +313,7 @@ fn no_fault_of_a_guest_and_no_jump_of_the_clock_kills_what_a_fixed_size_would_ha
         Fault::NoBalloonDriver,
         Fault::TrimsNothing,
         Fault::Unplugged(5000),
+        Fault::Reboots(5000),
     ];
     for fault in faults {
         for jump in [None, Some((4000, -3600)), Some((4000, 3600))] {

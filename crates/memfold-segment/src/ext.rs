@@ -30,10 +30,13 @@ const ACL_GROUP: u16 = 8;
 
 /// Facts about a file, as debugfs reports them.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Facts {
-    mode: u32,
-    modified: (i64, i64),
-    attributes: Vec<(&'static str, Vec<u8>)>,
+pub struct Facts {
+    /// Permission bits, set-user-ID bits included.
+    pub mode: u32,
+    /// Modification time: seconds since 1970, and nanoseconds.
+    pub modified: (i64, i64),
+    /// Extended attributes, as the kernel accepts them: name and value.
+    pub attributes: Vec<(&'static str, Vec<u8>)>,
 }
 
 /// Unpacks the files of the ext2, ext3 or ext4 file system in `image` into the empty directory
@@ -115,7 +118,11 @@ fn find_all(place: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
 }
 
 /// Parses the facts about several files that debugfs prints for `stat`.
-fn facts(said: &str) -> Result<Vec<Facts>, String> {
+///
+/// # Errors
+///
+/// The line that cannot be parsed, as text.
+pub fn facts(said: &str) -> Result<Vec<Facts>, String> {
     let mut files: Vec<Facts> = Vec::new();
     for line in said.lines() {
         if let Some(mode) = mode(line) {
@@ -154,9 +161,9 @@ fn modified(line: &str) -> Option<(i64, i64)> {
     let time = time.split(' ').next()?;
     let (low, extra) = time.split_once(':').unwrap_or((time, "0"));
     // From 2038 on, the lower half looks negative, and the upper bits correct that.
-    let low = i64::from_str_radix(low, 16).ok()?;
+    let low = i64::from(u32::from_str_radix(low, 16).ok()?);
     let low = if low >= 1 << 31 { low - (1 << 32) } else { low };
-    let extra = i64::from_str_radix(extra, 16).ok()?;
+    let extra = i64::from(u32::from_str_radix(extra, 16).ok()?);
     Some((low + ((extra & 3) << 32), extra >> 2))
 }
 

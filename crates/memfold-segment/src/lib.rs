@@ -24,9 +24,11 @@ mod tree;
 
 pub use build::{Request, build};
 pub use error::SegmentError;
+pub use ext::{Facts as DebugfsFacts, facts as debugfs_facts};
 pub use manifest::{Manifest, SegmentInfo};
 pub use name::Reference;
 pub use rank::Ranked;
 pub use shelf::{DEFAULT_SHELF, Draft, Shelf};
+pub use source::Source;
 pub use tools::{run as run_tool, tool};
 pub use tree::PROGRAMS;

@@ -22,6 +22,7 @@ use memfold_transfer::TransferError;
 use memfold_vm::{AgentError, LaunchError};
 
 use super::limits::MAX_BODY;
+use super::runtimes::on_worker;
 
 /// Error message of a refused request, attached to the response for the audit log.
 #[derive(Clone, Debug)]
@@ -112,7 +113,9 @@ impl IntoResponse for Failure {
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Refused { .. }
-            | DaemonError::Agent(AgentError::TooOld { .. } | AgentError::TooManyStreams)
+            | DaemonError::Agent(
+                AgentError::TooOld { .. } | AgentError::NotAllowed(_) | AgentError::TooManyStreams,
+            )
             | DaemonError::Lvm(LvmError::Unfit { .. })
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }
@@ -170,7 +173,7 @@ pub(crate) type Named = UrlPath<String>;
 /// Result of most request handlers.
 pub(crate) type Answered<T> = Result<Json<T>, Failure>;
 
-/// Runs a blocking method of the daemon outside the async threads.
+/// Runs a blocking method of the daemon outside the async threads, with the daemon's rights.
 pub(crate) async fn blocking<T: Send + 'static>(
     State(daemon): Served,
     work: impl FnOnce(&Arc<Daemon>) -> Result<T, DaemonError> + Send + 'static,
@@ -180,7 +183,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
         daemon.settle_first();
         work(&daemon)
     };
-    match tokio::task::spawn_blocking(work).await {
+    match on_worker(work).await {
         Ok(result) => result.map(Json).map_err(Failure),
         Err(_) => Err(Failure(DaemonError::Internal(
             "a task of the daemon ended unexpectedly",

@@ -10,28 +10,46 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use axum::Json;
 use axum::extract::{Extension, FromRequest, Request};
 use axum::http::StatusCode;
 use axum::http::header::{CONNECTION, UPGRADE};
 use axum::response::{IntoResponse, Response};
-use hyper::upgrade::OnUpgrade;
-use hyper_util::rt::TokioIo;
 use memfold_api::{
-    EXEC_HEADER, EXEC_PROTOCOL, ErrorBody, ExecEvent, ExecOrder, ExecStreamRequest, exec_header,
+    EXEC_HEADER, EXEC_PROTOCOL, ErrorBody, ExecEvent, ExecOrder, ExecStreamRequest, GuestCopy,
+    GuestCopyKind, exec_header,
 };
 use memfold_vm::{
-    AgentError, INPUT_WINDOW, OutputStream, StreamEvent, StreamRequest, StreamedCommand, Terminal,
-    TerminalSize,
+    AgentError, GuestOrder, GuestTask, INPUT_WINDOW, OutputStream, StreamEvent, StreamRequest,
+    StreamedCommand, Terminal, TerminalSize,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc::{UnboundedReceiver, WeakUnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tracing::debug;
 
-use super::access::Access;
+use super::access::{Access, Upgrade};
 use super::answer::{Asked, Named, Served, blocking, refusal};
+use super::runtimes::on_worker;
+
+/// Counts of streamed commands since the daemon's start.
+#[derive(Debug, Default)]
+pub(super) struct StreamCounts {
+    /// Number of commands that were started.
+    pub started: AtomicU64,
+    /// Number of connections of commands that ended.
+    pub ended: AtomicU64,
+    /// Bytes of input that the commands got.
+    pub input_bytes: AtomicU64,
+    /// Bytes of output that the clients got.
+    pub output_bytes: AtomicU64,
+}
+
+fn count(counter: &AtomicU64, bytes: usize) {
+    counter.fetch_add(bytes as u64, Ordering::Relaxed);
+}
 
 /// What is sent to the client next.
 enum Next {
@@ -52,6 +70,7 @@ enum Next {
 pub(super) async fn exec_stream(
     daemon: Served,
     Extension(access): Extension<Arc<Access>>,
+    Extension(counts): Extension<Arc<StreamCounts>>,
     name: Named,
     mut request: Request,
 ) -> Response {
@@ -60,12 +79,16 @@ pub(super) async fn exec_stream(
         let why = "a streamed command needs the header 'upgrade: memfold-exec'";
         return refusal(StatusCode::UPGRADE_REQUIRED, why);
     }
-    let upgraded = hyper::upgrade::on(&mut request);
+    let upgrade = Upgrade::of(&mut request);
     let asked = match Asked::<ExecStreamRequest>::from_request(request, &()).await {
         Ok(Asked(asked)) => asked,
         Err(bad) => return bad.into_response(),
     };
     let has_input = asked.input;
+    let task = match task(asked.script, asked.copy, asked.terminal.is_some()) {
+        Ok(task) => task,
+        Err(why) => return refusal(StatusCode::BAD_REQUEST, why),
+    };
     let (sender, events) = unbounded_channel();
     let failed = sender.downgrade();
     let sink = move |event| {
@@ -73,7 +96,7 @@ pub(super) async fn exec_stream(
         let _ = sender.send(Next::Event(event));
     };
     let request = StreamRequest {
-        script: asked.script,
+        task,
         has_input,
         terminal: asked.terminal.map(|terminal| Terminal {
             kind: terminal.kind,
@@ -93,14 +116,40 @@ pub(super) async fn exec_stream(
         has_input,
         failed,
         ending: access.ending.clone(),
+        counts: counts.clone(),
     };
+    count(&counts.started, 1);
     tokio::spawn(async move {
-        if let Err(error) = stream.serve(upgraded, events).await {
+        if let Err(error) = stream.serve(upgrade, events).await {
             debug!(%error, "connection of a streamed command ended with an error");
         }
+        count(&counts.ended, 1);
     });
     let headers = [(CONNECTION, "upgrade"), (UPGRADE, EXEC_PROTOCOL)];
     (StatusCode::SWITCHING_PROTOCOLS, headers).into_response()
+}
+
+/// Returns what the guest is to do.
+fn task(
+    script: String,
+    copy: Option<GuestCopy>,
+    has_terminal: bool,
+) -> Result<GuestTask, &'static str> {
+    let Some(copy) = copy else {
+        return Ok(GuestTask::Script(script));
+    };
+    if !script.is_empty() || has_terminal {
+        return Err("a request with 'copy' has neither 'script' nor 'terminal'; leave them out");
+    }
+    let GuestCopy { kind, path, name } = copy;
+    Ok(GuestTask::Order(match kind {
+        GuestCopyKind::SendArchive => GuestOrder::SendArchive { path },
+        GuestCopyKind::SendFile => GuestOrder::SendFile { path },
+        GuestCopyKind::ReceiveArchive => GuestOrder::ReceiveArchive {
+            name: name.unwrap_or_default(),
+            destination: path,
+        },
+    }))
 }
 
 struct Stream {
@@ -109,25 +158,22 @@ struct Stream {
     /// Queue to the client. It ends when the link to the agent drops the command.
     failed: WeakUnboundedSender<Next>,
     ending: watch::Receiver<bool>,
+    counts: Arc<StreamCounts>,
 }
 
 impl Stream {
     /// Serves the client until the command has ended, or the client or the daemon ends. Then ends
     /// the command, unless it has ended.
-    async fn serve(
-        mut self,
-        upgraded: OnUpgrade,
-        events: UnboundedReceiver<Next>,
-    ) -> io::Result<()> {
-        let client = TokioIo::new(upgraded.await.map_err(io::Error::other)?);
+    async fn serve(mut self, upgrade: Upgrade, events: UnboundedReceiver<Next>) -> io::Result<()> {
+        let client = upgrade.connection().await?;
         let (reader, writer) = tokio::io::split(client);
         let served = tokio::select! {
-            passed = pass_on(writer, events, &self.command, self.has_input) => passed,
-            received = receive(reader, &self.command, &self.failed) => received,
+            passed = pass_on(writer, events, &self.command, self.has_input, &self.counts) => passed,
+            received = receive(reader, &self.command, &self.failed, &self.counts) => received,
             _ = self.ending.wait_for(|ends| *ends) => Ok(()),
         };
         // To end the command, a message is sent to the guest.
-        tokio::task::spawn_blocking(move || drop(self));
+        on_worker(move || drop(self));
         served
     }
 }
@@ -138,7 +184,7 @@ async fn call(
     work: impl FnOnce(&StreamedCommand) -> Result<(), AgentError> + Send + 'static,
 ) -> Result<(), AgentError> {
     let command = command.clone();
-    let done = tokio::task::spawn_blocking(move || work(&command)).await;
+    let done = on_worker(move || work(&command)).await;
     done.unwrap_or(Err(AgentError::Lost))
 }
 
@@ -148,6 +194,7 @@ async fn pass_on(
     mut events: UnboundedReceiver<Next>,
     command: &Arc<StreamedCommand>,
     has_input: bool,
+    counts: &StreamCounts,
 ) -> io::Result<()> {
     if has_input {
         let room = u32::try_from(INPUT_WINDOW).unwrap_or(u32::MAX);
@@ -172,6 +219,7 @@ async fn pass_on(
                     OutputStream::Stderr => ExecEvent::Stderr(bytes),
                 };
                 client.write_all(&frame.encode()).await?;
+                count(&counts.output_bytes, length);
                 // If this fails, the queue ends, too.
                 let _ = if command.tells_agent(length) {
                     call(command, move |command| command.passed_on(length)).await
@@ -184,6 +232,7 @@ async fn pass_on(
                 client.write_all(&frame).await?;
             }
             StreamEvent::Exited(code) => break ExecEvent::Exited(code),
+            StreamEvent::NotAllowed(permission) => break ExecEvent::Failed(permission.refusal()),
         }
     };
     client.write_all(&last.encode()).await?;
@@ -196,6 +245,7 @@ async fn receive(
     mut client: impl AsyncReadExt + Unpin,
     command: &Arc<StreamedCommand>,
     failed: &WeakUnboundedSender<Next>,
+    counts: &StreamCounts,
 ) -> io::Result<()> {
     loop {
         let mut header = [0; EXEC_HEADER];
@@ -209,8 +259,13 @@ async fn receive(
                 client.read_exact(&mut payload).await?;
                 match ExecOrder::decode(kind, payload) {
                     Ok(order) => {
+                        let input = match &order {
+                            ExecOrder::Input(bytes) => bytes.len(),
+                            _ => 0,
+                        };
                         let done = call(command, move |command| carry_out(command, order)).await;
-                        done.map_err(|error| error.to_string())
+                        let done = done.map_err(|error| error.to_string());
+                        done.inspect(|()| count(&counts.input_bytes, input))
                     }
                     Err(error) => Err(error.to_string()),
                 }

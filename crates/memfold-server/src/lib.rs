@@ -19,6 +19,7 @@ mod reference;
 mod reports;
 mod rightsize;
 mod routes;
+mod runtimes;
 mod segments;
 mod server;
 mod session;
@@ -32,4 +33,5 @@ pub use access::{
 };
 pub use reference::reference;
 pub use routes::openapi;
+pub use runtimes::{HTTP_THREAD, REQUEST_THREAD, Runtimes};
 pub use server::{ServeError, serve};

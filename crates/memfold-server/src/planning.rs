@@ -7,7 +7,7 @@
 
 use axum::body::Bytes;
 use axum::extract::Query;
-use memfold_api::ErrorBody;
+use memfold_api::{AdviceQuery, AdviceReport, ErrorBody};
 use memfold_daemon::{DaemonError, PlaceOrder};
 use memfold_ledger::estimate::place::Proposal;
 use memfold_ledger::plan::{Order, Plan, parse_hours, parse_kind, parse_number};
@@ -52,6 +52,16 @@ pub(super) async fn plan(
 ) -> Answered<Plan> {
     let order = order(&pairs).map_err(DaemonError::BadRequest);
     blocking(daemon, move |d| d.views().plan(&order?)).await
+}
+
+/// Advises what memory each running VM should be given, from its recorded history: the JSON of
+/// `memfold advise`.
+#[utoipa::path(get, path = "/v1/advice", params(AdviceQuery), responses((status = 200, body = AdviceReport), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
+pub(super) async fn advice(
+    daemon: Served,
+    Query(query): Query<AdviceQuery>,
+) -> Answered<AdviceReport> {
+    blocking(daemon, move |d| d.views().advise(query.days)).await
 }
 
 /// Proposes which VMs of several hosts to place together: the JSON of `memfold plan --place`.

@@ -1,13 +1,19 @@
 //! API paths for right-sizing: how much memory each VM should have, and what the operator allows.
 
-use memfold_api::{ErrorBody, RightsizeReport, RightsizeRequest, Sizing};
+use axum::extract::Query;
+use memfold_api::{ErrorBody, RightsizeQuery, RightsizeReport, RightsizeRequest, Sizing};
+use memfold_daemon::RIGHTSIZE_EVENTS as EVENTS;
 
 use super::answer::{Answered, Asked, Named, Served, blocking};
 
 /// Returns how much memory each VM should have, and the last orders.
-#[utoipa::path(get, path = "/v1/rightsize", responses((status = 200, body = RightsizeReport)))]
-pub(super) async fn rightsize(daemon: Served) -> Answered<RightsizeReport> {
-    blocking(daemon, |d| Ok(d.rightsizing().report())).await
+#[utoipa::path(get, path = "/v1/rightsize", params(RightsizeQuery), responses((status = 200, body = RightsizeReport)))]
+pub(super) async fn rightsize(
+    daemon: Served,
+    Query(query): Query<RightsizeQuery>,
+) -> Answered<RightsizeReport> {
+    let events = query.events.map_or(EVENTS, |events| events as usize);
+    blocking(daemon, move |d| Ok(d.rightsizing().report(events))).await
 }
 
 /// Changes whether the daemon changes the memory of VMs, until the daemon ends.

@@ -15,6 +15,7 @@ use utoipa::OpenApi;
 use super::access::Access;
 use super::access::guard;
 use super::answer::{Failure, refusal};
+use super::exec_stream::StreamCounts;
 use super::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use super::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
 use super::{
@@ -56,6 +57,7 @@ api! {
     post "/v1/vms/{name}/stop" vms::stop;
     post "/v1/vms/{name}/pause" vms::pause;
     post "/v1/vms/{name}/resume" vms::resume;
+    post "/v1/vms/{name}/extend" vms::extend;
     post "/v1/vms/{name}/reboot" vms::reboot;
     post "/v1/vms/{name}/exec" vms::exec;
     post "/v1/vms/{name}/exec/stream" exec_stream::exec_stream;
@@ -132,6 +134,7 @@ api! {
     get "/v1/doctor" live::doctor;
     post "/v1/estimate" live::estimate;
     get "/v1/vms/{name}/swap" live::swap_use;
+    get "/v1/advice" planning::advice;
     get "/v1/plan" planning::plan;
     get SESSION_PATH session::session;
     post SESSION_PATH session::log_in;
@@ -158,6 +161,7 @@ pub(super) fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         })
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .layer(Extension(access.clone()))
+        .layer(Extension(Arc::<StreamCounts>::default()))
         .layer(from_fn_with_state(access, guard))
         .with_state(daemon)
 }

@@ -4,7 +4,7 @@
 use std::fs::Permissions;
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +19,7 @@ use tracing::info;
 use super::access::Access;
 use super::access::{Doors, Hosts, Keys, accept_tcp, accept_unix};
 use super::routes::router;
+use super::runtimes::on_worker;
 
 /// Time for which the daemon waits at its end for responses in progress.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
@@ -35,6 +36,11 @@ pub enum ServeError {
         .0.display(), .0.as_os_str().len()
     )]
     TooLong(PathBuf),
+    /// A file that is not a socket is at the path of the Unix socket.
+    #[error(
+        "cannot listen on {0}: a file that is not a socket is there; move the file, or choose another --socket"
+    )]
+    NotASocket(PathBuf),
     /// The Unix socket could not be created.
     #[error("cannot listen on {path}")]
     Listen {
@@ -116,7 +122,7 @@ pub async fn serve(
     // The streams end, and requests in progress get their responses.
     let _ = ended.send(true);
     let views = daemon.clone();
-    tokio::task::spawn_blocking(move || views.views().end());
+    on_worker(move || views.views().end());
     drop(of_connection);
     let _ = connections.send(true);
     // The time limit ends this wait even if a client does not read its response.
@@ -136,9 +142,14 @@ fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
     if std::os::unix::net::UnixStream::connect(socket).is_ok() {
         return Err(ServeError::Taken(socket.into()));
     }
-    match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(listen(error)),
-        _ => {}
+    // Only the socket of a daemon that has ended is removed, never another file of the user.
+    match std::fs::symlink_metadata(socket) {
+        Ok(there) if !there.file_type().is_socket() => {
+            return Err(ServeError::NotASocket(socket.into()));
+        }
+        Ok(_) => std::fs::remove_file(socket).map_err(listen)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(listen(error)),
     }
     if let Some(directory) = socket.parent() {
         std::fs::create_dir_all(directory).map_err(listen)?;
@@ -149,4 +160,42 @@ fn listen_unix(doors: &Doors) -> Result<UnixListener, ServeError> {
     let mode = if doors.groups.any() { 0o666 } else { 0o600 };
     std::fs::set_permissions(socket, Permissions::from_mode(mode)).map_err(listen)?;
     Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::access::Groups;
+    use super::*;
+
+    #[test]
+    fn a_file_at_the_path_of_the_socket_is_kept_and_an_unused_socket_is_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| Doors {
+            socket: directory.path().join(name),
+            groups: Groups::default(),
+            tcp: None,
+            tokens: directory.path().join("tokens"),
+            records: directory.path().into(),
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let _inside = runtime.enter();
+        std::fs::write(directory.path().join("notes"), "of the user").unwrap();
+        std::os::unix::fs::symlink("notes", directory.path().join("link")).unwrap();
+        for name in ["notes", "link"] {
+            let error = listen_unix(&at(name)).unwrap_err();
+            assert!(matches!(error, ServeError::NotASocket(_)), "{error}");
+            let kept = std::fs::read_to_string(directory.path().join(name)).unwrap();
+            assert_eq!(kept, "of the user");
+        }
+        // The socket stays when its listener is dropped.
+        for _ in 0..2 {
+            drop(listen_unix(&at("socket")).unwrap());
+        }
+        let _listener = listen_unix(&at("socket")).unwrap();
+        let error = listen_unix(&at("socket")).unwrap_err();
+        assert!(matches!(error, ServeError::Taken(_)), "{error}");
+    }
 }

@@ -8,8 +8,6 @@ use axum::extract::{Query, Request};
 use axum::http::StatusCode;
 use axum::http::header::{CONNECTION, UPGRADE};
 use axum::response::{IntoResponse, Response};
-use hyper::upgrade::OnUpgrade;
-use hyper_util::rt::TokioIo;
 use memfold_api::{
     AttachRequest, CONSOLE_PROTOCOL, ErrorBody, ExecRequest, ExecResult, RebootRequest, RunOptions,
     StopReport, StopRequest, VmInfo, VmLogs,
@@ -18,6 +16,7 @@ use memfold_daemon::{Console, DaemonError};
 use memfold_vm::VmSpec;
 use tracing::debug;
 
+use super::access::Upgrade;
 use super::answer::{Answered, Asked, Named, Served, blocking, refusal};
 
 /// Returns all VMs that the daemon knows.
@@ -75,6 +74,12 @@ pub(super) async fn stop(
 #[utoipa::path(post, path = "/v1/vms/{name}/pause", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub(super) async fn pause(daemon: Served, name: Named) -> Answered<VmInfo> {
     blocking(daemon, move |d| d.vms().pause(&name)).await
+}
+
+/// Begins a VM's time to live again. Requests that succeed are not in the audit log.
+#[utoipa::path(post, path = "/v1/vms/{name}/extend", responses((status = 200, body = VmInfo), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
+pub(super) async fn extend(daemon: Served, name: Named) -> Answered<VmInfo> {
+    blocking(daemon, move |d| d.vms().extend(&name)).await
 }
 
 /// Resumes a stopped VM: after a pause, or after its full disk has free space again.
@@ -138,9 +143,9 @@ pub(super) async fn console(daemon: Served, name: Named, mut request: Request) -
         Ok(Json(console)) => console,
         Err(failure) => return failure.into_response(),
     };
-    let upgraded = hyper::upgrade::on(&mut request);
+    let upgrade = Upgrade::of(&mut request);
     tokio::spawn(async move {
-        if let Err(error) = pass_bytes(upgraded, console).await {
+        if let Err(error) = pass_bytes(upgrade, console).await {
             debug!(%error, "connection to a VM's console ended with an error");
         }
     });
@@ -149,8 +154,8 @@ pub(super) async fn console(daemon: Served, name: Named, mut request: Request) -
 }
 
 /// Passes bytes between a client and a console, until one of them closes its connection.
-async fn pass_bytes(upgraded: OnUpgrade, console: Console) -> io::Result<()> {
-    let mut client = TokioIo::new(upgraded.await.map_err(io::Error::other)?);
+async fn pass_bytes(upgrade: Upgrade, console: Console) -> io::Result<()> {
+    let mut client = upgrade.connection().await?;
     let stream = console.stream.try_clone()?;
     stream.set_nonblocking(true)?;
     let mut guest = tokio::net::UnixStream::from_std(stream)?;

@@ -40,6 +40,7 @@ const FILES: &[File] = files![
     "/app/pages/host.js" "app/pages/host.js" SCRIPT,
     "/app/pages/leases.js" "app/pages/leases.js" SCRIPT,
     "/app/pages/plan.js" "app/pages/plan.js" SCRIPT,
+    "/app/pages/rightsize.js" "app/pages/rightsize.js" SCRIPT,
     "/app/pages/segments.js" "app/pages/segments.js" SCRIPT,
     "/app/pages/sharing.js" "app/pages/sharing.js" SCRIPT,
     "/app/pages/snapshots.js" "app/pages/snapshots.js" SCRIPT,

@@ -99,6 +99,7 @@ fn take_own_files(
     let all = devices.as_array().into_iter().flatten();
     let known = all.filter(|device| hardware::is_known(device, now));
     disks.extend(known.flat_map(written_files::chain).map(PathBuf::from));
+    disks.extend(files.iter().map(|(path, _)| path.clone()));
     for path in written_files::foreign(open, &disks, directory.path()) {
         let file = written_files::take(vm.pid(), &path, &mut now.qemu_args, files.len())?;
         files.push((path, file));

@@ -53,6 +53,10 @@ const SAMPLES: usize = 64;
 /// Maximum number of a guest's disks that are identified.
 const MOST_GUEST_DISKS: usize = 64;
 
+/// Name by which `qemu-img` opens its standard input as a qcow2 image without a backing file.
+const OVERLAY_ALONE: &str =
+    r#"json:{"driver":"qcow2","file":{"driver":"file","filename":"/dev/stdin"},"backing":null}"#;
+
 /// Time limit for `qemu-img` to read the tables of a disk.
 const MAP_LIMIT: Duration = Duration::from_secs(20);
 
@@ -174,6 +178,38 @@ impl DiskMap {
         Self(parts)
     }
 
+    /// Returns this map with the parts of `below` for pages that this map lacks.
+    fn over(self, below: Self) -> Self {
+        let mut parts = Vec::new();
+        let mut upper = self.0.into_iter().peekable();
+        for mut part in below.0 {
+            while part.pages > 0 {
+                let next = upper.peek().copied();
+                let next = next.filter(|next| next.first < part.first + part.pages);
+                // Pages of this part that lie before the next part of the upper map, or under it.
+                let (own, hidden) = match next {
+                    None => (part.pages, 0),
+                    Some(next) if next.first > part.first => (next.first - part.first, 0),
+                    Some(next) => {
+                        let end = next.first + next.pages;
+                        (0, end.saturating_sub(part.first).min(part.pages))
+                    }
+                };
+                if own > 0 {
+                    parts.push(Part { pages: own, ..part });
+                } else if hidden == 0 {
+                    parts.extend(upper.next());
+                }
+                part.first += own + hidden;
+                part.block += own + hidden;
+                part.pages -= own + hidden;
+            }
+        }
+        parts.extend(upper);
+        parts.sort_unstable_by_key(|part| part.first);
+        Self(parts)
+    }
+
     /// Returns the known places in files of a candidate's pages.
     fn place(&self, candidate: &Candidate) -> impl Iterator<Item = Run> + '_ {
         let first = candidate.byte / PAGE_SIZE;
@@ -198,6 +234,9 @@ struct Target<'a> {
     image: &'a Path,
     format: DiskFormat,
     overlay_of: Option<usize>,
+    /// The disk below an overlay that a QEMU without root's rights writes. This QEMU could write
+    /// any path into the overlay's header, so the header's backing file is not opened.
+    below: Option<&'a DiskSpec>,
 }
 
 /// Returns the disks to whose files a snapshot can refer. Disks that are written in place will be
@@ -208,13 +247,11 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
         if own.is_none() && (!disk.read_only || spec.foreign.is_some()) {
             return None;
         }
-        // A QEMU without root's rights could have written any path into the overlay's header, so
-        // only the disk below the overlay is used.
-        let own = own.filter(|_| spec.user.is_none());
         Some(Target {
             image: own.map_or(&disk.path, |frozen| &frozen.path),
             format: own.map_or(disk.format(), |_| DiskFormat::Qcow2),
             overlay_of: own.map(|_| number),
+            below: own.filter(|_| !spec.keeps_rights()).map(|_| disk),
         })
     };
     spec.disks.iter().enumerate().filter_map(target).collect()
@@ -224,8 +261,14 @@ fn targets<'a>(spec: &'a VmSpec, frozen: &'a [Frozen]) -> Vec<Target<'a>> {
 /// open.)
 fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
     let mut command = Command::new("qemu-img");
-    command.args(["map", "-U", "--output=json", "-f", target.format.driver()]);
-    command.arg(target.image).stdin(Stdio::null());
+    command.args(["map", "-U", "--output=json"]);
+    if target.below.is_some() {
+        let overlay = open(target.image, OFlags::NOFOLLOW).ok_or("no regular file")?;
+        command.arg(OVERLAY_ALONE).stdin(overlay);
+    } else {
+        command.args(["-f", target.format.driver()]);
+        command.arg(target.image).stdin(Stdio::null());
+    }
     let output = helper::output(&mut command, MAP_LIMIT).map_err(|error| error.to_string())?;
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned());
@@ -234,10 +277,10 @@ fn extents(target: &Target<'_>) -> Result<Vec<Extent>, String> {
 }
 
 /// Opens a regular file. Other files have no mappable length, or block when they are opened.
-fn open(path: &Path) -> Option<File> {
-    let nonblock = i32::try_from(OFlags::NONBLOCK.bits()).ok()?;
+fn open(path: &Path, more: OFlags) -> Option<File> {
+    let flags = i32::try_from((OFlags::NONBLOCK | more).bits()).ok()?;
     let mut options = File::options();
-    let file = options.read(true).custom_flags(nonblock).open(path).ok()?;
+    let file = options.read(true).custom_flags(flags).open(path).ok()?;
     let is_regular = file.metadata().is_ok_and(|facts| facts.is_file());
     is_regular.then_some(file)
 }
@@ -293,6 +336,18 @@ impl Candidates {
 
     /// Reads the places in files of a disk's pages.
     fn map(&mut self, target: &Target<'_>) -> Result<DiskMap, String> {
+        if let Some(disk) = target.below {
+            let number = open(target.image, OFlags::NOFOLLOW)
+                .and_then(|file| self.add(target, target.image, file));
+            let overlay = DiskMap::new(&extents(target)?, &[number]);
+            // Between overlay and disk may lie files of snapshots, whose pages are not found.
+            return Ok(overlay.over(self.map(&Target {
+                image: &disk.path,
+                format: disk.format(),
+                overlay_of: None,
+                below: None,
+            })?));
+        }
         let files = match target.format {
             DiskFormat::Qcow2 => chain(target.image).map_err(|error| error.to_string())?,
             // The guest writes the contents of a raw disk, so even a header in it must not be
@@ -300,7 +355,7 @@ impl Candidates {
             DiskFormat::Raw => vec![target.image.to_owned()],
         };
         let numbers = files.iter();
-        let numbers = numbers.map(|path| self.add(target, path, open(path)?));
+        let numbers = numbers.map(|path| self.add(target, path, open(path, OFlags::empty())?));
         let numbers: Vec<Option<u32>> = numbers.collect();
         Ok(DiskMap::new(&extents(target)?, &numbers))
     }
@@ -487,6 +542,46 @@ pub(super) fn choose(placed: impl Iterator<Item = Run>, most: usize) -> Vec<Run>
 mod tests {
     use super::*;
 
+    #[test]
+    fn an_overlays_pages_hide_those_of_the_disk_below_and_all_others_stay() {
+        let part = |first, pages, file, block| Part {
+            first,
+            pages,
+            file,
+            block,
+        };
+        let overlay = [
+            part(0, 2, 0, 100),
+            part(4, 2, 0, 102),
+            part(7, 9, 0, 104),
+            part(50, 1, 0, 7),
+        ];
+        let disk = [part(1, 8, 1, 1), part(10, 3, 1, 10), part(14, 6, 1, 14)];
+        let all = DiskMap(overlay.to_vec()).over(DiskMap(disk.to_vec())).0;
+        let ends = all
+            .windows(2)
+            .all(|two| two[0].first + two[0].pages <= two[1].first);
+        assert!(ends, "{all:?}");
+        let file = |page: u64| {
+            let part = all
+                .iter()
+                .find(|p| (p.first..p.first + p.pages).contains(&page));
+            part.map(|part| (part.file, part.block + (page - part.first)))
+        };
+        for page in 0..60 {
+            let upper = overlay
+                .iter()
+                .find(|p| (p.first..p.first + p.pages).contains(&page));
+            let lower = disk
+                .iter()
+                .find(|p| (p.first..p.first + p.pages).contains(&page));
+            let wanted = upper
+                .or(lower)
+                .map(|part| (part.file, part.block + (page - part.first)));
+            assert_eq!(file(page), wanted, "page {page}");
+        }
+    }
+
     /// Output of `qemu-img map` for an overlay over a raw file.
     const MAP: &str = r#"[
         { "start": 0, "length": 8192, "depth": 1, "present": true, "zero": false, "data": true, "offset": 0},
@@ -645,29 +740,49 @@ mod tests {
         if !made || !run("qemu-io", &["-f", "qcow2", "-c", "write -P 77 256k 128k"]) {
             memfold_testkit::skip!("no qemu-img or qemu-io");
         }
-        let mut found = Candidates::default();
+        let mut expected = disk.clone();
+        expected[256 << 10..384 << 10].fill(77);
+        let mut below = DiskSpec::new(&base);
+        below.format = Some(DiskFormat::Raw);
+        // The second time, the overlay's header is not believed, and names a file that is missing.
+        for below in [None, Some(&below)] {
+            if below.is_some() {
+                let missing = ["rebase", "-u", "-f", "qcow2", "-F", "raw", "-b", "/missing"];
+                assert!(run("qemu-img", &missing));
+            }
+            let mut found = Candidates::default();
+            let target = Target {
+                image: &top,
+                format: DiskFormat::Qcow2,
+                overlay_of: Some(3),
+                below,
+            };
+            let map = found.map(&target).unwrap();
+            let runs: Vec<Run> = map.place(&candidate(0, 256, 0, 0)).collect();
+            assert_eq!(runs.iter().map(|run| run.pages).sum::<u64>(), 256);
+            let mut held = vec![0; disk.len()];
+            for run in &runs {
+                let at = usize::try_from(run.hva.0).unwrap();
+                let length = usize::try_from(run.pages).unwrap() * PAGE_BYTES;
+                let file = &found.files[run.file as usize];
+                let is_overlay = (64..96).contains(&(run.hva.0 / PAGE_SIZE));
+                assert_eq!(file.overlay_of, is_overlay.then_some(3));
+                let part = &mut held[at..at + length];
+                file.file
+                    .read_exact_at(part, run.block * PAGE_SIZE)
+                    .unwrap();
+            }
+            assert!(held == expected);
+        }
+        // A link in the overlay's place is not followed.
+        let link = top.with_extension("link");
+        std::os::unix::fs::symlink(&top, &link).unwrap();
         let target = Target {
-            image: &top,
+            image: &link,
             format: DiskFormat::Qcow2,
             overlay_of: Some(3),
+            below: Some(&below),
         };
-        let map = found.map(&target).unwrap();
-        let runs: Vec<Run> = map.place(&candidate(0, 256, 0, 0)).collect();
-        assert_eq!(runs.iter().map(|run| run.pages).sum::<u64>(), 256);
-        let mut held = vec![0; disk.len()];
-        for run in &runs {
-            let at = usize::try_from(run.hva.0).unwrap();
-            let length = usize::try_from(run.pages).unwrap() * PAGE_BYTES;
-            let file = &found.files[run.file as usize];
-            let is_overlay = (64..96).contains(&(run.hva.0 / PAGE_SIZE));
-            assert_eq!(file.overlay_of, is_overlay.then_some(3));
-            let part = &mut held[at..at + length];
-            file.file
-                .read_exact_at(part, run.block * PAGE_SIZE)
-                .unwrap();
-        }
-        let mut expected = disk;
-        expected[256 << 10..384 << 10].fill(77);
-        assert!(held == expected);
+        assert!(Candidates::default().map(&target).is_err());
     }
 }

@@ -14,8 +14,8 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::{MANIFEST, Manifest, disk_name, read_manifest};
 
-/// Checks that a disk's backing files exist at the paths in the headers.
-pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
+/// Checks that a disk's overlay was not removed.
+pub(super) fn check_exists(disk: usize, active: &Active) -> Result<(), SnapshotError> {
     if !active.file.exists() {
         return Err(SnapshotError::Impossible(format!(
             "disk {disk}: its temporary overlay {} was removed while the VM runs (systemd-tmpfiles does that in /var/tmp unless \
@@ -23,6 +23,11 @@ pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotEr
             active.file.display()
         )));
     }
+    Ok(())
+}
+
+/// Checks that a disk's backing files exist at the paths in the headers.
+pub(super) fn check_chain(disk: usize, active: &Active) -> Result<(), SnapshotError> {
     let same = |a: &Path, b: &Path| identity(a).is_ok_and(|a| identity(b).is_ok_and(|b| a == b));
     // The overlay below stays at its first place until it becomes part of a snapshot.
     let below = active.below.as_ref().map(|below| &below.file);
@@ -151,8 +156,9 @@ mod tests {
 
     use super::*;
     use crate::file_facts::facts;
+    use crate::image::SUMS;
     use crate::manifest::tests::manifest;
-    use crate::manifest::{DEVICES, RAM, SUMS};
+    use crate::manifest::{DEVICES, RAM};
     use crate::shelf::Shelf;
     use memfold_vm::DiskSpec;
 

@@ -13,27 +13,14 @@
 
 use std::time::{Duration, SystemTime};
 
+use memfold_wire::order::GuestOrder;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Error up to which a guest's clock counts as correct.
 pub const TOLERANCE: Duration = Duration::from_millis(50);
 
-/// Shell script that prints the guest's time: seconds since 1970, with nine decimals if the guest's
-/// `date` supports them.
-pub const LOOK: &str = "date +%s.%N";
-
 const SECOND: i128 = 1_000_000_000;
-
-/// Shell script that corrects the guest's RTC (hardware clock) if it is wrong by more than 2 s. The
-/// RTC follows the host's time by itself, unless QEMU runs with `-rtc clock=vm`. The guest's
-/// `hwclock` knows whether the RTC holds local time (`/etc/adjtime`).
-pub const RTC: &str = "rtc=/sys/class/rtc/rtc0/since_epoch
-[ -r $rtc ] || exit 0
-off=$(($(cat $rtc) - $(date +%s)))
-[ ${off#-} -gt 2 ] || exit 0
-command -v hwclock > /dev/null || { echo \"the RTC is $off s off, and the guest has no hwclock\"; exit 1; }
-hwclock --systohc";
 
 /// Correction of a guest's wall clock after the VM was stopped.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -109,22 +96,14 @@ impl Offset {
         self.is_right() || self.behind.abs() <= before.uncertainty + step + self.uncertainty
     }
 
-    /// Returns the shell script that corrects the guest's clock by this offset. A guest whose
-    /// `date` supports only whole seconds sets its clock to `now`, the host's time.
+    /// Returns the order that corrects the guest's clock by this offset. A guest whose `date`
+    /// supports only whole seconds sets its clock to `now`, the host's time.
     #[must_use]
-    pub fn step(self, now: SystemTime) -> String {
-        let seconds = nanoseconds_of(now).map_or(0, |now| (now + SECOND / 2) / SECOND);
-        format!(
-            "now=$(date +%s%N)
-case $now in
-    *[!0-9]* | '') at={seconds} ;;
-    ???????????????????*) now=$((now + {}))
-        at=$((now / {SECOND})).$(printf %09d $((now % {SECOND}))) ;;
-    *) at={seconds} ;;
-esac
-date -u -s \"@$at\" > /dev/null",
-            self.behind
-        )
+    pub fn step(self, now: SystemTime) -> GuestOrder {
+        GuestOrder::StepClock {
+            behind_ns: self.behind,
+            now_s: nanoseconds_of(now).map_or(0, |now| (now + SECOND / 2) / SECOND),
+        }
     }
 }
 
@@ -250,7 +229,7 @@ mod tests {
         std::fs::set_permissions(&date, std::fs::Permissions::from_mode(0o755)).unwrap();
         let path = format!("{}:/usr/bin:/bin", place.path().display());
         let done = Command::new("/bin/sh")
-            .args(["-c", &offset.step(host)])
+            .args(["-c", &offset.step(host).script()])
             .env("PATH", path)
             .status();
         assert!(done.unwrap().success());

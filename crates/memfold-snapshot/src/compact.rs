@@ -35,8 +35,9 @@ use super::disk_chain::{chain, header, identity};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{backing_file, backing_files, facts, facts_at};
+use super::image::SUMS;
 use super::image::{CHUNK_PAGES, bytes, write_nonzero};
-use super::manifest::{Manifest, RAM, REFERENCES, References, SUMS, SavedDisk, file_name};
+use super::manifest::{Manifest, RAM, REFERENCES, References, SavedDisk, file_name};
 use super::portable::base_name;
 use super::refer::{self, Reference};
 use super::restore;
@@ -110,7 +111,7 @@ pub fn compact(
     let (name, place) = (&manifest.name, shelf.path(&manifest.name)?);
     if manifest.packed.is_some() {
         return Err(SnapshotError::Impossible(format!(
-            "snapshot '{name}' is compressed, and cannot be made complete; restore it, and save the VM with --whole"
+            "snapshot '{name}' is compressed or encrypted, and cannot be made complete; restore it, and save the VM with --whole"
         )));
     }
     // Damaged bytes, or disks that do not match the saved RAM, must not get into the new snapshot.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use memfold_host::helper;
 use memfold_store::StoreIdentity;
 use memfold_vm::qcow2::{self, NamedBacking};
-use memfold_vm::{Qmp, QmpError, VmSpec};
+use memfold_vm::{DiskSpec, Qmp, QmpError, VmSpec};
 use serde_json::{Value, json};
 
 use super::error::{SnapshotError, failed};
@@ -109,14 +109,37 @@ pub(super) fn file_node(node: &str) -> String {
     format!("{node}-file")
 }
 
-/// Returns the file of a node in a disk's chain. The file has a node of its own, whose name follows
-/// from the node's name.
-pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<PathBuf> {
-    let name = match node {
+fn file_node_of(spec: &VmSpec, disk: usize, node: &str) -> String {
+    match node {
         // `vm run` gives this name to the file node of the first overlay.
         node if node == spec.disk_node(disk) => format!("overlay-file{disk}"),
         node => file_node(node),
-    };
+    }
+}
+
+/// Makes QEMU open the overlay file of a node in a disk's chain again, for reading only or for
+/// reading and writing. QEMU itself keeps a frozen overlay open for writing.
+pub(super) fn reopen(
+    qmp: &mut Qmp,
+    (spec, disk): (&VmSpec, usize),
+    (node, file): (&str, &Path),
+    read_only: bool,
+) -> Result<(), QmpError> {
+    let DiskSpec { cache, aio, .. } = &spec.disks[disk];
+    // QEMU resets options that are left out to their defaults.
+    let options = json!({
+        "driver": "file", "node-name": file_node_of(spec, disk, node), "filename": file,
+        "read-only": read_only, "discard": "unmap", "aio": aio.name(),
+        "cache": { "direct": cache.direct(), "no-flush": cache.no_flush() },
+    });
+    qmp.execute_on_disks("blockdev-reopen", json!({ "options": [options] }))
+        .map(drop)
+}
+
+/// Returns the file of a node in a disk's chain. The file has a node of its own, whose name follows
+/// from the node's name.
+pub(super) fn file_of(nodes: &Value, spec: &VmSpec, disk: usize, node: &str) -> Option<PathBuf> {
+    let name = file_node_of(spec, disk, node);
     let file = nodes.as_array()?.iter().find(|n| n["node-name"] == name)?;
     Some(file["file"].as_str()?.into())
 }

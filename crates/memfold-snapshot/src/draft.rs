@@ -55,15 +55,21 @@ impl Draft {
         let mut builder = DirBuilder::new();
         builder.mode(0o700);
         builder.recursive(true).create(root).map_err(failed)?;
-        match builder.recursive(false).create(&path) {
+        builder.recursive(false);
+        match builder.create(&path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Err(SnapshotError::Taken(name.into()));
+                remove_leftover(&path, name)?;
+                builder.create(&path).map_err(failed)?;
             }
             other => other.map_err(failed)?,
         }
         let lock = File::open(&path).map_err(failed)?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|errno| failed(errno.into()))?;
+        // Another save may have taken the new directory for a leftover.
+        if !is_at(&lock, &path) {
+            return Err(SnapshotError::Taken(name.into()));
+        }
         Ok(Self {
             path,
             place,
@@ -102,10 +108,7 @@ impl Draft {
             std::thread::sleep(LOCK_PAUSE);
         }
         // Whoever had the lock before may have finished or removed the directory.
-        let is_same = lock.metadata().is_ok_and(|held| {
-            fs::metadata(&path).is_ok_and(|now| (now.dev(), now.ino()) == (held.dev(), held.ino()))
-        });
-        if is_taken(&place, &path) || !is_same {
+        if is_taken(&place, &path) || !is_at(&lock, &path) {
             return Err(SnapshotError::Taken(name.into()));
         }
         hide(&place, &path).map_err(failed)?;
@@ -191,13 +194,15 @@ impl Draft {
 
     /// Syncs the directory of all snapshots. A crash before this leaves a draft or a snapshot, and
     /// both are valid.
-    fn sync_parent(&self) {
-        if let Some(parent) = self.place.parent() {
-            let _ = File::open(parent).and_then(|dir| dir.sync_all());
-        }
+    fn sync_parent(&self) -> Result<(), SnapshotError> {
+        let Some(parent) = self.place.parent() else {
+            return Ok(());
+        };
+        let synced = File::open(parent).and_then(|dir| dir.sync_all());
+        synced.map_err(failed(parent))
     }
 
-    /// Turns the draft into a snapshot.
+    /// Turns the draft into a snapshot. After an error, there is no snapshot.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         self.write(manifest)?;
         hide(&self.place, &self.path).map_err(failed(&self.place))?;
@@ -206,10 +211,14 @@ impl Draft {
             return Err(SnapshotError::Taken(manifest.name.clone()));
         }
         fs::rename(&self.path, &self.place).map_err(failed(&self.place))?;
-        self.stays = true;
         if !manifest.fork {
-            self.sync_parent();
+            if let Err(error) = self.sync_parent() {
+                // Whoever saves takes the disks back then, so the snapshot must not stay.
+                self.stays |= fs::rename(&self.place, &self.path).is_err();
+                return Err(error);
+            }
         }
+        self.stays = true;
         Ok(())
     }
 
@@ -220,10 +229,28 @@ impl Draft {
         read_manifest(&self.path, &manifest.name)?;
         renameat_with(CWD, &self.path, CWD, &self.place, RenameFlags::EXCHANGE)
             .map_err(|errno| failed(&self.place)(errno.into()))?;
-        self.sync_parent();
         // The replaced files are the draft now, and go with it.
-        Ok(())
+        self.sync_parent()
     }
+}
+
+/// Returns whether the open directory is the one at `path` now.
+fn is_at(directory: &File, path: &Path) -> bool {
+    directory.metadata().is_ok_and(|held| {
+        fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (held.dev(), held.ino()))
+    })
+}
+
+/// Removes a draft that a failed save or a failed removal of a snapshot has left, because its files
+/// could not be removed then. A draft that is in use is locked, and stays.
+pub(super) fn remove_leftover(path: &Path, name: &str) -> Result<(), SnapshotError> {
+    let taken = || SnapshotError::Taken(name.into());
+    let lock = File::open(path).map_err(|_| taken())?;
+    flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|_| taken())?;
+    if !is_at(&lock, path) {
+        return Err(taken());
+    }
+    fs::remove_dir_all(path).map_err(failed(path))
 }
 
 /// Returns whether `place` is the link to the draft at `path` that [`Draft::show`] has made.
@@ -301,6 +328,23 @@ mod tests {
 
     use super::*;
     use crate::manifest::tests::manifest;
+
+    #[test]
+    fn a_draft_that_a_failed_save_has_left_is_replaced_by_the_next_one_unless_it_is_in_use() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let left = root.join(".a.draft");
+        fs::create_dir(&left).unwrap();
+        fs::write(left.join(RAM), "old").unwrap();
+        let draft = Draft::begin(root, root.join("a"), "a").unwrap();
+        assert!(!draft.path().join(RAM).exists());
+        draft.file(RAM).unwrap();
+        let second = Draft::begin(root, root.join("a"), "a");
+        assert!(matches!(second, Err(SnapshotError::Taken(_))));
+        assert!(draft.path().join(RAM).exists());
+        drop(draft);
+        assert!(!left.exists());
+    }
 
     #[test]
     fn a_draft_that_cannot_be_read_replaces_no_snapshot() {

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use memfold_vm::foreign::ForeignError;
 use memfold_vm::{QmpError, RamError};
 
+use super::keys::KeyError;
+
 /// Error of an operation on a snapshot. After an error, no partial result remains.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages explain the variants
@@ -26,6 +28,10 @@ pub enum SnapshotError {
     },
     #[error("{0}")]
     Impossible(String),
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    #[error("snapshot '{name}' is encrypted: {source}")]
+    Locked { name: String, source: KeyError },
     #[error(transparent)]
     Foreign(#[from] ForeignError),
     #[error("{0}")]

@@ -54,11 +54,11 @@ pub fn use_files(
             // An earlier daemon may have added it.
             if find(&here).is_none() {
                 // A QEMU that runs as another user cannot open files in the snapshot's directory.
-                let filename = if spec.user.is_some() {
+                let filename = if spec.keeps_rights() {
+                    file.display().to_string()
+                } else {
                     let opened = File::open(file).map_err(failed(file))?;
                     qmp.lend(opened.as_fd())?.path()
-                } else {
-                    file.display().to_string()
                 };
                 qmp.execute_on_disks(
                     "blockdev-add",

@@ -21,10 +21,6 @@ use memfold_vm::RamLayout;
 
 use super::ranges::{joined, without};
 
-/// Shell script that makes the guest's agent list the guest's free pages. The shell is a child of
-/// the agent, so `/proc/$PPID/exe` is the agent's program.
-pub const LIST: &str = "exec /proc/$PPID/exe --free-pages";
-
 /// Range of a guest's page frame numbers: first frame, and frame after the last.
 pub type Frames = Range<u64>;
 

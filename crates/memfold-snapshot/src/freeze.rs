@@ -1,16 +1,20 @@
 //! Freezes all disks of a VM that have a temporary overlay, at one instant, for a snapshot. Each
 //! disk gets a new overlay on top, and the VM writes only to the new overlay from then on.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use memfold_vm::overlay::{self, Backing};
+use memfold_vm::qemu_user::{self, QemuUser};
 use memfold_vm::{Qmp, QmpError, VmSpec};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
-use super::chain_check::{check_chain, check_header, open_files};
-use super::disk_chain::{Chains, age, delete_node, file_node, file_of, header, identity, nodes};
+use super::chain_check::{check_chain, check_exists, check_header, open_files};
+use super::disk_chain::{
+    Chains, age, delete_node, file_node, file_of, header, identity, nodes, reopen,
+};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
@@ -41,10 +45,10 @@ impl Frozen {
 
 /// Adds a new overlay for each disk with a temporary overlay. The VM uses the new overlays only
 /// after [`switch`]. Callers call [`drop_unused`] before. `note` records the new overlays before
-/// they are created, because the daemon may die at any moment.
+/// they are created, because the daemon may die at any moment. `user`: user that QEMU runs as.
 pub(super) fn prepare(
     qmp: &mut Qmp,
-    spec: &VmSpec,
+    (spec, user): (&VmSpec, Option<QemuUser>),
     draft: &Draft,
     overlays: &[PathBuf],
     note: impl Fn(&[PathBuf]) -> Result<(), SnapshotError>,
@@ -55,9 +59,10 @@ pub(super) fn prepare(
         let active = chains
             .active(spec, disk)
             .ok_or_else(|| SnapshotError::Qemu(format!("QEMU does not report disk {disk}")))?;
+        check_exists(disk, &active)?;
         // The guest may control this QEMU, so root must not touch a file that QEMU names and that
         // is not the VM's.
-        if spec.user.is_some() {
+        if !spec.keeps_rights() {
             if !overlays.contains(&active.file) {
                 return Err(SnapshotError::Impossible(format!(
                     "disk {disk} writes to {}, which is not an overlay of this VM",
@@ -85,7 +90,7 @@ pub(super) fn prepare(
     let overlays: Vec<PathBuf> = frozen.iter().map(|f| f.overlay.clone()).collect();
     note(&overlays)?;
     let mut new = frozen.iter().zip(sizes);
-    let added = new.try_for_each(|(new, bytes)| add(qmp, spec, draft, new, bytes));
+    let added = new.try_for_each(|(new, bytes)| add(qmp, (spec, user), draft, new, bytes));
     if let Err(error) = added {
         undo(qmp, &frozen, note);
         return Err(error);
@@ -97,7 +102,7 @@ pub(super) fn prepare(
 /// overlay will have in the finished snapshot.
 fn add(
     qmp: &mut Qmp,
-    spec: &VmSpec,
+    (spec, user): (&VmSpec, Option<QemuUser>),
     draft: &Draft,
     new: &Frozen,
     virtual_bytes: u64,
@@ -108,7 +113,7 @@ fn add(
         virtual_bytes: Some(virtual_bytes),
     };
     overlay::create(&new.overlay, &backing)
-        .and_then(|()| overlay::give(&new.overlay, spec))
+        .and_then(|()| qemu_user::give(&new.overlay, user))
         .map_err(failed(&new.overlay))?;
     let disk = &spec.disks[new.disk];
     let cache = json!({ "direct": disk.cache.direct(), "no-flush": disk.cache.no_flush() });
@@ -153,6 +158,19 @@ pub(super) fn check_frozen(qmp: &mut Qmp, frozen: &[Frozen]) -> Result<(), Snaps
     )))
 }
 
+/// Makes QEMU close its writable descriptors of frozen overlays, if QEMU runs as another user.
+pub(super) fn close_for_writing(qmp: &mut Qmp, spec: &VmSpec, frozen: &[Frozen]) {
+    for Frozen {
+        disk, path, active, ..
+    } in frozen.iter().filter(|_| !spec.keeps_rights())
+    {
+        // Otherwise the snapshot gets a copy of the overlay.
+        if let Err(error) = reopen(qmp, (spec, *disk), (active, path), true) {
+            tracing::debug!(vm = spec.name, disk, %error, "QEMU keeps a frozen overlay open for writing");
+        }
+    }
+}
+
 /// Makes QEMU close new overlays that are not in use, and removes their files.
 pub(super) fn undo(
     qmp: &mut Qmp,
@@ -187,14 +205,19 @@ pub(super) struct Lain {
     pub(super) path: PathBuf,
 }
 
-/// Returns the overlays of a VM that are in the snapshot at directory `snapshot`.
+/// Returns the overlays of a VM that are in the snapshot at directory `snapshot`. `overlays`:
+/// temporary overlays of the VM that are in no snapshot.
 pub(super) fn lain(
     pid: Pid,
     qmp: &mut Qmp,
-    spec: &VmSpec,
+    (spec, overlays): (&VmSpec, &[PathBuf]),
     snapshot: &Path,
 ) -> Result<Vec<Lain>, SnapshotError> {
     let open = open_files(pid)?;
+    // The guest may control this QEMU, and root creates and later removes the files that are
+    // returned.
+    let is_trusted =
+        |file: &Path| spec.keeps_rights() || is_overlay_place(file, &spec.name, overlays);
     let chains = Chains::read(qmp)?;
     let mut found = Vec::new();
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
@@ -213,6 +236,9 @@ pub(super) fn lain(
             let named = header(&file).unwrap_or_default();
             if named["backing-filename"].as_str().map(Path::new) == Some(&kept) {
                 let path = next.file;
+                if !is_trusted(&path) {
+                    break;
+                }
                 found.push(Lain { above, kept, path });
                 break;
             }
@@ -220,6 +246,14 @@ pub(super) fn lain(
         }
     }
     Ok(found)
+}
+
+/// Returns whether a path is one that a temporary overlay of the VM `name` could have had: the name
+/// of such a file, in a directory with one of its other overlays.
+fn is_overlay_place(path: &Path, name: &str, overlays: &[PathBuf]) -> bool {
+    let file = path.file_name().and_then(OsStr::to_str);
+    let mut directories = overlays.iter().map(|overlay| overlay.parent());
+    file.and_then(memfold_vm::vm_of) == Some(name) && directories.any(|one| one == path.parent())
 }
 
 /// Gives overlays their former paths again, in addition to the paths in the snapshot, and writes
@@ -253,7 +287,7 @@ pub(super) fn drop_unused(
             match qmp.execute_on_disks("blockdev-del", json!({ "node-name": name })) {
                 Ok(_) => {
                     tracing::info!(node = name, "overlay of an interrupted save removed");
-                    let is_own = |file: &PathBuf| spec.user.is_none() || overlays.contains(file);
+                    let is_own = |file: &PathBuf| spec.keeps_rights() || overlays.contains(file);
                     let file = file_of(&nodes, spec, disk, name).filter(is_own);
                     let _ = file.map(fs::remove_file);
                 }
@@ -271,4 +305,29 @@ pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<
     Ok(qmp
         .execute_on_disks("change-backing-file", names)
         .map(drop)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_paths_of_the_vms_own_overlays_are_trusted_if_its_qemu_names_them() {
+        let own = [PathBuf::from(
+            "/var/tmp/memfold-web-disk0-18c2a5f3b7d4e601.qcow2",
+        )];
+        let is_place = |path: &str| is_overlay_place(Path::new(path), "web", &own);
+        assert!(is_place("/var/tmp/memfold-web-0-18c2a5f3b7d4e600.qcow2"));
+        for other in [
+            "/var/tmp/memfold-db-0-18c2a5f3b7d4e600.qcow2",
+            "/var/tmp/memfold-web-2-0-18c2a5f3b7d4e600.qcow2",
+            "/srv/memfold-web-0-18c2a5f3b7d4e600.qcow2",
+            "/var/tmp/../lib/memfold-web-0-18c2a5f3b7d4e600.qcow2",
+            "/etc/shadow",
+            "/",
+        ] {
+            assert!(!is_place(other), "{other}");
+        }
+        assert!(!is_overlay_place(&own[0], "web", &[]));
+    }
 }

@@ -5,6 +5,8 @@
 //! checked here. Devices that were hot-plugged are not in the description, and an unknown writable
 //! disk would continue to change after the snapshot.
 
+use std::time::{Duration, Instant};
+
 use memfold_vm::{Qmp, VmSpec, seed_disk};
 use serde_json::{Value, json};
 
@@ -13,9 +15,14 @@ use super::error::SnapshotError;
 /// Returns why a VM with this answer to a query cannot be saved.
 type Check<'a> = &'a dyn Fn(&Value) -> Option<String>;
 
+/// Longest wait for a VM that is stopped for a moment, and how often it is looked at.
+const MOMENT: Duration = Duration::from_secs(3);
+const LOOK: Duration = Duration::from_millis(20);
+
 /// Checks that the VM runs, and that QEMU and a snapshot can hold all of its hardware. The error
 /// says what prevents a save.
 pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
+    wait_while_paused(qmp)?;
     let checks: [(&str, Check<'_>); 5] = [
         ("query-status", &not_running),
         ("query-migrate", &blocked),
@@ -29,6 +36,15 @@ pub fn check(qmp: &mut Qmp, spec: &VmSpec) -> Result<(), SnapshotError> {
         }
     }
     plugged_device(qmp)
+}
+
+/// Waits until a VM runs that is stopped for a moment, because pages of it are being folded.
+fn wait_while_paused(qmp: &mut Qmp) -> Result<(), SnapshotError> {
+    let end = Instant::now() + MOMENT;
+    while qmp.query("query-status")?["status"] == "paused" && Instant::now() < end {
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
 }
 
 fn not_running(status: &Value) -> Option<String> {
@@ -157,6 +173,32 @@ mod tests {
     use super::*;
     use memfold_units::ByteSize;
     use memfold_vm::DiskSpec;
+
+    #[test]
+    fn a_vm_that_is_stopped_for_a_moment_is_waited_for() {
+        use std::io::{BufRead as _, BufReader, Write as _};
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("qmp");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let version = json!({ "qemu": { "major": 10, "minor": 0, "micro": 2 }, "package": "" });
+            let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
+            writeln!(stream, "{greeting}").unwrap();
+            let mut states = ["none", "paused", "paused", "running"].iter();
+            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                let line: Value = serde_json::from_str(&line.unwrap()).unwrap();
+                let state = json!({ "status": states.next().unwrap() });
+                let answer = json!({ "return": state, "id": line["id"] });
+                writeln!(stream, "{answer}").unwrap();
+            }
+            states.count()
+        });
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(10)).unwrap();
+        wait_while_paused(&mut qmp).unwrap();
+        drop(qmp);
+        assert_eq!(server.join().unwrap(), 0, "it was not waited for");
+    }
 
     #[test]
     fn a_save_names_hardware_that_a_snapshot_cannot_contain() {

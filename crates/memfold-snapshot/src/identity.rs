@@ -6,8 +6,9 @@
 //!   agent   reseeds random numbers, too, for kernels without the driver; on request, new MAC addresses, host name,
 //!           machine ID, SSH host keys
 //! ```
-//! The agent renews identities with a shell script, which the daemon sends as soon as the agent
-//! answers. If the daemon dies meanwhile, the script may run a second time, with the same result.
+//! The agent renews identities with a shell script, by an order that the daemon sends as soon as
+//! the agent answers. If the daemon dies meanwhile, the script may run a second time, with the same
+//! result.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -16,13 +17,10 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use memfold_vm::{MacAddress, VmDirectory, VmSpec, host_name, missing_is_fine};
+use memfold_wire::order::{GuestOrder, NewAddresses, NewIdentities, NewNames, RENEWED};
 
 /// File in a VM's directory that contains a [`Plan`] until the plan is executed.
 const FILE: &str = "renewal.json";
-
-/// Shell script that succeeds if the guest's kernel has found the VM generation ID that QEMU
-/// offers. The kernel's driver is an ACPI driver until Linux 6.9, and a platform driver since then.
-pub const HAS_GENERATION_ID: &str = "for device in /sys/bus/acpi/drivers/vmgenid/*:* /sys/bus/platform/drivers/vmgenid/*:*; do [ -e \"$device\" ] && exit 0; done; exit 1";
 
 /// Which identities a restored VM renews.
 #[derive(
@@ -125,104 +123,22 @@ impl Plan {
         missing_is_fine(std::fs::remove_file(directory.path().join(FILE)))
     }
 
-    /// Returns the shell script that renews the guest's identities. The shell must be a child of
-    /// the guest's agent. [`Renewal::read`] parses the script's output.
-    pub fn script(&self) -> String {
-        let Self {
-            seed, mac, cards, ..
-        } = self;
-        let mut parts = vec![format!("{REPORT}seed={seed}\n{RANDOM}{SMALL_REPORTS}")];
-        if self.renew >= Renew::Network {
-            parts.push(format!("mac={mac} cards={cards}\n{ADDRESSES}"));
-        }
-        if self.renew >= Renew::Identity {
-            let (name, id) = (&self.host_name, &self.machine_id);
-            parts.push(format!("name={name}\nid={id}\n{IDENTITY}"));
-        }
-        parts.push(format!("echo {END}\n"));
-        parts.concat()
+    /// Returns the order that renews the guest's identities. [`Renewal::read`] parses its output.
+    #[must_use]
+    pub fn order(&self) -> GuestOrder {
+        GuestOrder::Renew(NewIdentities {
+            seed: self.seed.clone(),
+            network: (self.renew >= Renew::Network).then(|| NewAddresses {
+                mac: self.mac,
+                cards: u32::try_from(self.cards).unwrap_or(u32::MAX),
+            }),
+            names: (self.renew >= Renew::Identity).then(|| NewNames {
+                host_name: self.host_name.clone(),
+                machine_id: self.machine_id.clone(),
+            }),
+        })
     }
 }
-
-/// Last line of the script's output.
-const END: &str = "end";
-
-/// Shell function `report WHAT COMMAND...`: runs the command, and reports its result. The lock lets
-/// only one script run at a time, because a script of a former daemon may still run.
-const REPORT: &str = r#"exec 9> /run/memfold-renewal.lock && flock 9 2> /dev/null
-report() {
-    what=$1; shift
-    if said=$("$@" 2>&1); then echo "done $what"; else echo "left $what: $(echo "$said" | tail -n 1)"; fi
-}
-"#;
-
-/// Reseeds the guest's random numbers by the agent's own program, whose child the shell is. Other
-/// programs in the guest may see the seed; it only has to differ between VMs.
-const RANDOM: &str = r#"agent=/proc/$PPID/exe
-reseed() { echo "$seed" | "$agent" --reseed; }
-report "random numbers" reseed
-"#;
-
-/// Makes the guest report free memory in pieces of 64 KiB instead of whole huge pages, which a
-/// clone seldom has (`mm/page_reporting.c`). The host then gets back 98 % instead of 64 % of the
-/// memory of a dropped cache. The clone's memory maps a file, so no huge page of the host is split.
-const SMALL_REPORTS: &str = "order=/sys/module/page_reporting/parameters/page_reporting_order
-[ ! -w $order ] || echo 4 > $order
-";
-
-/// Sets new MAC addresses. Waits for the network cards first, because a guest that was saved during
-/// its boot finds them later.
-const ADDRESSES: &str = r#"ethernet() {
-    for nic in /sys/class/net/*; do
-        [ -e "$nic/device" ] && [ "$(cat "$nic/type")" = 1 ] && echo "${nic##*/}"
-    done
-}
-for second in 1 2 3 4 5 6 7 8 9 10; do
-    [ "$(ethernet | wc -l)" -ge "$cards" ] && break
-    sleep 1
-done
-# udev gives the cards their names.
-udevadm settle --timeout=10 2> /dev/null
-for nic in $(ethernet); do
-    address=$(printf '52:54:00:%02x:%02x:%02x' $((mac >> 16 & 255)) $((mac >> 8 & 255)) $((mac & 255)))
-    report "MAC address of $nic: $address" ip link set dev "$nic" address "$address"
-    mac=$((mac + 1 & 0xffffff)) cards=$((cards - 1))
-done
-[ "$cards" -le 0 ] || echo "left MAC addresses: the guest lacks a driver for $cards of its network cards"
-"#;
-
-const IDENTITY: &str = r#"host() {
-    old=$(cat /proc/sys/kernel/hostname)
-    echo "$name" > /etc/hostname && echo "$name" > /proc/sys/kernel/hostname || return
-    [ -e /etc/hosts ] || return 0
-    sed "s/\([[:space:]]\)$old\([[:space:]]\|\$\)/\1$name\2/g" /etc/hosts > /etc/hosts.memfold && cat /etc/hosts.memfold > /etc/hosts
-    rm -f /etc/hosts.memfold
-}
-machine() {
-    for file in /etc/machine-id /var/lib/dbus/machine-id; do
-        [ -e "$file" ] && [ ! -L "$file" ] || continue
-        chmod u+w "$file" && echo "$id" > "$file" && chmod 444 "$file" || return
-    done
-}
-next_seed() { head -c 512 /dev/urandom > /var/lib/systemd/random-seed; }
-keys() {
-    new=/etc/ssh/memfold-new
-    rm -rf $new && mkdir -m 700 $new || return
-    # New keys of the same kinds. The old keys stay until all new ones exist, so there are always keys.
-    for key in /etc/ssh/ssh_host_*_key; do
-        kind=${key#/etc/ssh/ssh_host_}
-        ssh-keygen -q -t "${kind%_key}" -N '' -C "root@$name" -f "$new/${key##*/}" || { rm -rf $new; return 1; }
-    done
-    mv $new/ssh_host_* /etc/ssh/ || { rm -rf $new; return 1; }
-    rm -rf $new
-    for unit in ssh sshd; do systemctl try-restart "$unit" 2> /dev/null; done
-    return 0
-}
-report "host name: $name" host
-report "machine ID: $id" machine
-[ ! -e /var/lib/systemd/random-seed ] || report "random seed of the next boot" next_seed
-for key in /etc/ssh/ssh_host_*_key; do [ ! -e "$key" ] || { report "SSH host keys" keys; break; }; done
-"#;
 
 impl Renewal {
     /// Returns the result before the guest has answered: nothing is renewed yet.
@@ -241,7 +157,7 @@ impl Renewal {
             let lines = said.lines().filter_map(|line| line.strip_prefix(prefix));
             lines.map(|line| line.trim().to_owned()).collect()
         };
-        if said.lines().last() != Some(END) {
+        if said.lines().last() != Some(RENEWED) {
             return Err("the guest did not finish the script".into());
         }
         Ok(Self {
@@ -262,15 +178,6 @@ impl Renewal {
     }
 }
 
-/// Returns whether the shell can parse a script.
-#[cfg(test)]
-fn is_shell(script: &str) -> bool {
-    let shell = std::process::Command::new("/bin/sh")
-        .args(["-n", "-c", script])
-        .status();
-    shell.is_ok_and(|status| status.success())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -286,8 +193,7 @@ mod tests {
     #[test]
     fn each_clone_gets_its_own_unique_identities_and_only_the_requested_kinds() {
         let plans = [Renew::Random, Renew::Network, Renew::Identity].map(plan);
-        let scripts = plans.clone().map(|plan| plan.script());
-        assert!(scripts.iter().all(|script| is_shell(script)));
+        let scripts = plans.clone().map(|plan| plan.order().script());
         let asks = |word: &str| scripts.clone().map(|script| script.contains(word));
         assert_eq!(asks("--reseed"), [true, true, true]);
         assert_eq!(asks("ip link"), [false, true, true]);
@@ -301,12 +207,7 @@ mod tests {
 
     #[test]
     fn the_report_of_a_clones_guest_about_its_new_identities_is_parsed() {
-        let steps = "report one true; report two sh -c 'echo not here >&2; false'";
-        let said = std::process::Command::new("/bin/sh")
-            .args(["-c", &format!("{REPORT}{steps}; echo {END}")])
-            .output()
-            .unwrap();
-        let said = String::from_utf8(said.stdout).unwrap();
+        let said = format!("done one\nleft two: not here\n{RENEWED}\n");
         let renewal = Renewal::read(&said).unwrap();
         assert_eq!(renewal.done, ["one"]);
         assert_eq!(renewal.left, ["two: not here"]);

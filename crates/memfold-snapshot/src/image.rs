@@ -29,6 +29,9 @@ const _: () = assert!(CHUNK_BYTES as u64 == CHUNK_PAGES * PAGE_SIZE);
 /// Length in bytes of a chunk's checksum in `ram.sums`, which is stored in little endian.
 pub const SUM_BYTES: usize = 16;
 
+/// File name of the RAM image's checksums in a snapshot's directory.
+pub const SUMS: &str = "ram.sums";
+
 /// Checksum of a page at place `page` (0 to 511) of its chunk: XXH3-128 with the place as seed. The
 /// checksum of a chunk is the sum of those of its pages, modulo 2^128, so that the checksum of a
 /// changed chunk follows from its changed pages.

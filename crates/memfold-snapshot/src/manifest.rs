@@ -14,14 +14,18 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::cpu::Cpu;
 use super::error::{SnapshotError, failed};
-use super::image::{CHUNK_PAGES, ImageBlock, ImageCounts};
+use super::image::{CHUNK_PAGES, ImageBlock, ImageCounts, SUMS};
 
 /// Format versions that this memfold reads; see `docs/snapshot-format.md`.
-pub const FORMATS: RangeInclusive<u32> = 1..=FORMAT_OF_LAYERS;
+pub const FORMATS: RangeInclusive<u32> = 1..=FORMAT_OF_ENCRYPTION;
 
 /// Format version of new snapshots, and the first in which the checksum of a chunk is the sum of
-/// its pages' checksums, so that layers can be built on them. Newer versions are refused.
+/// its pages' checksums, so that layers can be built on them.
 pub const FORMAT_OF_LAYERS: u32 = 3;
+
+/// Format version of encrypted snapshots, which an older memfold must not take for others. Newer
+/// versions are refused.
+pub const FORMAT_OF_ENCRYPTION: u32 = 4;
 
 /// File name of the manifest in a snapshot's directory.
 pub const MANIFEST: &str = "manifest.json";
@@ -29,14 +33,16 @@ pub const MANIFEST: &str = "manifest.json";
 pub(super) const MANIFEST_SUM: &str = "manifest.sum";
 /// File name of the RAM image in a snapshot's directory.
 pub const RAM: &str = "ram";
-/// File name of the RAM image's checksums in a snapshot's directory.
-pub const SUMS: &str = "ram.sums";
 /// File name of a compressed RAM image, which replaces [`RAM`].
 pub const PACKED: &str = "ram.zst";
 /// File name of the index that locates the chunks of a compressed RAM image.
 pub const INDEX: &str = "ram.index";
 /// File name of the table of references: pages of the RAM image that only disks hold.
 pub const REFERENCES: &str = "ram.refs";
+/// File name of an encrypted RAM image, which replaces [`RAM`].
+pub const SEALED: &str = "ram.sealed";
+/// File name of the encrypted data key of a snapshot.
+pub const KEY: &str = "key";
 /// File name of QEMU's device state in a snapshot's directory.
 pub const DEVICES: &str = "devices";
 
@@ -67,10 +73,26 @@ pub struct FileFacts {
 /// instead of `ram`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Packed {
-    /// Length of `ram.zst`, in bytes. `ram.sums` has the checksums of the uncompressed image.
+    /// Length of `ram.zst` or `ram.sealed`, in bytes. `ram.sums` has the checksums of the image
+    /// itself.
     pub bytes: u64,
     /// Length and checksum of `ram.index`.
     pub index: FileFacts,
+}
+
+/// Facts about the encryption of a snapshot's memory: the image is `ram.sealed` with `ram.index`
+/// ([`Packed`]), and the tables and the device state are encrypted, too.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Encryption {
+    /// Name of the operator's key.
+    pub key: String,
+    /// Length and checksum of the file `key`, which holds the encrypted data key.
+    pub header: FileFacts,
+    /// Whether the chunks were compressed before they were encrypted.
+    pub compressed: bool,
+    /// Whether the user accepted that disks and other files in the snapshot are not encrypted.
+    #[serde(default)]
+    pub plain_disks: bool,
 }
 
 /// Facts about the pages that a RAM image holds by reference: the snapshot's disks contain these
@@ -158,7 +180,7 @@ pub struct ParentName {
 #[allow(clippy::struct_excessive_bools)] // independent facts
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Format version, from 1 to [`FORMAT_OF_LAYERS`].
+    /// Format version, from 1 to [`FORMAT_OF_ENCRYPTION`].
     pub format: u32,
     /// Name of the snapshot.
     pub name: String,
@@ -234,6 +256,9 @@ pub struct Manifest {
     /// Facts about the compressed RAM image; unset if the image is not compressed.
     #[serde(default)]
     pub packed: Option<Packed>,
+    /// Facts about the encryption of the memory; unset if it is not encrypted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encryption: Option<Encryption>,
     /// Facts about the pages that the RAM image holds by reference; unset if there are none.
     #[serde(default)]
     pub references: Option<References>,
@@ -315,6 +340,8 @@ pub struct SnapshotInfo {
     /// Whether forks start from the snapshot, so that it is removed when no VM and no other
     /// snapshot needs it.
     pub fork: bool,
+    /// Name of the key with which the snapshot's memory is encrypted; unset if it is not encrypted.
+    pub key: Option<String>,
     /// Names of the VMs that run from the snapshot.
     pub users: Vec<String>,
     /// Reason why the snapshot cannot be used; unset if it can be used.
@@ -322,9 +349,33 @@ pub struct SnapshotInfo {
 }
 
 impl Manifest {
+    /// Parses the text of a manifest, and checks what can be checked without the snapshot's files.
+    ///
+    /// # Errors
+    ///
+    /// The reason why the manifest is refused, as text.
+    pub fn parse(text: &[u8]) -> Result<Self, String> {
+        let unreadable = |error: serde_json::Error| format!("{MANIFEST}: {error}");
+        let version: serde_json::Value = serde_json::from_slice(text).map_err(unreadable)?;
+        let format = version["format"].as_u64();
+        let format = format.and_then(|format| u32::try_from(format).ok());
+        if !format.is_some_and(|format| FORMATS.contains(&format)) {
+            return Err(format!(
+                "the format is {}, this memfold reads formats 1 to {FORMAT_OF_ENCRYPTION}",
+                version["format"]
+            ));
+        }
+        let manifest: Self = serde_json::from_value(version).map_err(unreadable)?;
+        match manifest.misplaced() {
+            Some(why) => Err(format!("{MANIFEST}: {why}")),
+            None => Ok(manifest),
+        }
+    }
+
     /// Returns what is wrong with the places of the RAM blocks and the numbers of pages. A pulled
     /// manifest has right checksums whatever its author wrote into it.
-    fn misplaced(&self) -> Option<String> {
+    #[must_use]
+    pub fn misplaced(&self) -> Option<String> {
         let all = self.ram_bytes / PAGE_SIZE;
         let mut next = 0;
         for block in &self.blocks {
@@ -337,6 +388,10 @@ impl Manifest {
                 ));
             };
             next = end;
+        }
+        let is_numbered = self.format >= FORMAT_OF_ENCRYPTION;
+        if self.encryption.is_some() && !(is_numbered && self.packed.is_some()) {
+            return Some("it says that the snapshot is encrypted, but its format is older than 4 or it has no encrypted image".into());
         }
         let referred = self.references.as_ref();
         let is_wrong = referred.is_some_and(|of| of.pages > all || of.parent_pages > of.pages);
@@ -381,9 +436,11 @@ impl Manifest {
         let mut whole = vec![(SUMS, &self.sums), (DEVICES, &self.devices)];
         whole.extend(self.packed.iter().map(|packed| (INDEX, &packed.index)));
         whole.extend(self.references.iter().map(|refs| (REFERENCES, &refs.table)));
-        let image = match &self.packed {
-            Some(packed) => (PACKED, packed.bytes, None),
-            None => (RAM, self.ram_bytes, None),
+        whole.extend(self.encryption.iter().map(|of| (KEY, &of.header)));
+        let image = match (&self.packed, &self.encryption) {
+            (Some(packed), Some(_)) => (SEALED, packed.bytes, None),
+            (Some(packed), None) => (PACKED, packed.bytes, None),
+            (None, _) => (RAM, self.ram_bytes, None),
         };
         let whole = whole.into_iter();
         let mut parts: Vec<_> = whole.map(|(part, of)| (part, of.bytes, Some(of))).collect();
@@ -401,14 +458,16 @@ impl Manifest {
     #[must_use]
     pub fn own_bytes(&self) -> u64 {
         let referred = self.references.as_ref().map_or(0, |refs| refs.pages);
-        self.counts.saved_pages.saturating_sub(referred) * PAGE_SIZE
+        let own = self.counts.saved_pages.saturating_sub(referred);
+        own.saturating_mul(PAGE_SIZE)
     }
 
     /// Returns how many bytes of the image files of the parent hold.
     #[must_use]
     pub fn parent_bytes(&self) -> u64 {
         let references = self.references.as_ref();
-        references.map_or(0, |refs| refs.parent_pages) * PAGE_SIZE
+        let pages = references.map_or(0, |refs| refs.parent_pages);
+        pages.saturating_mul(PAGE_SIZE)
     }
 
     /// Returns why no layer can be built on this snapshot; `None` if one can.
@@ -416,6 +475,9 @@ impl Manifest {
     pub fn no_parent(&self) -> Option<&'static str> {
         if self.format < FORMAT_OF_LAYERS {
             return Some("an older memfold saved it; save the VM once without --parent");
+        }
+        if self.encryption.is_some() {
+            return Some("its memory is encrypted");
         }
         (!self.is_mappable())
             .then_some("its image is compressed, or in too many parts to be mapped")
@@ -450,26 +512,13 @@ pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, Snapsho
     if sum.trim_ascii() != hex(xxh3_128(&text)).as_bytes() {
         return Err(bad(format!("{MANIFEST} was changed after it was written")));
     }
-    let unreadable = |error| bad(format!("{MANIFEST}: {error}"));
-    let version: serde_json::Value = serde_json::from_slice(&text).map_err(unreadable)?;
-    let format = version["format"].as_u64();
-    let format = format.and_then(|format| u32::try_from(format).ok());
-    if !format.is_some_and(|format| FORMATS.contains(&format)) {
-        return Err(bad(format!(
-            "the format is {}, this memfold reads formats 1 to {FORMAT_OF_LAYERS}",
-            version["format"]
-        )));
-    }
-    let manifest: Manifest = serde_json::from_value(version).map_err(unreadable)?;
+    let manifest = Manifest::parse(&text).map_err(bad)?;
     for (part, bytes, _) in manifest.parts() {
         let facts = fs::metadata(path.join(part)).map_err(|e| bad(format!("{part}: {e}")))?;
         if facts.len() != bytes {
             let length = facts.len();
             return Err(bad(format!("{part} has {length} bytes instead of {bytes}")));
         }
-    }
-    if let Some(why) = manifest.misplaced() {
-        return Err(bad(format!("{MANIFEST}: {why}")));
     }
     Ok(manifest)
 }
@@ -581,6 +630,7 @@ pub(super) mod tests {
             guest_boot: None,
             ram_bytes: 0,
             packed: None,
+            encryption: None,
             references: None,
             sums: none.clone(),
             devices: none,

@@ -16,22 +16,23 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use memfold_host::progress::Progress;
-use memfold_vm::VmSpec;
+use memfold_vm::{QemuUser, VmSpec};
 use serde_json::{Value, json};
 
 use super::block_job::{self, Monitor};
-use super::disk_chain::{Below, Chains};
-use super::error::SnapshotError;
+use super::disk_chain::{Below, Chains, reopen};
+use super::error::{SnapshotError, failed};
+use super::own_overlay;
 use super::users::mappers;
 
 /// Time limit for QEMU to write the newer overlay's contents into the older one.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Makes QEMU write to the older of `overlays` again (all temporary overlays of the VM), and
-/// removes the newer ones.
+/// removes the newer ones. `user`: user that QEMU runs as.
 pub(super) fn merge_overlays(
     monitor: &impl Monitor,
-    spec: &VmSpec,
+    (spec, user): (&VmSpec, Option<QemuUser>),
     overlays: &[PathBuf],
 ) -> Result<(), SnapshotError> {
     for (disk, _) in spec.disks.iter().enumerate().filter(|(_, d)| d.snapshot) {
@@ -41,6 +42,10 @@ pub(super) fn merge_overlays(
                 break;
             };
             let (top, file) = (active.node, active.file);
+            // The guest may control this QEMU, so root removes only files that are recorded.
+            if !spec.keeps_rights() && !overlays.contains(&file) {
+                break;
+            }
             // An overlay with a second name is in a snapshot.
             let has_one_name = |file: &Path| fs::metadata(file).is_ok_and(|f| f.nlink() == 1);
             let is_own =
@@ -49,6 +54,12 @@ pub(super) fn merge_overlays(
                 break;
             };
             refuse_mapped(disk, &below.file)?;
+            own_overlay::give_back(&below.file, user).map_err(failed(&below.file))?;
+            if user.is_some() {
+                // If QEMU refuses, the merge fails and says why.
+                let place = (below.node.as_str(), below.file.as_path());
+                let _ = reopen(&mut monitor.qmp(), (spec, disk), place, false);
+            }
             commit(monitor, disk, &top, &below).map_err(|why| {
                 SnapshotError::Impossible(format!(
                     "disk {disk} has an extra overlay of a failed save, and QEMU cannot merge it with the older overlay: {why}"

@@ -8,7 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use memfold_host::progress::Progress;
-use memfold_vm::{VmSpec, own_files};
+use memfold_vm::{QemuUser, VmSpec, own_files, qemu_user};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
@@ -59,6 +59,13 @@ impl OwnDisks {
         // A reboot from a boot snapshot would take the VM back in time without its own disks.
         spec.boot_snapshot &= made.0.is_empty();
         Ok(made)
+    }
+
+    /// Makes the user that QEMU has switched to the owner of the copies: QEMU opens some of them
+    /// again when it loads the device state. Later starts open them as root.
+    pub fn give(&self, user: Option<QemuUser>) -> Result<(), SnapshotError> {
+        let mut files = self.0.iter();
+        files.try_for_each(|file| qemu_user::give(file, user).map_err(failed(file)))
     }
 
     /// Keeps the copies when this value is dropped. Called after the VM was started with them.

@@ -118,6 +118,7 @@ impl Parent {
         let in_ram = match &stored.pages {
             Pages::Plain(_, data) => page_ranges(data),
             Pages::Packed(..) => return Err(io::Error::other("the parent's image is compressed")),
+            Pages::Sealed(_) => return Err(io::Error::other("the parent's image is encrypted")),
         };
         let places = places(&in_ram, &stored.references);
         let identities = files.iter().map(|of| mapped::identity_in_maps(&of.file));

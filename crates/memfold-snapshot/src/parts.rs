@@ -14,15 +14,17 @@ use memfold_store::StoreIdentity;
 use super::candidates::{Candidates, SourceFile};
 use super::disk_chain::identity;
 use super::draft::Draft;
+use super::encryption::DataKey;
 use super::error::SnapshotError;
 use super::file_facts::facts;
 use super::manifest::{INDEX, PACKED, Packed, RAM, REFERENCES, References, SavedDisk, disk_name};
 use super::pack;
 use super::refer::{self, Reference};
 
-/// Writes the table of the image's pages that this snapshot's disks contain.
+/// Writes the table of the image's pages that this snapshot's disks contain, encrypted with `key`
+/// if there is one.
 pub(super) fn write_references(
-    draft: &Draft,
+    (draft, key): (&Draft, Option<&DataKey>),
     (mut references, candidates): (Vec<Reference>, Candidates),
     disks: &[SavedDisk],
 ) -> Result<Option<References>, SnapshotError> {
@@ -53,7 +55,12 @@ pub(super) fn write_references(
         reference.file = renumbered[&reference.file];
     }
     let mut table = draft.file(REFERENCES)?;
-    let written = table.write_all(&refer::encode(&references));
+    let encoded = refer::encode(&references);
+    let encoded = match key {
+        Some(key) => key.seal_file(REFERENCES, &[], encoded),
+        None => Ok(encoded),
+    };
+    let written = encoded.and_then(|bytes| table.write_all(&bytes));
     let table = written.and_then(|()| facts(table));
     Ok(Some(References {
         table: table.map_err(draft.failed(REFERENCES))?,
@@ -84,6 +91,19 @@ fn name_in_snapshot(source: &SourceFile, disks: &[SavedDisk]) -> Result<PathBuf,
             source.path.display()
         ))
     })
+}
+
+/// Writes the encrypted table of the frames of an encrypted image, `ram.sealed`, which has `bytes`
+/// bytes.
+pub(super) fn write_index(
+    draft: &Draft,
+    bytes: u64,
+    index: &[u8],
+) -> Result<Packed, SnapshotError> {
+    let mut file = draft.file(INDEX)?;
+    let written = file.write_all(index).and_then(|()| facts(file));
+    let index = written.map_err(draft.failed(INDEX))?;
+    Ok(Packed { bytes, index })
 }
 
 /// Replaces `ram` by a compressed image.

@@ -9,6 +9,15 @@ use super::cpu::Cpu;
 use super::manifest::{Keep, Steps};
 use super::parent::Parent;
 
+/// How a save encrypts the memory of a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Encrypt {
+    /// Name of the operator's key, among the keys of the snapshot directory.
+    pub key: String,
+    /// Whether disks and other files in the snapshot may be unencrypted.
+    pub plain_disks: bool,
+}
+
 /// Input of a save: the snapshot's name, the save's options, and results of the steps before it.
 #[allow(clippy::struct_excessive_bools)] // independent options and facts
 #[derive(Clone, Debug)]
@@ -40,8 +49,10 @@ pub struct Request {
     /// Pages that the VM's disks may contain, too, by ascending `hva` and without overlaps. Pages
     /// that a disk contains are kept by reference.
     pub candidates: Vec<Candidate>,
-    /// Whether the RAM image is compressed after it was written.
+    /// Whether the RAM image is compressed: after it was written, or before it is encrypted.
     pub compress: bool,
+    /// How the snapshot's memory is encrypted; `None`: not at all.
+    pub encrypt: Option<Encrypt>,
     /// Time at which the save began.
     pub began: Instant,
     /// Reason why the guest still has caches that it should have dropped; `None` if it dropped them

@@ -12,6 +12,7 @@
 //!   -- the VM resumes --
 //!   5. live: the RAM image, with old contents from the library (past); disks written in place are copied
 //!   6. --keep hot: the table of references to disks is written (parts); --compress: the image is compressed (pack)
+//!      --encrypt: device state, image and tables are encrypted in memory, before they are written (encryption)
 //!   7. frozen overlays get a name in the snapshot; manifest; the VM's names of these overlays are removed
 //! ```
 //! Until its disks are frozen, the VM is not changed. If the save fails afterwards, the VM is
@@ -19,13 +20,14 @@
 //! the next save. No write of the VM is lost.
 
 use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 use std::time::{Instant, SystemTime};
 
 use memfold_host::progress::Progress;
 use memfold_units::PAGE_SIZE;
-use memfold_vm::{Qmp, Vm, VmSpec, foreign, trial};
+use memfold_vm::{DiskSpec, Qmp, Vm, VmSpec, foreign, trial};
 use memfold_wire::library::MAX_BLOCKS;
 use serde_json::json;
 
@@ -33,11 +35,16 @@ use super::beside::Beside;
 use super::chain_check::check_files;
 use super::disk_copy::{self, Copied};
 use super::draft::Draft;
-use super::error::SnapshotError;
+use super::encryption::DataKey;
+use super::error::{SnapshotError, failed};
 use super::file_facts::{Stamp, facts};
 use super::freeze::{self, Frozen};
 use super::hardware;
-use super::manifest::{FORMAT_OF_LAYERS, Manifest, RAM, SUMS};
+use super::image::SUMS;
+use super::manifest::{
+    Encryption, FORMAT_OF_ENCRYPTION, FORMAT_OF_LAYERS, FileFacts, INDEX, KEY, Manifest, RAM,
+    SEALED,
+};
 use super::merge_overlays::merge_overlays;
 use super::page_copies::Room;
 use super::parts;
@@ -47,7 +54,7 @@ use super::shelf::Shelf;
 use super::still::{Attempt, Still};
 
 pub use super::block_job::Monitor;
-pub use super::request::{Request, milliseconds};
+pub use super::request::{Encrypt, Request, milliseconds};
 pub use super::room::check_room;
 pub use super::still::{Hold, changed_pages};
 pub use super::subject::Subject;
@@ -59,7 +66,11 @@ pub fn mend(subject: &Subject, monitor: impl Monitor) -> Result<(), SnapshotErro
     let spec = &subject.spec;
     hardware::check(&mut monitor.qmp(), spec)?;
     disk_copy::remove(&monitor, spec)?;
-    merge_overlays(&monitor, spec, &subject.record_now().overlays)
+    merge_overlays(
+        &monitor,
+        (spec, subject.user()),
+        &subject.record_now().overlays,
+    )
 }
 
 /// Saves a VM as a snapshot in `shelf`, and returns its manifest. `monitor` gives access to the
@@ -74,6 +85,8 @@ pub fn save(
     hold: &impl Hold,
     progress: &Progress,
 ) -> Result<Manifest, SnapshotError> {
+    let key = request.encrypt.as_ref();
+    let key = key.map(|of| new_key(subject, shelf, of)).transpose()?;
     let attempt = Attempt {
         vm,
         subject,
@@ -81,25 +94,73 @@ pub fn save(
         request,
         hold,
         progress,
+        key: key.as_ref().map(|(key, _)| key),
     };
-    attempt.run(shelf).inspect_err(|_| {
+    let header = key.as_ref().map(|(_, header)| header.as_slice());
+    attempt.run(shelf, header).inspect_err(|_| {
         let_go_of_disks(&subject.spec, &monitor);
         attempt.go_on_with_room();
     })
 }
 
+/// Fails if an encrypted snapshot would hold disks unencrypted, and the user did not accept that.
+pub fn check_disks(subject: &Subject, encrypt: &Encrypt) -> Result<(), SnapshotError> {
+    let spec = &subject.spec;
+    // Of a VM that memfold did not start, all disks are copied.
+    let is_held = |disk: &&DiskSpec| !disk.read_only || spec.foreign.is_some();
+    let disks = spec.disks.iter().filter(is_held);
+    let disks: Vec<String> = disks.map(|disk| disk.path.display().to_string()).collect();
+    if !disks.is_empty() && !encrypt.plain_disks {
+        return Err(SnapshotError::Impossible(format!(
+            "the snapshot would hold contents of {} unencrypted, because memfold encrypts only memory and device state; pass --plain-disks if the guest encrypts its disks, or if that may be",
+            disks.join(", ")
+        )));
+    }
+    Ok(())
+}
+
+/// Makes the data key of a new snapshot, and encrypts it: the contents of the file `key`.
+fn new_key(
+    subject: &Subject,
+    shelf: &Shelf,
+    encrypt: &Encrypt,
+) -> Result<(DataKey, Vec<u8>), SnapshotError> {
+    check_disks(subject, encrypt)?;
+    let operator = shelf.keys().load(&encrypt.key)?;
+    let made = DataKey::random().and_then(|key| Ok((key.wrap(&operator)?, key)));
+    let (header, key) = made.map_err(failed(KEY))?;
+    Ok((key, header))
+}
+
 impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
-    fn run(&self, shelf: &Shelf) -> Result<Manifest, SnapshotError> {
+    fn run(&self, shelf: &Shelf, header: Option<&[u8]>) -> Result<Manifest, SnapshotError> {
         let draft = shelf.draft(&self.request.name)?;
-        let (ram, sums) = (draft.file(RAM)?, draft.file(SUMS)?);
+        let image = if self.key.is_some() { SEALED } else { RAM };
+        let (ram, sums) = (draft.file(image)?, draft.file(SUMS)?);
+        let header = header.map(|header| {
+            let mut file = draft.file(KEY)?;
+            let written = file.write_all(header).and_then(|()| facts(file));
+            written.map_err(draft.failed(KEY))
+        });
+        let header = header.transpose()?;
         let before = self.subject.overlays_now();
         let room = self.begin_room().map_err(draft.failed(RAM))?;
         let described = self.take_beside(&draft)?;
+        let accepts_plain = |encrypt: &Encrypt| encrypt.plain_disks;
+        if !self.request.encrypt.as_ref().is_none_or(accepts_plain) && !described.1.files.is_empty()
+        {
+            return Err(SnapshotError::Impossible(
+                "the snapshot would hold copies of files that the VM writes (such as variables of its firmware) unencrypted; pass --plain-disks if that may be".into(),
+            ));
+        }
         let (frozen, copies, still) = self.stand_still(&before, (&draft, &ram), room)?;
         // From here on, the VM's chain of overlays is longer by one.
         let place = draft.place.clone();
         let mut compared = Vec::new();
-        let (files, disks) = ((&draft, &ram, sums), (frozen.as_slice(), copies.as_slice()));
+        let (files, disks) = (
+            (&draft, &ram, sums, header),
+            (frozen.as_slice(), copies.as_slice()),
+        );
         // Dropping the draft after an error removes its names of the frozen overlays, so they
         // belong only to the VM again.
         let made = self
@@ -151,7 +212,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
             self.subject.write_overlays(&all)
         };
         let mut qmp = self.monitor.qmp();
-        let frozen = freeze::prepare(&mut qmp, spec, draft, before, note)?;
+        let frozen = freeze::prepare(&mut qmp, (spec, self.subject.user()), draft, before, note)?;
         let stood = check_files(self.vm.pid(), &mut qmp, spec)
             .and_then(|()| disk_copy::prepare(&mut qmp, spec, draft))
             .and_then(|copies| {
@@ -175,7 +236,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
     /// which memory was compared.
     fn finish(
         &self,
-        (draft, ram, sums): (&Draft, &File, File),
+        (draft, ram, sums, header): (&Draft, &File, File, Option<FileFacts>),
         (spec_now, beside): (VmSpec, Beside),
         (frozen, copies): (&[Frozen], &[Copied]),
         mut still: Still<'_>,
@@ -202,25 +263,41 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         // The VM is released first, because the steps after a failure may wait for QEMU.
         self.hold.let_go();
         freeze::check_frozen(&mut self.monitor.qmp(), frozen)?;
+        freeze::close_for_writing(&mut self.monitor.qmp(), spec, frozen);
         let kept_pages = copied.map_err(draft.failed(RAM))?;
         let references = still.writer.take_references();
         compared.extend(references.1.files.iter().filter_map(|file| file.stamp));
+        let ram_bytes = still.writer.image_bytes();
+        let sealed = still.writer.sealed_index().map_err(draft.failed(INDEX))?;
         let (blocks, counts) = still.writer.finish(&sums).map_err(draft.failed(SUMS))?;
         steps.copy_ms = milliseconds(began.elapsed());
         let took = disk_copy::finish(self.monitor, copies, spec, draft, progress)?;
         steps.disks_copy_ms = milliseconds(took);
         let disks = take_over(spec, frozen, copies, draft)?;
-        let ram_bytes = ram.metadata().map_err(draft.failed(RAM))?.len();
-        let references = parts::write_references(draft, references, &disks)?;
+        let references = parts::write_references((draft, self.key), references, &disks)?;
         let began = Instant::now();
-        let packed = (request.compress).then(|| parts::compress(draft, ram, progress));
-        let packed = packed.transpose()?;
-        if packed.is_some() {
+        let packed = if let Some((bytes, index)) = sealed {
+            Some(parts::write_index(draft, bytes, &index)?)
+        } else if request.compress {
+            let packed = parts::compress(draft, ram, progress)?;
             steps.pack_ms = milliseconds(began.elapsed());
-        }
+            Some(packed)
+        } else {
+            None
+        };
+        let encryption = header.zip(request.encrypt.as_ref());
+        let encryption = encryption.map(|(header, of)| Encryption {
+            key: of.key.clone(),
+            header,
+            compressed: request.compress,
+            plain_disks: of.plain_disks,
+        });
         let parent = request.parent.as_ref().map(|parent| parent.name());
         Ok(Manifest {
-            format: FORMAT_OF_LAYERS,
+            format: match &encryption {
+                Some(_) => FORMAT_OF_ENCRYPTION,
+                None => FORMAT_OF_LAYERS,
+            },
             parent,
             name: request.name.clone(),
             domain: request.domain.clone(),
@@ -250,6 +327,7 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
             guest_boot: request.guest_boot.clone(),
             ram_bytes,
             packed,
+            encryption,
             references,
             sums: facts(sums).map_err(draft.failed(SUMS))?,
             devices: still.devices,
@@ -288,7 +366,11 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
                 // the merge.
                 freeze::name_backing(&mut monitor.qmp(), &frozen.node, &frozen.path)?;
             }
-            merge_overlays(monitor, &subject.spec, &subject.record_now().overlays)?;
+            merge_overlays(
+                monitor,
+                (&subject.spec, subject.user()),
+                &subject.record_now().overlays,
+            )?;
             subject.write_overlays(&subject.overlays_now())
         };
         if let Err(error) = back() {
@@ -347,12 +429,12 @@ pub fn take_back(
     snapshot: &Path,
 ) -> Result<(), SnapshotError> {
     let mut qmp = monitor.qmp();
-    let lain = freeze::lain(vm.pid(), &mut qmp, &subject.spec, snapshot)?;
+    let mut overlays = subject.overlays_now();
+    let lain = freeze::lain(vm.pid(), &mut qmp, (&subject.spec, &overlays), snapshot)?;
     if lain.is_empty() {
         return Ok(());
     }
     // The overlays are recorded first, because a record of a file that does not exist is harmless.
-    let mut overlays = subject.overlays_now();
     overlays.extend(lain.iter().map(|overlay| overlay.path.clone()));
     subject.write_overlays(&overlays)?;
     freeze::take_back(&mut qmp, &lain)

@@ -1,13 +1,11 @@
 //! Puts the frozen disk overlays of a saved VM into the snapshot's directory, as hard links or as
 //! copies, and records the files of all its disks for the manifest.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use memfold_vm::{DiskFormat, VmSpec};
-use rustix::fs::{Mode, OFlags};
 
 use super::chain_check;
 use super::disk_chain::chain;
@@ -17,6 +15,7 @@ use super::error::{SnapshotError, failed};
 use super::file_facts::{backing_file, backing_files, facts_at};
 use super::freeze::Frozen;
 use super::manifest::{SavedDisk, disk_name};
+use super::own_overlay;
 
 /// Gives frozen overlays a name in the draft, and returns the file of every disk.
 pub(super) fn take_over(
@@ -31,11 +30,11 @@ pub(super) fn take_over(
         let found = frozen.iter().find(|f| f.disk == number);
         if let Some(frozen) = found {
             let failed = failed(&frozen.path);
-            if spec.user.is_some() {
-                copy_own(&frozen.path, &own).map_err(failed)?;
-                chain_check::check_header(&own, spec, number, draft)?;
-            } else {
+            if spec.keeps_rights() {
                 keep_file(&frozen.path, &own).map_err(failed)?;
+            } else {
+                own_overlay::take(&frozen.path, &own).map_err(failed)?;
+                chain_check::check_header(&own, spec, number, draft)?;
             }
         }
         let is_ours = found.is_some() || copies.iter().any(|copy| copy.disk == number);
@@ -69,20 +68,4 @@ fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::CrossesDevices => fs::copy(from, to).map(drop),
         other => other,
     }
-}
-
-/// Copies a file that belongs to a VM's user. This user has the file open, and could write to it
-/// later or replace it.
-fn copy_own(from: &Path, to: &Path) -> io::Result<()> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let mut from = File::from(rustix::fs::open(from, flags, Mode::empty())?);
-    if !from.metadata()?.is_file() {
-        return Err(io::Error::other("the file is not a regular file"));
-    }
-    let mut options = File::options();
-    options.write(true).create_new(true).mode(0o600);
-    let mut to = options.open(to)?;
-    // The copy shares blocks with the original if the file system can.
-    io::copy(&mut from, &mut to)?;
-    to.sync_all()
 }

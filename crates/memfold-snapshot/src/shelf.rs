@@ -7,6 +7,7 @@
 //!     manifest.sum         XXH3-128 of manifest.json, 32 hexadecimal digits and a line feed
 //!     ram, ram.sums        RAM image and its checksums
 //!     ram.zst, ram.index   a compressed image, instead of ram
+//!     ram.sealed, key      an encrypted image, instead of ram.zst, and the encrypted data key
 //!     ram.refs             references to pages that disks contain
 //!     working-set          pages that a restored VM touched first (a hint for --prefetch)
 //!     devices              QEMU's device state
@@ -28,15 +29,19 @@ use memfold_store::StoreIdentity;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
+use xxhash_rust::xxh3::xxh3_128;
 
 use super::candidates::SourceFile;
-use super::draft::{Draft, sync_fork};
+use super::draft::{Draft, remove_leftover, sync_fork};
+use super::encryption::{self, DataKey, HeaderError, SealedPages};
 use super::error::{SnapshotError, failed};
 use super::file_facts::{Stamp, facts};
 use super::host_memory::host_available_pages;
-use super::image::CHUNK_BYTES;
+use super::image::{CHUNK_BYTES, SUMS};
+use super::keys::Keys;
 use super::manifest::{
-    FORMAT_OF_LAYERS, INDEX, Manifest, PACKED, ParentName, REFERENCES, SUMS, read_manifest,
+    FORMAT_OF_LAYERS, INDEX, KEY, Manifest, PACKED, ParentName, REFERENCES, SEALED, hex,
+    read_manifest,
 };
 use super::parent::Parent;
 use super::refer::Reference;
@@ -53,6 +58,8 @@ pub const DEFAULT_SHELF: &str = "/var/lib/memfold/snapshots";
 #[derive(Clone, Debug)]
 pub struct Shelf {
     root: PathBuf,
+    /// The keys with which snapshots are encrypted.
+    keys: Arc<Keys>,
     /// For each snapshot, the stamps of `ram` and of the files that it refers to, at the time when
     /// this process saved or verified them.
     right: Arc<Mutex<HashMap<String, Vec<Stamp>>>>,
@@ -101,6 +108,7 @@ impl Shelf {
         let shelf = Self {
             // The path is used in headers of disks and in QEMU's options, so it must be absolute.
             root: std::path::absolute(root).unwrap_or_else(|_| root.into()),
+            keys: Arc::default(),
             right: Arc::default(),
             laid_out: Arc::default(),
             letting_go: Arc::default(),
@@ -118,6 +126,19 @@ impl Shelf {
             }
         }
         shelf
+    }
+
+    /// Sets the keys with which snapshots are encrypted.
+    #[must_use]
+    pub fn with_keys(mut self, keys: Keys) -> Self {
+        self.keys = Arc::new(keys);
+        self
+    }
+
+    /// Returns the keys with which snapshots are encrypted.
+    #[must_use]
+    pub fn keys(&self) -> &Keys {
+        &self.keys
     }
 
     /// Returns the absolute path of the snapshot directory.
@@ -213,7 +234,7 @@ impl Shelf {
             });
         }
         let ram = self.file(name, RAM)?;
-        let (references, sources) = self.references(manifest)?;
+        let (references, sources) = self.references(manifest, None)?;
         let stamps = || stamps(&ram, &sources);
         // The stamps are taken before the files are read, so that a later write changes them.
         let before = stamps().map_err(self.failed(name, RAM))?;
@@ -244,7 +265,7 @@ impl Shelf {
     /// Records nothing if such a file was changed since.
     pub(super) fn trust(&self, manifest: &Manifest, compared: &[Stamp]) {
         let files = self.file(&manifest.name, RAM).ok();
-        let files = files.zip(self.references(manifest).ok());
+        let files = files.zip(self.references(manifest, None).ok());
         let Some(Ok(stamps)) = files.map(|(ram, (_, sources))| stamps(&ram, &sources)) else {
             return;
         };
@@ -311,18 +332,30 @@ impl Shelf {
     /// Opens the RAM image of a snapshot for reading, without verifying it.
     pub fn stored(&self, manifest: &Manifest) -> Result<Stored, SnapshotError> {
         let name = &manifest.name;
+        let key = self.data_key(manifest)?;
+        let key = key.as_ref();
         let pages = if manifest.packed.is_some() {
             let chunks = manifest.ram_bytes.div_ceil(CHUNK_BYTES as u64);
-            let frames = pack::frames(&self.read(name, INDEX)?, chunks);
+            let layout = encryption::bound_layout(manifest.ram_bytes, &manifest.blocks);
+            let index = self.read(manifest, INDEX, (key, &layout))?;
+            let frames = pack::frames(&index, chunks);
             let frames = frames.map_err(|why| manifest.broken(format!("{INDEX}: {why}")))?;
-            Pages::Packed(self.file(name, PACKED)?, frames)
+            match key.zip(manifest.encryption.as_ref()) {
+                Some((key, of)) => Pages::Sealed(SealedPages {
+                    file: self.file(name, SEALED)?,
+                    frames,
+                    sealer: key.of_file(SEALED).map_err(self.failed(name, SEALED))?,
+                    is_compressed: of.compressed,
+                }),
+                None => Pages::Packed(self.file(name, PACKED)?, frames),
+            }
         } else {
             Pages::plain(self.file(name, RAM)?).map_err(self.failed(name, RAM))?
         };
-        let (references, sources) = self.references(manifest)?;
+        let (references, sources) = self.references(manifest, key)?;
         Ok(Stored {
             bytes: manifest.ram_bytes,
-            sums: self.read(name, SUMS)?,
+            sums: self.read(manifest, SUMS, (key, &[]))?,
             sums_of_pages: manifest.format >= FORMAT_OF_LAYERS,
             pages,
             references,
@@ -331,16 +364,18 @@ impl Shelf {
     }
 
     /// Returns the references to pages of a snapshot's image that disks contain, and the disks'
-    /// files.
+    /// files. `key`: the snapshot's data key, if it is encrypted.
     fn references(
         &self,
         manifest: &Manifest,
+        key: Option<&DataKey>,
     ) -> Result<(Vec<Reference>, Vec<File>), SnapshotError> {
         let name = &manifest.name;
         let Some(saved) = &manifest.references else {
             return Ok((Vec::new(), Vec::new()));
         };
-        let (pages, table) = (manifest.ram_bytes / PAGE_SIZE, self.read(name, REFERENCES)?);
+        let table = self.read(manifest, REFERENCES, (key, &[]))?;
+        let pages = manifest.ram_bytes / PAGE_SIZE;
         let references = refer::decode(&table, pages, saved.sources.len())
             .map_err(|why| manifest.broken(format!("{REFERENCES}: {why}")))?;
         let open = |source: &PathBuf| {
@@ -351,12 +386,54 @@ impl Shelf {
         Ok((references, sources))
     }
 
-    /// Reads a whole file of a snapshot. The file must be small.
-    fn read(&self, name: &str, part: &str) -> Result<Vec<u8>, SnapshotError> {
+    /// Reads a whole file of a snapshot, and decrypts it with the snapshot's data key, if there is
+    /// one, and the bytes to which the file is bound. The file must be small.
+    fn read(
+        &self,
+        manifest: &Manifest,
+        part: &str,
+        (key, bound): (Option<&DataKey>, &[u8]),
+    ) -> Result<Vec<u8>, SnapshotError> {
+        let name = &manifest.name;
         let mut bytes = Vec::new();
         let read = self.file(name, part)?.read_to_end(&mut bytes);
         read.map_err(self.failed(name, part))?;
-        Ok(bytes)
+        let Some(key) = key else { return Ok(bytes) };
+        let opened = key.open_file(part, bound, bytes);
+        opened.map_err(|error| manifest.broken(format!("{part}: {error}")))
+    }
+
+    /// Returns the data key of a snapshot; `None` if the snapshot is not encrypted.
+    fn data_key(&self, manifest: &Manifest) -> Result<Option<DataKey>, SnapshotError> {
+        let Some(of) = &manifest.encryption else {
+            return Ok(None);
+        };
+        let header = self.read(manifest, KEY, (None, &[]))?;
+        let key = self
+            .keys
+            .load(&of.key)
+            .map_err(|source| SnapshotError::Locked {
+                name: manifest.name.clone(),
+                source,
+            })?;
+        let key = DataKey::unwrap(&header, &key).map_err(|error| match error {
+            HeaderError::OtherKey => manifest.broken(format!(
+                "the key '{}' of this daemon is not the one with which the snapshot was encrypted",
+                of.key
+            )),
+            error => manifest.broken(format!("{KEY}: {error}")),
+        })?;
+        Ok(Some(key))
+    }
+
+    /// Returns a snapshot's device state: its file, or memory with the decrypted state.
+    pub fn devices(&self, manifest: &Manifest) -> Result<File, SnapshotError> {
+        let name = &manifest.name;
+        let Some(key) = self.data_key(manifest)? else {
+            return self.file(name, DEVICES);
+        };
+        let state = self.read(manifest, DEVICES, (Some(&key), &[]))?;
+        encryption::in_memory(&state).map_err(self.failed(name, DEVICES))
     }
 
     /// Opens the RAM image of a snapshot that is still being fetched into `draft`, without
@@ -398,8 +475,10 @@ impl Shelf {
         // The lock is held meanwhile, so that another thread that wants the same image waits for
         // it.
         let mut laid_out = place.lock();
-        let sum = &manifest.sums.xxh3_128;
-        if let Some((_, ram)) = laid_out.as_ref().filter(|(of, _)| of == sum) {
+        // The assembled bytes belong to these places in the VM's RAM and to no others.
+        let layout = encryption::bound_layout(manifest.ram_bytes, &manifest.blocks);
+        let sum = format!("{} {}", manifest.sums.xxh3_128, hex(xxh3_128(&layout)));
+        if let Some((_, ram)) = laid_out.as_ref().filter(|(of, _)| *of == sum) {
             return Ok(ram.clone());
         }
         // The manifest's own figure may be wrong: it may come from elsewhere.
@@ -409,17 +488,21 @@ impl Shelf {
         if needed.0 > available / 100 * LAID_OUT_PERCENT {
             let available = ByteSize(available);
             return Err(SnapshotError::Impossible(format!(
-                "the uncompressed memory of snapshot '{name}' takes {needed}, and this host has {available} available"
+                "the uncompressed or decrypted memory of snapshot '{name}' takes {needed}, and this host has {available} available"
             )));
         }
         let called = self.laid_out_name(name)?;
-        progress.begin("memory uncompressed", stored.bytes);
+        let step = match manifest.encryption {
+            Some(_) => "memory decrypted",
+            None => "memory uncompressed",
+        };
+        progress.begin(step, stored.bytes);
         let laid = stored.lay_out(&called, progress);
         let ram = match laid.map_err(self.failed(name, RAM))? {
             Ok(ram) => Arc::new(ram),
             Err(wrong) => return Err(Self::wrong(manifest, &wrong)),
         };
-        *laid_out = Some((sum.clone(), ram.clone()));
+        *laid_out = Some((sum, ram.clone()));
         Ok(ram)
     }
 
@@ -469,10 +552,11 @@ impl Shelf {
     /// messages.
     #[must_use]
     pub const fn image_of(manifest: &Manifest) -> &'static str {
-        match (&manifest.references, &manifest.packed) {
-            (Some(_), _) => "the RAM image, or a disk that it refers to,",
-            (None, Some(_)) => PACKED,
-            (None, None) => RAM,
+        match (&manifest.references, &manifest.packed, &manifest.encryption) {
+            (Some(_), ..) => "the RAM image, or a disk that it refers to,",
+            (None, _, Some(_)) => SEALED,
+            (None, Some(_), None) => PACKED,
+            (None, None, None) => RAM,
         }
     }
 
@@ -515,9 +599,18 @@ impl Shelf {
         if path.exists() {
             let gone = self.root.join(format!(".{name}.draft"));
             let failed = failed(path.as_path());
+            if gone.exists() {
+                remove_leftover(&gone, name)?;
+            }
+            // Until all files are removed, no save may take the directory for a leftover.
+            let lock = File::open(&path).map_err(failed)?;
+            let _ = flock(&lock, FlockOperation::NonBlockingLockExclusive);
             fs::rename(&path, &gone).map_err(failed)?;
             self.right.lock().remove(name);
             self.let_go();
+            // Otherwise the snapshot could be back after a power failure.
+            let synced = File::open(&self.root).and_then(|root| root.sync_all());
+            synced.map_err(failed)?;
             fs::remove_dir_all(&gone).map_err(failed)?;
         }
         // A pull of this name may have been interrupted.
@@ -674,9 +767,9 @@ mod tests {
         let text = fs::read_to_string(place.join(MANIFEST)).unwrap();
         fs::write(place.join(MANIFEST), text.replace("web1", "web2")).unwrap();
         assert!(why().contains("changed"), "{}", why());
-        let newer = text.replace("\"format\": 3", "\"format\": 4");
+        let newer = text.replace("\"format\": 3", "\"format\": 5");
         fs::write(place.join(MANIFEST), &newer).unwrap();
         fs::write(place.join(MANIFEST_SUM), hex(xxh3_128(newer.as_bytes()))).unwrap();
-        assert!(why().contains("the format is 4"), "{}", why());
+        assert!(why().contains("the format is 5"), "{}", why());
     }
 }

@@ -3,8 +3,9 @@
 //! after the VM has resumed.
 
 use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
+use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use super::candidates::Candidates;
 use super::copy_budget::{COPIES, CopyShare};
 use super::disk_copy::{self, Copied};
 use super::draft::Draft;
+use super::encryption::{self, DataKey};
 use super::error::{SnapshotError, failed};
 use super::file_facts::facts;
 use super::free::{self, Frames};
@@ -93,6 +95,8 @@ pub(super) struct Attempt<'a, M, H> {
     pub(super) request: &'a Request,
     pub(super) hold: &'a H,
     pub(super) progress: &'a Progress,
+    /// The snapshot's data key, if its memory is encrypted.
+    pub(super) key: Option<&'a DataKey>,
 }
 
 impl<M, H: Hold> Attempt<'_, M, H> {
@@ -151,7 +155,7 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         // meanwhile.
         let (devices, maps) = thread::scope(|scope| {
             let maps = scope.spawn(|| read_maps(vm.pid()));
-            (device_state(qmp, draft), maps.join())
+            (device_state(qmp, draft, self.key), maps.join())
         });
         let (devices, maps) = (devices?, maps.unwrap_or_else(|_| read_maps(vm.pid())));
         let maps = maps.map_err(&failed)?;
@@ -184,13 +188,16 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         }
         let later: Vec<usize> = later.unwrap_or_default();
         let mut writer = Writer::new(&plan, ram, parent).map_err(&failed)?;
+        if let Some(key) = self.key {
+            writer.seal(key, request.compress).map_err(&failed)?;
+        }
         if request.fork {
             // Forks must start soon, and their layer is removed with them.
             writer.trust_parent_if_large(&plan);
         }
         writer.compare_with(&plan, candidates).map_err(&failed)?;
         // An image that will be compressed should not be written to the disk before.
-        if !request.compress {
+        if !request.compress || self.key.is_some() {
             writer.write_back().map_err(&failed)?;
         }
         let pages = plan.blocks.iter().map(|block| block.pages);
@@ -263,27 +270,45 @@ fn keep_past(
     Ok(Some(((past, share), numbers)))
 }
 
-/// Makes QEMU write its device state into the draft.
-fn device_state(qmp: &mut Qmp, draft: &Draft) -> Result<FileFacts, SnapshotError> {
-    let file = draft.file(DEVICES)?;
+/// Makes QEMU write its device state into the draft. State that is to be encrypted with `key` is
+/// written to memory first.
+fn device_state(
+    qmp: &mut Qmp,
+    draft: &Draft,
+    key: Option<&DataKey>,
+) -> Result<FileFacts, SnapshotError> {
+    let mut file = draft.file(DEVICES)?;
     let path = draft.path.join(DEVICES);
     let failed = failed(path.as_path());
-    let writable = File::options().write(true).open(&path).map_err(failed)?;
+    let plain = key.map(|_| encryption::memory_file()).transpose();
+    let plain = plain.map_err(failed)?;
+    // QEMU takes only a descriptor that cannot be read.
+    let at = match &plain {
+        Some(plain) => PathBuf::from(format!("/proc/self/fd/{}", plain.as_raw_fd())),
+        None => path.clone(),
+    };
+    let writable = File::options().write(true).open(&at).map_err(failed)?;
     let place = qmp.lend(writable.as_fd())?;
     let into = json!({ "filename": place.path(), "live": false });
     let done = qmp.execute_on_disks("xen-save-devices-state", into);
     qmp.take_back(&place)?;
     // QEMU does not report the reason of a failed write.
-    let is_full = || rustix::fs::fstatvfs(&writable).is_ok_and(|disk| disk.f_bavail == 0);
+    let is_full = || rustix::fs::fstatvfs(&file).is_ok_and(|disk| disk.f_bavail == 0);
     if done.is_err() && is_full() {
         return Err(failed(Errno::NOSPC.into()));
     }
     done?;
-    let facts = facts(file).map_err(failed)?;
-    if facts.bytes == 0 {
+    if writable.metadata().map_err(failed)?.len() == 0 {
         return Err(failed(io::Error::other("QEMU wrote no device state")));
     }
-    Ok(facts)
+    if let Some((key, mut plain)) = key.zip(plain) {
+        let mut state = Vec::new();
+        let read = plain.read_to_end(&mut state);
+        let sealed = read.and_then(|_| key.seal_file(DEVICES, &[], state));
+        let written = sealed.and_then(|sealed| file.write_all(&sealed));
+        written.map_err(failed)?;
+    }
+    facts(file).map_err(failed)
 }
 
 /// Returns all RAM blocks of QEMU that belong to the VM. Blocks without a name are files that QEMU

@@ -4,10 +4,10 @@
 //!   ram, or ram.zst + ram.index  --+
 //!   disks, by ram.refs           --+-->  chunk  -- checksum in ram.sums? -->  mapped, or assembled in memory
 //! ```
-//! If the image is not compressed, QEMU maps the image's file directly, and the referenced parts of
-//! disks. If the image is compressed, or refers to many single pages of disks, it is first
-//! assembled in sealed memory (*laid out*), once for all VMs that run from the snapshot. The
-//! image's files are then no longer needed.
+//! If the image is neither compressed nor encrypted, QEMU maps the image's file directly, and the
+//! referenced parts of disks. If the image is compressed or encrypted, or refers to many single
+//! pages of disks, it is first assembled in sealed memory (*laid out*), once for all VMs that run
+//! from the snapshot. The image's files are then no longer needed.
 
 use std::fs::File;
 use std::io;
@@ -22,6 +22,7 @@ use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::encryption::SealedPages;
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, SUM_BYTES, pages_sum, write_nonzero};
 use super::pack::{self, Frame};
 use super::pipeline;
@@ -52,6 +53,8 @@ pub enum Pages {
     Plain(File, Vec<Range<u64>>),
     /// File `ram.zst`, and the place of each chunk's compressed frame in the file.
     Packed(File, Vec<Frame>),
+    /// File `ram.sealed`, with the key and the places of its encrypted frames.
+    Sealed(SealedPages),
 }
 
 impl Pages {
@@ -61,7 +64,8 @@ impl Pages {
         Ok(Self::Plain(ram, data))
     }
 
-    /// Reads pages from these files, from page `first` on; of a compressed image, one chunk.
+    /// Reads pages from these files, from page `first` on; of a compressed or encrypted image, one
+    /// chunk.
     /// Returns whether the files contain data of these pages.
     fn read(&self, first: u64, buffer: &mut [u8]) -> io::Result<bool> {
         match self {
@@ -83,6 +87,7 @@ impl Pages {
                 }
                 Ok(frame.1 > 0)
             }
+            Self::Sealed(sealed) => sealed.read(first / CHUNK_PAGES, buffer),
         }
     }
 }
@@ -97,6 +102,7 @@ impl Stored {
                 let frames = frames.iter().filter(|frame| frame.1 > 0);
                 frames.count() as u64 * CHUNK_BYTES as u64
             }
+            Pages::Sealed(sealed) => sealed.most_bytes(),
         };
         let referred: u64 = self.references.iter().map(|r| u64::from(r.pages)).sum();
         (own + referred * PAGE_SIZE).min(self.bytes)

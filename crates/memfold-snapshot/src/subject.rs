@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use memfold_vm::{Qmp, Record, Vm, VmDirectory, VmSpec, foreign};
+use memfold_vm::{QemuUser, Qmp, Record, Vm, VmDirectory, VmSpec, foreign};
 
 use super::error::{SnapshotError, failed};
 
@@ -54,6 +54,11 @@ impl Subject {
     #[must_use]
     pub fn is_emulated(&self) -> bool {
         self.record.accel != "kvm"
+    }
+
+    /// Returns the user that the VM's QEMU has switched to.
+    pub(super) fn user(&self) -> Option<QemuUser> {
+        self.record.user_of(&self.spec)
     }
 
     pub(super) fn record_now(&self) -> Record {

@@ -11,7 +11,7 @@ use rustix::process::Pid;
 
 use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
-use super::manifest::{Manifest, RAM, SavedDisk};
+use super::manifest::{Manifest, RAM, SEALED, SavedDisk};
 use super::shelf::Shelf;
 
 /// Returns the names of the snapshots whose files are backing files of a VM's disks.
@@ -154,6 +154,11 @@ pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, Snapsho
 
 /// Returns the manifest of the snapshot from which a process runs: of those whose image it maps,
 /// the newest, because a VM of a layer maps the images of the layer's parents, too.
+///
+/// # Errors
+///
+/// A [`SnapshotError`] if the process maps an encrypted snapshot's memory whose manifest cannot be
+/// read: the caller must not take it for a process whose memory may be saved unencrypted.
 pub fn origin(shelf: &Shelf, pid: Pid) -> Result<Option<Manifest>, SnapshotError> {
     let maps = format!("/proc/{}/maps", pid.as_raw_nonzero());
     let maps = fs::read_to_string(&maps).map_err(failed(Path::new(&maps)))?;
@@ -161,10 +166,17 @@ pub fn origin(shelf: &Shelf, pid: Pid) -> Result<Option<Manifest>, SnapshotError
     let is_mapped = |name: &String| {
         in_maps(shelf, name).is_ok_and(|texts| texts.iter().any(|text| maps.contains(text)))
     };
-    // A broken snapshot cannot be a parent.
-    let mapped = names.filter(is_mapped);
-    let manifests = mapped.filter_map(|name| shelf.manifest(&name).ok());
-    Ok(manifests.max_by_key(|manifest| (manifest.created_s, manifest.depth())))
+    let mut manifests = Vec::new();
+    for name in names.filter(is_mapped) {
+        match shelf.manifest(&name) {
+            Ok(manifest) => manifests.push(manifest),
+            Err(error) if shelf.path(&name)?.join(SEALED).exists() => return Err(error),
+            // A broken snapshot cannot be a parent.
+            Err(_) => {}
+        }
+    }
+    let newest = manifests.into_iter();
+    Ok(newest.max_by_key(|manifest| (manifest.created_s, manifest.depth())))
 }
 
 /// Returns the texts that identify a snapshot's RAM image, and its image assembled in memory, in
@@ -185,11 +197,16 @@ pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> 
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead as _, BufReader};
+    use std::os::fd::AsFd as _;
     use std::process::{Command, Stdio};
 
     use memfold_store::StoreIdentity;
+    use memfold_sys::region::Mapping;
+    use memfold_units::PAGE_SIZE;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
+    use crate::image::SUMS;
 
     /// Shell script that maps a file of an overlay file system whose layers are on two others. The
     /// mounts exist only for this process.
@@ -197,6 +214,26 @@ mod tests {
         mkdir a/l b/u b/w; head -c 4096 /dev/zero > a/l/ram; mount -t overlay none -o lowerdir=a/l,upperdir=b/u,workdir=b/w m; \
         exec python3 -c 'import mmap, time; file = open(\"m/ram\"); \
         view = mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ); print(\"mapped\", flush=True); time.sleep(600)'";
+
+    #[test]
+    fn a_process_that_maps_a_damaged_encrypted_snapshot_has_no_plain_origin() {
+        let directory = tempfile::tempdir().unwrap();
+        let shelf = Shelf::open(directory.path());
+        let place = directory.path().join("sealed");
+        fs::create_dir(&place).unwrap();
+        fs::write(place.join(SUMS), "").unwrap();
+        // The memory of a VM that runs from the snapshot.
+        let name = shelf.laid_out_name("sealed").unwrap();
+        let image = memfd_create(name, MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&image, PAGE_SIZE).unwrap();
+        let memory = Mapping::anonymous(1, true).unwrap();
+        memory.area().map_file(image.as_fd(), 0).unwrap();
+        let me = rustix::process::getpid();
+        assert_eq!(origin(&shelf, me).unwrap(), None);
+        fs::write(place.join(SEALED), "").unwrap();
+        let told = origin(&shelf, me).unwrap_err().to_string();
+        assert!(told.contains("sealed"), "{told}");
+    }
 
     #[test]
     fn users_are_found_on_file_systems_whose_mappings_show_another_device_number() {

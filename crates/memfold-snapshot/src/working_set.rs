@@ -2,7 +2,7 @@
 //! set). Later restores with `--prefetch` load these pages in advance.
 //!
 //! ```text
-//!   first restore       VM runs for 10 s -- its page tables show the touched pages -- file working-set
+//!   first restore       VM runs for 0.5 and for 10 s -- its page tables show the touched pages -- file working-set
 //!   restore --prefetch  VM runs -- meanwhile, the pages in working-set are read from disk into its page tables
 //! ```
 
@@ -26,8 +26,9 @@ use super::plan::HELD;
 /// without it, or with a wrong one, a restore is only slower.
 pub const FILE: &str = "working-set";
 
-/// Time for which a restored VM runs before its page tables are read for the working set.
-pub const TIME: Duration = Duration::from_secs(10);
+/// Times for which a restored VM runs before its page tables are read for the working set: for the
+/// pages that it touches at once, and for all others.
+pub const TIMES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(10)];
 
 /// Maximum distance in pages of two runs that are recorded as one.
 const GAP: u64 = 16;
@@ -35,13 +36,16 @@ const GAP: u64 = 16;
 /// Number of pages that are read with one call (`IOV_MAX`).
 const BATCH: usize = 1024;
 
-/// The pages of a RAM image that a restored VM touched in the first seconds ([`TIME`]).
+/// The pages of a RAM image that a restored VM touched in the first seconds ([`TIMES`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSet {
     /// Identity of the image: the checksum of its checksums.
     image: String,
     /// Runs of touched pages, ascending: first page in the image, and number of pages.
     runs: Vec<(u64, u64)>,
+    /// The same, of the pages touched after the shorter time. Empty if they are not known.
+    #[serde(default)]
+    soonest: Vec<(u64, u64)>,
 }
 
 /// Address in a restored VM's QEMU of one block of a RAM image.
@@ -84,13 +88,30 @@ impl WorkingSet {
             }
         }
         let image = image.to_owned();
-        Ok(Self { image, runs })
+        let soonest = Vec::new();
+        Ok(Self {
+            image,
+            runs,
+            soonest,
+        })
+    }
+
+    /// Adds the pages that a VM had touched after the shorter of [`TIMES`].
+    #[must_use]
+    pub fn with_soonest(self, soonest: Self) -> Self {
+        Self {
+            soonest: soonest.runs,
+            ..self
+        }
     }
 
     /// Returns the size of the working set in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.runs.iter().map(|run| run.1).sum::<u64>() * PAGE_SIZE
+        // The file may come from another host, with any numbers in it.
+        let pages = self.runs.iter().map(|run| run.1);
+        let pages = pages.fold(0, u64::saturating_add);
+        pages.saturating_mul(PAGE_SIZE)
     }
 
     /// Returns the runs of pages: first page in the image, and number of pages.
@@ -99,13 +120,21 @@ impl WorkingSet {
         &self.runs
     }
 
+    /// Returns the runs of pages that a VM touches at once. Empty if they are not known.
+    #[must_use]
+    pub fn soonest(&self) -> &[(u64, u64)] {
+        &self.soonest
+    }
+
     /// Reads the working set from the snapshot's directory `place`. Returns `None` if there is
-    /// none, or if it belongs to another RAM image than `image`, the checksum of `ram.sums`.
+    /// none, if it belongs to another RAM image than `image`, the checksum of `ram.sums`, or if its
+    /// runs overlap: the file may come from another host, and such a list could be endless work.
     #[must_use]
     pub fn read(place: &Path, image: &str) -> Option<Self> {
         let text = fs::read(place.join(FILE)).ok()?;
         let set: Self = serde_json::from_slice(&text).ok()?;
-        (set.image == image).then_some(set)
+        let is_right = set.image == image && ascend(&set.runs) && ascend(&set.soonest);
+        is_right.then_some(set)
     }
 
     /// Writes the working set to the snapshot's directory `place`.
@@ -144,6 +173,14 @@ impl WorkingSet {
             done += memory::read_many(pid, &batch, &mut bytes)? as u64;
         }
     }
+}
+
+/// Returns whether each run of pages ends before the next one begins.
+fn ascend(runs: &[(u64, u64)]) -> bool {
+    let is_before =
+        |one: (u64, u64), next: u64| one.0.checked_add(one.1).is_some_and(|end| end <= next);
+    let is_last_right = runs.last().is_none_or(|&last| is_before(last, u64::MAX));
+    is_last_right && runs.windows(2).all(|two| is_before(two[0], two[1].0))
 }
 
 #[cfg(test)]
@@ -188,7 +225,11 @@ mod tests {
         for page in [100, 700, PAGES - 1] {
             first.area().part(page, 1).write(&[7; 512]);
         }
+        let soonest = WorkingSet::of(me, "sum", &places).unwrap();
+        first.area().part(1500, 1).write(&[7; 512]);
         let set = WorkingSet::of(me, "sum", &places).unwrap();
+        let set = set.with_soonest(soonest);
+        assert!(set.soonest().len() < set.runs().len(), "{set:?}");
         let touched = |page| set.runs.iter().any(|&(a, n)| (a..a + n).contains(&page));
         assert!(
             touched(100) && touched(700) && touched(11 * PAGES - PAGES / 2 - 1),
@@ -205,6 +246,25 @@ mod tests {
         assert_eq!(WorkingSet::read(place.path(), "other"), None);
         let known = WorkingSet::read(place.path(), "sum").unwrap();
         assert_eq!(known, set);
+        let old = r#"{"image": "sum", "runs": [[7, 1]]}"#;
+        fs::write(place.path().join(FILE), old).unwrap();
+        let old = WorkingSet::read(place.path(), "sum").unwrap();
+        assert_eq!((old.runs(), old.soonest().len()), (&[(7, 1)][..], 0));
+        // Whoever wrote the file may want endless work to be done.
+        for runs in [
+            "[0, 9], [8, 1]",
+            "[9, 1], [0, 1]",
+            "[1, 18446744073709551615]",
+        ] {
+            let wrong = [
+                format!(r#"{{"image": "sum", "runs": [{runs}]}}"#),
+                format!(r#"{{"image": "sum", "runs": [], "soonest": [{runs}]}}"#),
+            ];
+            for wrong in wrong {
+                fs::write(place.path().join(FILE), &wrong).unwrap();
+                assert_eq!(WorkingSet::read(place.path(), "sum"), None, "{wrong}");
+            }
+        }
 
         let (_second, places) = vm(&image);
         let fetched = known.prefetch(me, &places).unwrap();
@@ -219,6 +279,7 @@ mod tests {
         // A working set that names pages that do not exist is harmless.
         let wild = WorkingSet {
             image: String::new(),
+            soonest: Vec::new(),
             runs: vec![(PAGES / 2 - 1, u64::MAX), (u64::MAX, 1), (30 * PAGES, 5)],
         };
         assert_eq!(wild.prefetch(me, &places[..1]).unwrap(), 1);

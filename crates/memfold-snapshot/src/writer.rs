@@ -16,11 +16,12 @@ use rustix::process::Pid;
 
 use super::candidates::{Candidates, MOST_COMPARED, mappings};
 use super::compare::{Comparison, PIECE_PAGES, Piece};
+use super::encryption::{BODY_BYTES, Body, DataKey, SealedImage, bound_layout};
 use super::image::{
     CHUNK_BYTES, CHUNK_PAGES, ImageBlock, ImageCounts, SUM_BYTES, Source, bytes, page_change,
     pages_sum, place, write_nonzero, zero_chunk_sum,
 };
-use super::manifest::MOST_MAPPINGS;
+use super::manifest::{INDEX, MOST_MAPPINGS, SEALED};
 use super::parent::Parent;
 use super::past::Past;
 use super::pipeline::{self, PIECE_BYTES, Writeback};
@@ -62,6 +63,8 @@ pub struct Writer<'a> {
     /// Whether the parent's chunks that the layer changes are not compared with their checksums.
     trusts_parent: bool,
     writeback: Option<Writeback>,
+    /// Set if the image is encrypted: the file holds frames.
+    sealed: Option<SealedImage>,
     comparison: Comparison,
     sums: Vec<u8>,
     written: Written,
@@ -107,6 +110,7 @@ impl<'a> Writer<'a> {
             parent,
             trusts_parent: false,
             writeback: None,
+            sealed: None,
             comparison: Comparison::new(Candidates::default(), 0),
             sums,
             written: Written {
@@ -128,6 +132,29 @@ impl<'a> Writer<'a> {
     pub fn write_back(&mut self) -> io::Result<()> {
         self.writeback = Some(Writeback::start(self.ram)?);
         Ok(())
+    }
+
+    /// Makes the file an encrypted image, `ram.sealed`, whose chunks are compressed if `compress`
+    /// is set. Called before anything is written.
+    pub(super) fn seal(&mut self, key: &DataKey, compress: bool) -> io::Result<()> {
+        let chunks = self.sums.len() / SUM_BYTES;
+        self.sealed = Some(SealedImage::new(key.clone(), SEALED, compress, chunks)?);
+        self.ram.set_len(0)
+    }
+
+    /// Returns the length in bytes of the image, before it is compressed or encrypted.
+    pub(super) fn image_bytes(&self) -> u64 {
+        (self.sums.len() / SUM_BYTES * CHUNK_BYTES) as u64
+    }
+
+    /// Returns the length in bytes of the encrypted image, and its encrypted table of frames;
+    /// `None` if the image is not encrypted.
+    pub(super) fn sealed_index(&self) -> io::Result<Option<(u64, Vec<u8>)>> {
+        let Some(sealed) = &self.sealed else {
+            return Ok(None);
+        };
+        let layout = bound_layout(self.image_bytes(), &self.placed);
+        Ok(Some((sealed.bytes(), sealed.index(&layout, INDEX)?)))
     }
 
     /// Sets the candidates. Pages that files contain are then kept by reference, and so are the
@@ -183,7 +210,9 @@ impl<'a> Writer<'a> {
         progress.add((pages - wanted) * PAGE_SIZE);
         let sums = std::mem::take(&mut self.sums);
         let made = Mutex::new((sums, std::mem::take(&mut self.written)));
-        let done = pipeline::run(chunks.len() as u64, 3 * PIECE_BYTES, |number, buffers| {
+        let of_frame = self.sealed.as_ref().map_or(0, |_| BODY_BYTES);
+        let buffer_bytes = 3 * PIECE_BYTES + of_frame;
+        let done = pipeline::run(chunks.len() as u64, buffer_bytes, |number, buffers| {
             let chunk = &chunks[usize::try_from(number).map_err(io::Error::other)?];
             let (change, written) = self.chunk(plan, chunk, past, buffers)?;
             let at = self.placed[chunk.block].first_page + chunk.first;
@@ -194,7 +223,7 @@ impl<'a> Writer<'a> {
             sum.copy_from_slice(&before.wrapping_add(change).to_le_bytes());
             made.1.add(written);
             drop(made);
-            if let Some(writeback) = &self.writeback {
+            if let Some(writeback) = self.writeback.as_ref().filter(|_| self.sealed.is_none()) {
                 writeback.add(at * PAGE_SIZE..(at + CHUNK_PAGES) * PAGE_SIZE);
             }
             progress.add(chunk_pages(chunk) * PAGE_SIZE);
@@ -204,8 +233,8 @@ impl<'a> Writer<'a> {
         done
     }
 
-    /// Writes the pages of a chunk that must be saved. `buffers` has space for three pieces.
-    /// Returns also what the chunk's checksum changes by.
+    /// Writes the pages of a chunk that must be saved. `buffers` has space for three pieces, and
+    /// for the frame of an encrypted image. Returns also what the chunk's checksum changes by.
     fn chunk(
         &self,
         plan: &Plan,
@@ -218,6 +247,11 @@ impl<'a> Writer<'a> {
         let place = self.placed[number].first_page;
         let (buffer, other) = buffers.split_at_mut(PIECE_BYTES);
         let (other, old) = other.split_at_mut(PIECE_BYTES);
+        let (old, frame) = old.split_at_mut(PIECE_BYTES);
+        let mut frame = self
+            .sealed
+            .as_ref()
+            .map(|sealed| (sealed, Body::new(frame)));
         let (mut change, mut of_old, mut written) = (0_u128, 0_u128, Written::default());
         let times = &mut written.stages;
         for first in (chunk.first..chunk.first + CHUNK_PAGES).step_by(PIECE_BYTES / PAGE_BYTES) {
@@ -271,11 +305,22 @@ impl<'a> Writer<'a> {
             measure(&mut times.write, || {
                 left.iter().try_for_each(|&(from, to)| {
                     let (start, end) = (bytes(from - first), bytes(to - first));
-                    let saved = write_nonzero(&buffer[start..end], self.ram, at + start as u64)?;
+                    let part = &buffer[start..end];
+                    let saved = match &mut frame {
+                        Some((_, frame)) => frame.add(from % CHUNK_PAGES, part)?,
+                        None => write_nonzero(part, self.ram, at + start as u64)?,
+                    };
                     counts.saved_pages += saved;
                     counts.zero_pages += to - from - saved;
                     io::Result::Ok(())
                 })
+            })?;
+        }
+        if let Some((sealed, frame)) = frame {
+            let number = (place + chunk.first) / CHUNK_PAGES;
+            let writeback = self.writeback.as_ref();
+            measure(&mut written.stages.write, || {
+                sealed.write(number, frame, self.ram, writeback)
             })?;
         }
         if let Some(of_parent) = of_parent.filter(|_| !self.trusts_parent) {
@@ -292,7 +337,8 @@ impl<'a> Writer<'a> {
         self.written.stages
     }
 
-    /// Completes the image and writes its checksums to the file `sums`. Returns the places of the
+    /// Completes the image and writes its checksums to the file `sums`, encrypted like the image.
+    /// Returns the places of the
     /// RAM blocks in the image, and the numbers of pages by kind.
     pub fn finish(self, sums: &File) -> io::Result<(Vec<ImageBlock>, ImageCounts)> {
         let times = self.stages();
@@ -303,7 +349,11 @@ impl<'a> Writer<'a> {
             write = ?times.write,
             "RAM image written; the fields are the total times of all workers"
         );
-        sums.write_all_at(&self.sums, 0)?;
+        let all = match &self.sealed {
+            Some(sealed) => sealed.sums(self.sums)?,
+            None => self.sums,
+        };
+        sums.write_all_at(&all, 0)?;
         Ok((self.placed, self.written.counts))
     }
 }

@@ -58,7 +58,7 @@ fn is_writable(info: &Path) -> bool {
     flags.is_some_and(|flags| flags & (OFlags::WRONLY | OFlags::RDWR).bits() != 0)
 }
 
-/// Returns the files in `written` that are neither disks of the VM nor in its directory.
+/// Returns the files in `written` that are neither disks of the VM (`disks`) nor in its directory.
 pub(super) fn foreign(written: Vec<PathBuf>, disks: &[PathBuf], directory: &Path) -> Vec<PathBuf> {
     let known = disks.iter().flat_map(|path| identity(path));
     let known: HashSet<StoreIdentity> = known.collect();

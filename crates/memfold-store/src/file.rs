@@ -6,11 +6,12 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
 
 use memfold_sys::memory;
 use memfold_units::{ByteSize, HUGE_PAGE_PAGES, Hva, PAGE_BYTES, PAGE_SIZE, StorePage};
-use rustix::fs::{AtFlags, FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom, seek};
+use rustix::fs::{
+    AtFlags, FallocateFlags, FileType, MemfdFlags, Mode, OFlags, SealFlags, SeekFrom, seek,
+};
 use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount,
@@ -18,6 +19,9 @@ use rustix::mount::{
 };
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
+
+/// Kind of the file system tmpfs, which memfds are in as well (`linux/magic.h`).
+const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// Maximum number of pages of a page store's file (16 TiB), so that page numbers fit into 32 bits.
 pub const MAX_PAGES: u64 = u32::MAX as u64 - 1;
@@ -160,22 +164,43 @@ impl Store {
 
     /// Adopts the page store of trust domain `domain` that an earlier daemon created: opens the
     /// store's file through the QEMU process `pid`, which has it open. Returns `None` if the
-    /// process has no such file.
+    /// process has no such file, or if others could write to the file: a guest may control this
+    /// QEMU, and so the names of its files and the numbers of its descriptors.
     pub fn adopt(pid: Pid, domain: &str, cap: ByteSize) -> Result<Option<Self>, StoreError> {
         let directory = format!("/proc/{}/fd", pid.as_raw_nonzero());
         let name = file_name(domain);
         let wanted = ["/", "/memfd:"].map(|kind| format!("{kind}{name} (deleted)"));
-        let is_ours = |target: PathBuf| wanted.iter().any(|w| target.as_os_str() == w.as_str());
-        let mut files = std::fs::read_dir(directory)
+        let descriptors = std::fs::read_dir(directory)
             .map_err(io_error("listing a VM's descriptors"))?
-            .flatten()
-            .map(|entry| entry.path());
-        let Some(path) = files.find(|path| std::fs::read_link(path).is_ok_and(is_ours)) else {
-            return Ok(None);
-        };
-        let file = File::options().read(true).write(true).open(path);
-        let file = file.map_err(io_error("opening the store of a running VM"))?;
-        Self::from_file(file, cap).map(Some)
+            .flatten();
+        for path in descriptors.map(|entry| entry.path()) {
+            // A descriptor like this neither reads nor writes, and stays at its file, whatever the
+            // process does with its own.
+            let Ok(held) = rustix::fs::open(&path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
+            else {
+                continue;
+            };
+            let own = format!("/proc/self/fd/{}", held.as_raw_fd());
+            let target = std::fs::read_link(&own).map_err(io_error("readlink"))?;
+            if !wanted
+                .iter()
+                .any(|wanted| target.as_os_str() == wanted.as_str())
+            {
+                continue;
+            }
+            if !is_from_daemon(&held).map_err(io_error("fstat"))? {
+                tracing::warn!(
+                    pid = pid.as_raw_nonzero(),
+                    domain,
+                    "QEMU has a file with the name of a page store that no daemon of memfold has created; its guest may control this QEMU, so end the VM"
+                );
+                continue;
+            }
+            let file = File::options().read(true).write(true).open(own);
+            let file = file.map_err(io_error("opening the store of a running VM"))?;
+            return Self::from_file(file, cap).map(Some);
+        }
+        Ok(None)
     }
 
     fn from_file(file: File, cap: ByteSize) -> Result<Self, StoreError> {
@@ -463,6 +488,18 @@ fn huge_file(domain: &str) -> io::Result<File> {
     Ok(file.into())
 }
 
+/// Returns whether a file is one that this user has created as [`Store::create`] does, and that
+/// nobody else can open for writing: without a name, in the kernel's tmpfs, readable by its owner
+/// only.
+fn is_from_daemon(file: impl AsFd) -> io::Result<bool> {
+    let facts = rustix::fs::fstat(&file)?;
+    let kind = FileType::from_raw_mode(facts.st_mode);
+    let is_private = Mode::from_raw_mode(facts.st_mode) == Mode::RUSR && facts.st_nlink == 0;
+    let is_own = facts.st_uid == rustix::process::geteuid().as_raw();
+    let is_memory = rustix::fs::fstatfs(&file)?.f_type == TMPFS_MAGIC;
+    Ok(kind == FileType::RegularFile && is_private && is_own && is_memory)
+}
+
 /// Creates a memfd, for hosts where no tmpfs can be mounted.
 fn memfd(domain: &str) -> Result<File, StoreError> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -503,256 +540,5 @@ impl Store {
 }
 
 #[cfg(test)]
-mod tests {
-    use memfold_units::PageCount;
-
-    use super::*;
-
-    fn me() -> Pid {
-        rustix::process::getpid()
-    }
-
-    fn address(bytes: &[u8]) -> Hva {
-        Hva(bytes.as_ptr().expose_provenance() as u64)
-    }
-
-    fn pattern(pages: usize) -> Vec<u8> {
-        let bytes = (1..=251).cycle().flat_map(|byte| [byte; 7]);
-        bytes.take(pages * PAGE_BYTES).collect()
-    }
-
-    /// Creates a page store of each kind that this process can create, for the domains `NAME0` and
-    /// so on.
-    fn stores(name: &str, cap: ByteSize) -> Vec<Store> {
-        let mut files = Vec::new();
-        match huge_file(&format!("{name}0")) {
-            Ok(file) => files.push(file),
-            Err(error) => {
-                memfold_testkit::report_skip(&format!("in part: no store in a tmpfs: {error}"));
-            }
-        }
-        files.push(memfd(&format!("{name}{}", files.len())).unwrap());
-        let stores = files.into_iter().map(|file| Store::from_file(file, cap));
-        stores.collect::<Result<_, _>>().unwrap()
-    }
-
-    #[test]
-    fn pages_appended_to_a_page_store_read_back_equal_and_freed_places_are_not_used_next() {
-        for mut store in stores("t1", ByteSize::mib(64)) {
-            let source = pattern(3);
-            let (first, copied) = store.append(me(), address(&source), 3).unwrap();
-            assert_eq!((first, copied), (StorePage(0), PageCount(3)));
-            let mut page = [0; PAGE_BYTES];
-            store.read_page(StorePage(2), &mut page).unwrap();
-            assert_eq!(page[..], source[2 * PAGE_BYTES..]);
-
-            store.punch(StorePage(0), 3).unwrap();
-            assert_eq!(store.held().unwrap(), ByteSize(0));
-            assert_eq!(
-                store.append(me(), address(&source), 1).unwrap().0,
-                StorePage(3)
-            );
-        }
-    }
-
-    #[test]
-    fn when_a_page_store_can_grow_no_more_it_reuses_gaps_and_its_file_never_shrinks() {
-        for mut store in stores("t9", ByteSize::mib(64)) {
-            let source = pattern(1024);
-            store.append(me(), address(&source), 1024).unwrap();
-            store.append(me(), address(&source), 1024).unwrap();
-            store.punch(StorePage(500), 1024).unwrap();
-            store.skip(MAX_PAGES - 2048 - 3);
-            assert_eq!(store.room(), 3);
-            store.append(me(), address(&source), 2).unwrap();
-            assert!(matches!(
-                store.append(me(), address(&source), 2),
-                Err(StoreError::Exhausted)
-            ));
-            assert!(!store.next_gap());
-            let size = store.file.metadata().unwrap().len();
-            let holes = store.holes().unwrap();
-            let ends = [
-                StorePage(512)..StorePage(1024),
-                StorePage(2048)..StorePage((MAX_PAGES - 3) / 512 * 512),
-            ];
-            assert_eq!(holes, ends);
-            store.reuse(holes);
-            assert!(store.next_gap());
-            assert_eq!((store.frontier(), store.room()), (StorePage(512), 512));
-            store.append(me(), address(&source), 512).unwrap();
-            assert_eq!(store.file.metadata().unwrap().len(), size);
-            let mut page = [0; PAGE_BYTES];
-            for at in (0..500).chain(512..1024).chain(1524..2048) {
-                store.read_page(StorePage(at as u64), &mut page).unwrap();
-                let expected = match at {
-                    0..500 => at,
-                    500..1024 => at - 512,
-                    _ => at - 1024,
-                };
-                assert_eq!(
-                    page[..],
-                    source[expected * PAGE_BYTES..][..PAGE_BYTES],
-                    "page {at}"
-                );
-            }
-            assert!(store.next_gap());
-            assert_eq!(store.frontier(), StorePage(2048));
-        }
-    }
-
-    #[test]
-    fn the_page_store_copies_pages_of_several_processes_and_reports_unreadable_pages() {
-        for mut store in stores("t8", ByteSize::mib(64)) {
-            let source = pattern(700);
-            let at = |page: u64| address(&source).add_pages(page);
-            let mut sources = vec![Source {
-                pid: me(),
-                from: at(0),
-                pages: 3,
-            }];
-            let nowhere = Source {
-                pid: me(),
-                from: Hva(PAGE_SIZE),
-                pages: 5,
-            };
-            sources.push(nowhere);
-            sources.extend((3..10).map(|page| Source {
-                pid: me(),
-                from: at(page),
-                pages: 1,
-            }));
-            sources.push(Source {
-                pid: me(),
-                from: at(10),
-                pages: 690,
-            });
-            sources.push(nowhere);
-            // These pages end within a huge page of the store.
-            store.append(me(), at(0), 100).unwrap();
-            store.align();
-            assert_eq!(store.frontier(), StorePage(512));
-            store.append(me(), at(0), 100).unwrap();
-            let first = store.reserve(710).unwrap();
-            let filled = store.fill(first, &sources);
-            let missing = [
-                first.add_pages(3)..first.add_pages(8),
-                first.add_pages(705)..first.add_pages(710),
-            ];
-            assert!(filled.error.is_none());
-            assert_eq!(filled.missing, missing);
-            let mut page = [0; PAGE_BYTES];
-            for step in 0..710 {
-                store.read_page(first.add_pages(step), &mut page).unwrap();
-                let expected = match step {
-                    0..3 => Some(step),
-                    8..705 => Some(step - 5),
-                    _ => None,
-                };
-                match expected {
-                    Some(at) => {
-                        let at = usize::try_from(at).unwrap() * PAGE_BYTES;
-                        assert_eq!(page[..], source[at..][..PAGE_BYTES], "page {step}");
-                    }
-                    None => assert_eq!(page, [0; PAGE_BYTES], "page {step}"),
-                }
-            }
-            assert_eq!(store.frontier(), first.add_pages(710));
-        }
-    }
-
-    #[test]
-    fn punching_a_hole_in_the_page_store_frees_its_pages_and_keeps_adjacent_pages() {
-        for mut store in stores("t6", ByteSize::mib(64)) {
-            let source = pattern(1024);
-            store.append(me(), address(&source), 1024).unwrap();
-            assert_eq!(store.held().unwrap(), ByteSize::mib(4));
-            // Like a VM, this test maps the page elsewhere: a huge page must be split under its
-            // users.
-            let window = memfold_sys::region::Mapping::window(store.read_only(), 1024).unwrap();
-            assert_eq!(window.area().zero_pages(), 0);
-            for first in (0..1024).step_by(16) {
-                store.punch(StorePage(first), 9).unwrap();
-            }
-            assert_eq!(store.held().unwrap(), ByteSize(64 * 7 * PAGE_SIZE));
-            let left = (0..1024).step_by(16);
-            let left: Vec<_> = left.map(|p| StorePage(p + 9)..StorePage(p + 16)).collect();
-            assert_eq!(store.filled().unwrap(), left);
-            let mut page = [0; PAGE_BYTES];
-            for at in (0..1024).filter(|at| at % 16 >= 9) {
-                store.read_page(StorePage(at as u64), &mut page).unwrap();
-                assert_eq!(page[..], source[at * PAGE_BYTES..][..PAGE_BYTES]);
-            }
-        }
-    }
-
-    #[test]
-    fn a_page_store_never_holds_more_pages_than_its_limit() {
-        for mut store in stores("t2", ByteSize(8 * PAGE_SIZE)) {
-            let source = vec![1; PAGE_BYTES * 9];
-            assert!(matches!(
-                store.append(me(), address(&source), 9),
-                Err(StoreError::Full { .. })
-            ));
-            store.append(me(), address(&source), 8).unwrap();
-            assert!(matches!(
-                store.append(me(), address(&source), 1),
-                Err(StoreError::Full { .. })
-            ));
-            store.punch(StorePage(0), 1).unwrap();
-            store.append(me(), address(&source), 1).unwrap();
-        }
-    }
-
-    #[test]
-    fn the_file_descriptor_of_the_page_store_that_qemu_gets_is_not_writable() {
-        for store in stores("t3", ByteSize::mib(1)) {
-            assert_eq!(
-                rustix::io::write(store.read_only(), b"x").unwrap_err(),
-                rustix::io::Errno::BADF
-            );
-            assert_eq!(
-                rustix::fs::ftruncate(store.read_only(), 0).unwrap_err(),
-                rustix::io::Errno::INVAL
-            );
-        }
-    }
-
-    #[test]
-    fn a_new_daemon_adopts_the_page_store_and_continues_at_its_end() {
-        let source = vec![9; PAGE_BYTES];
-        for (number, old) in stores("t4-", ByteSize::mib(1)).iter_mut().enumerate() {
-            old.append(me(), address(&source), 1).unwrap();
-            let domain = format!("t4-{number}");
-            let adopted = Store::adopt(me(), &domain, ByteSize::mib(1)).unwrap();
-            let adopted = adopted.unwrap();
-            assert_eq!(
-                (adopted.identity(), adopted.frontier()),
-                (old.identity(), StorePage(1))
-            );
-        }
-        assert!(
-            Store::adopt(me(), "nobody", ByteSize::mib(1))
-                .unwrap()
-                .is_none()
-        );
-    }
-
-    #[test]
-    fn a_page_store_in_a_memfd_cannot_be_truncated() {
-        let file = memfd("t5").unwrap();
-        file.set_len(PAGE_SIZE).unwrap();
-        assert!(file.set_len(0).is_err());
-    }
-
-    #[test]
-    fn a_page_store_is_created_for_a_trust_domain_with_any_name() {
-        for domain in ["", "a/b", "../x", &"n".repeat(200)] {
-            let mut store = Store::create(domain, ByteSize::mib(1)).unwrap();
-            let source = vec![9; PAGE_BYTES];
-            store.append(me(), address(&source), 1).unwrap();
-            let adopted = Store::adopt(me(), domain, ByteSize::mib(1)).unwrap();
-            assert_eq!(adopted.unwrap().identity(), store.identity());
-        }
-    }
-}
+#[path = "file_tests.rs"]
+mod tests;

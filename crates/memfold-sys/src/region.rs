@@ -303,14 +303,14 @@ impl Mapping {
         })
     }
 
-    /// Maps a read-only shared view of the first `pages` pages of `file`. The file may be shorter;
-    /// pages beyond its end must not be accessed.
+    /// Maps a read-only shared view of the first `pages` pages of `file`, which no core dump
+    /// contains. The file may be shorter; pages beyond its end must not be accessed.
     pub fn window(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         Self::of_file(file, pages, ProtFlags::READ, MapFlags::NORESERVE)
     }
 
-    /// Maps a shared, writable view of the first `pages` pages of `file`, and allocates all of
-    /// these pages.
+    /// Maps a shared, writable view of the first `pages` pages of `file`, which no core dump
+    /// contains, and allocates all of these pages.
     pub(crate) fn shared(file: impl AsFd, pages: u64) -> Result<Self, Errno> {
         Self::of_file(file, pages, READ_WRITE, MapFlags::POPULATE)
     }
@@ -325,7 +325,10 @@ impl Mapping {
         // SAFETY: a new mapping at a place that the kernel chooses replaces nothing.
         let start = unsafe { rustix::mm::mmap(ptr::null_mut(), length, rights, flags, file, 0) }?;
         let area = new_area(start, pages)?;
-        Ok(Self { whole: area, area })
+        let mapping = Self { whole: area, area };
+        // Files that are mapped here hold bytes of guests.
+        area.advise(Advice::LinuxDontDump)?;
+        Ok(mapping)
     }
 
     /// Returns the address range of the mapping.
@@ -403,6 +406,22 @@ mod tests {
         for (start, pages) in [(0, 1), (4097, 1), (4096, 0), (4096, u64::MAX), (1 << 47, 1)] {
             // SAFETY: nothing is done with the area.
             assert_eq!(unsafe { Area::new(Hva(start), pages) }, None);
+        }
+    }
+
+    #[test]
+    fn no_core_dump_contains_a_mapped_page_store_or_shared_memory_of_a_guest() {
+        let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::empty()).unwrap();
+        rustix::fs::ftruncate(&file, 4 * PAGE_SIZE).unwrap();
+        let views = [Mapping::window(&file, 4), Mapping::shared(&file, 4)];
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        for view in views {
+            let start = format!("{:x}-", view.as_ref().unwrap().area().start().0);
+            let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
+            let flags = lines
+                .find_map(|line| line.strip_prefix("VmFlags:"))
+                .unwrap();
+            assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
         }
     }
 

@@ -50,6 +50,24 @@ pub fn pass(command: &mut Command, descriptor: OwnedFd) -> RawFd {
     number
 }
 
+/// Lets the child that `command` will start lock any amount of memory (`RLIMIT_MEMLOCK`,
+/// `setrlimit(2)`). Needs `CAP_SYS_RESOURCE`.
+pub fn lift_lock_limit(command: &mut Command) -> &mut Command {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    let unlimited = Rlimit {
+        current: None,
+        maximum: None,
+    };
+    // SAFETY: between fork and exec only prlimit(2) is called, which is async-signal-safe and takes
+    // no lock.
+    unsafe {
+        command.pre_exec(move || {
+            setrlimit(Resource::Memlock, unlimited)?;
+            Ok(())
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

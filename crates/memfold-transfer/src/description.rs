@@ -1,6 +1,7 @@
 //! Description of a snapshot in an object store, `snapshots/NAME.json`: the snapshot's manifest,
 //! its files, and the hash of the index that lists the files' chunks.
 
+use memfold_snapshot::encryption::HEADER_BYTES;
 use memfold_snapshot::manifest::FORMATS;
 use memfold_snapshot::{Manifest, portable};
 use serde::{Deserialize, Serialize};
@@ -8,6 +9,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 
 use super::chunk;
+use super::first_pages::{self, PartEntry};
 
 /// Version of the layout.
 pub(crate) const FORMAT: u32 = 1;
@@ -24,6 +26,9 @@ const MOST_FILES: usize = 1024;
 /// Most bytes of QEMU's device state, and of RAM blocks other than the VM's memory: firmware, video
 /// memory.
 const MOST_BESIDE_RAM: u64 = 1 << 30;
+
+/// Bytes by which an encrypted table is longer.
+const TAG_BYTES: u64 = 16;
 
 /// Most bytes of the list of pages that a restore prefetches.
 const MOST_WORKING_SET: u64 = 16 << 20;
@@ -56,6 +61,10 @@ pub struct Description {
     pub index: String,
     /// The snapshot's files, in the order in which the index lists their chunks.
     pub files: Vec<FileEntry>,
+    /// Parts of the first pages: pages that VMs touch at once, which the chunks hold, too. Empty if
+    /// they are not known, and in descriptions by older versions of memfold, which ignore them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub first_pages: Vec<PartEntry>,
     /// Manifest of the snapshot, with the paths of the pushing host.
     pub manifest: Manifest,
 }
@@ -102,6 +111,7 @@ impl Description {
         if chunks > MOST_CHUNKS {
             return Err(format!("it has {chunks} chunks"));
         }
+        first_pages::check_entries(&description.first_pages)?;
         description.check_parts()?;
         description.index_hash()?;
         Ok(description)
@@ -119,15 +129,21 @@ impl Description {
                 FORMATS.end()
             ));
         }
-        if manifest.ram_bytes > manifest.memory().0.saturating_mul(2) + MOST_BESIDE_RAM {
+        if let Some(why) = manifest.misplaced() {
+            return Err(why);
+        }
+        let most = manifest.spec.largest_memory().0.saturating_mul(2);
+        if manifest.ram_bytes > most.saturating_add(MOST_BESIDE_RAM) {
             return Err(format!("its RAM image has {} bytes", manifest.ram_bytes));
         }
         let chunks = manifest.ram_bytes.div_ceil(2 << 20);
+        let tag = manifest.encryption.as_ref().map_or(0, |_| TAG_BYTES);
         for (part, bytes, _) in manifest.parts() {
             let most = match part {
-                "ram.sums" | "ram.index" => chunks * 16,
-                "ram.refs" => manifest.ram_bytes / 4096 * 24,
+                "ram.sums" | "ram.index" => chunks * 16 + tag,
+                "ram.refs" => manifest.ram_bytes / 4096 * 24 + tag,
                 "devices" => MOST_BESIDE_RAM,
+                "key" => HEADER_BYTES as u64,
                 _ => u64::MAX,
             };
             let found = self.files.iter().find(|file| file.name == part);

@@ -61,6 +61,16 @@ pub enum TransferError {
     Snapshot(#[from] SnapshotError),
 }
 
+pub(crate) fn failed(
+    path: &object_store::path::Path,
+) -> impl Fn(object_store::Error) -> TransferError + use<> {
+    let object = path.to_string();
+    move |source| TransferError::Store {
+        object: object.clone(),
+        source,
+    }
+}
+
 /// Returns a function that adds a path of this host to an I/O error.
 pub(super) fn files(path: &Path) -> impl Fn(io::Error) -> TransferError + use<> {
     let path = path.to_owned();

@@ -8,6 +8,7 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 
+use futures_util::future::try_join;
 use serde::{Deserialize, Serialize};
 use url::Url;
 
@@ -82,8 +83,8 @@ pub(crate) fn describe(
 ) -> Result<Described, TransferError> {
     remote.wait(async {
         let (description, bytes) = remote.describe(from).await?;
-        let signature = remote.check(from, &bytes, trust).await?;
-        let index = remote.read_index(&description).await?;
+        let signature = remote.check(from, &bytes, trust);
+        let (signature, index) = try_join(signature, remote.read_index(&description)).await?;
         Ok(Described {
             description,
             bytes,
@@ -121,5 +122,7 @@ fn open(place: &Path) -> Result<Remote, TransferError> {
         url: place.display().to_string(),
         why: "it is not an absolute path".into(),
     })?;
-    Remote::open_with(url.as_str(), std::iter::empty())
+    // A VM waits for its start, and does not outlive a power failure. After one, what is kept may
+    // be damaged, and is read from the object store again.
+    Ok(Remote::open_with(url.as_str(), std::iter::empty())?.without_sync())
 }

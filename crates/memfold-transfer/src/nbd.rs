@@ -12,7 +12,7 @@
 //! Only fixed newstyle negotiation and simple replies are spoken. All numbers are big-endian.
 
 use std::io::{self, Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -87,7 +87,7 @@ pub fn serve(
         let exports = Arc::clone(exports);
         let work = move || {
             // A client that breaks the protocol loses only its connection.
-            if let Err(error) = client(&stream, &*exports) {
+            if let Err(error) = client(&mut &stream, &*exports) {
                 tracing::debug!(%error, "connection to a disk that is being fetched ended");
             }
         };
@@ -99,7 +99,12 @@ pub fn serve(
     Ok(())
 }
 
-fn client(mut stream: &UnixStream, exports: &dyn Exports) -> io::Result<()> {
+/// Serves one client until it goes away.
+///
+/// # Errors
+///
+/// Fails if the client violates the protocol, or if the connection ends within a message.
+pub fn client(stream: &mut (impl Read + Write), exports: &dyn Exports) -> io::Result<()> {
     let mut greeting = Vec::new();
     greeting.extend(MAGIC.to_be_bytes());
     greeting.extend(OPTION_MAGIC.to_be_bytes());
@@ -150,7 +155,7 @@ fn client(mut stream: &UnixStream, exports: &dyn Exports) -> io::Result<()> {
 /// Answers options until the client has chosen an export. Returns its name and length; `None` if
 /// the client goes away.
 fn negotiate(
-    mut stream: &UnixStream,
+    stream: &mut (impl Read + Write),
     exports: &dyn Exports,
     is_short: bool,
 ) -> io::Result<Option<(String, u64)>> {
@@ -165,14 +170,14 @@ fn negotiate(
         }
         let mut data = vec![0; length];
         stream.read_exact(&mut data)?;
-        let reply = |kind: u32, data: &[u8]| {
+        let mut reply = |kind: u32, data: &[u8]| {
             let mut reply = Vec::new();
             reply.extend(OPTION_REPLY_MAGIC.to_be_bytes());
             reply.extend(option.to_be_bytes());
             reply.extend(kind.to_be_bytes());
             reply.extend(u32::try_from(data.len()).unwrap_or(0).to_be_bytes());
             reply.extend(data);
-            (&*stream).write_all(&reply)
+            stream.write_all(&reply)
         };
         let found = |name: &[u8]| {
             let name = std::str::from_utf8(name).ok()?;
@@ -220,7 +225,7 @@ fn negotiate(
     }
 }
 
-fn read_array<const N: usize>(mut stream: &UnixStream) -> io::Result<[u8; N]> {
+fn read_array<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     stream.read_exact(&mut bytes)?;
     Ok(bytes)
@@ -228,6 +233,7 @@ fn read_array<const N: usize>(mut stream: &UnixStream) -> io::Result<[u8; N]> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
     use std::process::Command;
     use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use std::time::Instant;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
 use memfold_snapshot::{Draft, Manifest, Shelf, SnapshotError, portable};
-use memfold_units::ByteSize;
+use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::Network;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
@@ -346,7 +347,7 @@ async fn fetch(
         numbered.map(move |(name, number)| (file, *name, number))
     });
     let all = stream::iter(chunks)
-        .map(|(file, name, number)| fetch_chunk(remote, file, name, number, progress))
+        .map(|(file, name, number)| fetch_chunk(remote, file, (name, number, &[]), progress))
         .buffer_unordered(AT_ONCE);
     all.try_fold(Fetched::default(), |mut sum, one| async move {
         sum.fetched_bytes += one.fetched_bytes;
@@ -356,11 +357,12 @@ async fn fetch(
     .await
 }
 
+/// Fetches a chunk, unless it is here. `seen`: pages of the file, within the chunk, that VMs see
+/// already. They are not written again: a chunk in which they differ is refused.
 pub(crate) async fn fetch_chunk(
     remote: &Remote,
     arriving: &Arriving,
-    name: ChunkName,
-    number: u64,
+    (name, number, seen): (ChunkName, u64, &[Range<u64>]),
     progress: &Progress,
 ) -> Result<Fetched, TransferError> {
     let bytes = arriving.entry.bytes;
@@ -385,19 +387,67 @@ pub(crate) async fn fetch_chunk(
         let packed = packed.ok_or_else(|| damaged(&path, MISSING.into()))?;
         fetched.received_bytes = packed.len() as u64;
         fetched.fetched_bytes = length as u64;
-        let file = arriving.file.clone();
+        let (file, seen) = (arriving.file.clone(), seen.to_vec());
         let written = blocking(move || {
             let bytes = match chunk::unpack(&packed, length, &name) {
                 Ok(bytes) => bytes,
                 Err(why) => return Ok(Err(why)),
             };
-            file.write_all_at(&bytes, number * CHUNK_BYTES).map(Ok)
+            write_around(&file, &bytes, number * CHUNK_BYTES, &seen)
         })
         .await?;
         written.map_err(|why| damaged(&path, why))?;
     }
-    progress.add(length as u64);
+    let seen: u64 = seen.iter().map(|run| run.end - run.start).sum();
+    progress.add((length as u64).saturating_sub(seen * PAGE_SIZE));
     Ok(fetched)
+}
+
+/// Writes a chunk that begins at byte `at` of a file, except the pages that VMs see already.
+/// Returns why the chunk is refused: these pages must be the same.
+fn write_around(
+    file: &File,
+    bytes: &[u8],
+    at: u64,
+    seen: &[Range<u64>],
+) -> io::Result<Result<(), String>> {
+    let within = |page: u64| {
+        let byte = (page * PAGE_SIZE).saturating_sub(at);
+        usize::try_from(byte).map_or(bytes.len(), |byte| byte.min(bytes.len()))
+    };
+    for run in seen {
+        let (start, end) = (within(run.start), within(run.end));
+        if !is_same(file, at + start as u64, &bytes[start..end])? {
+            return Ok(Err(differ(run.start)));
+        }
+    }
+    let mut next = 0;
+    for run in seen {
+        file.write_all_at(&bytes[next..within(run.start)], at + next as u64)?;
+        next = within(run.end);
+    }
+    file.write_all_at(&bytes[next..], at + next as u64).map(Ok)
+}
+
+fn is_same(file: &File, at: u64, bytes: &[u8]) -> io::Result<bool> {
+    let mut here = vec![0; bytes.len()];
+    file.read_exact_at(&mut here, at)?;
+    Ok(here == bytes)
+}
+
+fn differ(page: u64) -> String {
+    format!("its page {page} differs from the same page among the snapshot's first pages")
+}
+
+/// Checks that a file holds these first pages, which begin at byte `at`.
+pub(crate) fn check_same(arriving: &Arriving, at: u64, bytes: &[u8]) -> Result<(), TransferError> {
+    if is_same(&arriving.file, at, bytes).map_err(TransferError::Local)? {
+        return Ok(());
+    }
+    Err(TransferError::Damaged {
+        object: arriving.entry.name.clone(),
+        why: differ(at / PAGE_SIZE),
+    })
 }
 
 /// Removes files of earlier pulls, and gives bases their place among those of other snapshots.

@@ -8,7 +8,8 @@ use std::time::Instant;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
-use memfold_snapshot::{Shelf, portable};
+use memfold_snapshot::{Manifest, Shelf, portable};
+use object_store::path::Path;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
@@ -17,6 +18,8 @@ use utoipa::ToSchema;
 use super::chunk::{self, CHUNK_BYTES, ChunkName};
 use super::description::{Description, FORMAT, FileEntry};
 use super::error::TransferError;
+use super::first_pages::PartEntry;
+use super::gather;
 use super::remote::{AT_ONCE, Remote, UNUSED};
 use super::signature;
 
@@ -43,7 +46,8 @@ pub struct PushReport {
     pub stored_bytes: u64,
     /// Part of `stored_bytes` that the store did not have before.
     pub new_bytes: u64,
-    /// Compressed bytes that were sent for `new_bytes`.
+    /// Compressed bytes that were sent: for `new_bytes`, and for the pages that VMs touch at once,
+    /// which are sent a second time, together.
     pub sent_bytes: u64,
     /// Whether the snapshot's description was signed.
     pub signed: bool,
@@ -92,9 +96,10 @@ pub fn push(
         if remote.look(&place).await?.is_some() {
             return Err(taken());
         }
-        let (mut files, mut pieces) = (Vec::new(), Vec::new());
+        let (mut files, mut pieces, mut opened) = (Vec::new(), Vec::new(), Vec::new());
         for member in members {
             let file = Arc::new(member.file);
+            opened.push(file.clone());
             pieces.extend((0..chunk::count(member.bytes)).map(|number| Piece {
                 file: file.clone(),
                 bytes: member.bytes,
@@ -113,6 +118,8 @@ pub fn push(
             .try_collect()
             .await?;
         let names: Vec<ChunkName> = sent.iter().map(|sent| sent.name).collect();
+        let (first_pages, of_first) =
+            send_first(remote, (shelf, &manifest), (&opened, &files), &names).await?;
         let index = chunk::encode(&names);
         let index_name = blake3::hash(&index);
         let packed = chunk::pack(&index).map_err(TransferError::Local)?;
@@ -126,6 +133,7 @@ pub fn push(
             stored_bytes: sent.iter().map(|sent| sent.stored_bytes).sum(),
             index: index_name.to_hex().to_string(),
             files,
+            first_pages,
             manifest,
         };
         let text = serde_json::to_vec_pretty(&description)
@@ -138,15 +146,18 @@ pub fn push(
             }
             None => false,
         };
+        // The snapshot is there when all that it needs stays there.
+        remote.sync().await?;
         if !remote.create(&place, text).await? {
             return Err(taken());
         }
+        remote.sync().await?;
         Ok(PushReport {
             name: request.to.clone(),
             url: remote.url().to_owned(),
             stored_bytes: description.stored_bytes,
             new_bytes: sent.iter().map(|sent| sent.new_bytes).sum(),
-            sent_bytes: sent.iter().map(|sent| sent.sent_bytes).sum(),
+            sent_bytes: sent.iter().map(|sent| sent.sent_bytes).sum::<u64>() + of_first,
             signed,
             took_s: began.elapsed().as_secs_f64(),
         })
@@ -192,10 +203,14 @@ async fn send(
         (sent.name, sent.stored_bytes) = (Some(name), length);
         let lock = known.of(name).await;
         let mut is_there = lock.lock().await;
-        if !*is_there && !is_stored(remote, &name).await? {
-            let packed = blocking(move || chunk::pack(&data)).await?;
-            (sent.new_bytes, sent.sent_bytes) = (length, packed.len() as u64);
-            remote.put(&remote.chunk(&name), packed).await?;
+        if !*is_there {
+            if is_stored(remote, &remote.chunk(&name)).await? {
+                remote.note_used(&remote.chunk(&name))?;
+            } else {
+                let packed = blocking(move || chunk::pack(&data)).await?;
+                (sent.new_bytes, sent.sent_bytes) = (length, packed.len() as u64);
+                remote.put(&remote.chunk(&name), packed).await?;
+            }
         }
         *is_there = true;
     }
@@ -203,9 +218,48 @@ async fn send(
     Ok(sent)
 }
 
-/// Returns whether the store has a chunk, and will have it until this push ends.
-async fn is_stored(remote: &Remote, name: &blake3::Hash) -> Result<bool, TransferError> {
-    let found = remote.look(&remote.chunk(name)).await?;
+/// Sends the pages that VMs touch at once, together. Returns the names of their parts, and the
+/// number of bytes that were sent.
+async fn send_first(
+    remote: &Remote,
+    (shelf, manifest): (&Shelf, &Manifest),
+    (opened, files): (&[Arc<File>], &[FileEntry]),
+    names: &[ChunkName],
+) -> Result<(Vec<PartEntry>, u64), TransferError> {
+    let (mut chunks, mut rest) = (Vec::new(), names);
+    for file in files {
+        let count = usize::try_from(chunk::count(file.bytes)).unwrap_or(usize::MAX);
+        let (here, after) = rest.split_at(count.min(rest.len()));
+        chunks.push(here.to_vec());
+        rest = after;
+    }
+    let runs = gather::runs(shelf, manifest, (files, &chunks))?;
+    let parts = stream::iter(gather::split(&runs))
+        .map(|runs| async {
+            let opened = opened.to_vec();
+            let part = blocking(move || Ok(gather::read(runs, &opened)?.encode())).await?;
+            let (name, bytes) = (blake3::hash(&part), part.len() as u64);
+            let path = remote.first(&name);
+            let mut sent = 0;
+            if is_stored(remote, &path).await? {
+                remote.note_used(&path)?;
+            } else {
+                let packed = blocking(move || gather::pack(&part)).await?;
+                sent = packed.len() as u64;
+                remote.put(&path, packed).await?;
+            }
+            let object = name.to_hex().to_string();
+            Ok::<_, TransferError>((PartEntry { object, bytes }, sent))
+        })
+        .buffered(AT_ONCE);
+    let parts: Vec<(PartEntry, u64)> = parts.try_collect().await?;
+    let sent = parts.iter().map(|(_, sent)| sent).sum();
+    Ok((parts.into_iter().map(|(entry, _)| entry).collect(), sent))
+}
+
+/// Returns whether the store has an object, and will have it until this push ends.
+async fn is_stored(remote: &Remote, path: &Path) -> Result<bool, TransferError> {
+    let found = remote.look(path).await?;
     // A host that lost its power may have left an empty file.
     Ok(found.is_some_and(|found| {
         found.size > 0 && {

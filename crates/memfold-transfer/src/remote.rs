@@ -1,7 +1,8 @@
 //! Opens an object store at a URL, and reads and lists the snapshots in it.
 
 use std::future::Future;
-use std::sync::Arc;
+use std::io;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::TryStreamExt;
@@ -14,7 +15,8 @@ use url::Url;
 use utoipa::ToSchema;
 
 use super::description::{Description, MOST_BYTES};
-use super::error::TransferError;
+use super::error::{TransferError, failed};
+use super::local::LocalStore;
 use super::{chunk, signature};
 
 /// Number of chunks that are on their way at the same time.
@@ -27,8 +29,32 @@ const THREADS: usize = 2;
 /// push sends a chunk again that is half as old.
 pub(crate) const UNUSED: Duration = Duration::from_secs(24 * 3600);
 
+/// Name of the directory with the parts of snapshots' first pages.
+pub(crate) const FIRST_PAGES: &str = "first-pages";
+
 /// First letters of the variables with settings of object stores, in lower case.
 const PREFIXES: [&str; 3] = ["aws_", "azure_", "google_"];
+
+/// Credentials and settings that [`take_credentials`] has taken out of the environment.
+static TAKEN: OnceLock<Vec<(String, String)>> = OnceLock::new();
+
+fn is_setting(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Takes the credentials of object stores out of this process's environment, for
+/// [`Remote::open`]: so no child process inherits them. Must be called before any thread starts.
+///
+/// # Errors
+///
+/// Fails if other threads run.
+pub fn take_credentials() -> io::Result<()> {
+    let taken = memfold_sys::environment::take(is_setting)?;
+    // Only the first call finds any.
+    let _ = TAKEN.set(taken);
+    Ok(())
+}
 
 /// An object store that contains snapshots.
 #[derive(Debug)]
@@ -37,6 +63,8 @@ pub struct Remote {
     root: Path,
     url: String,
     runtime: Runtime,
+    /// Writes the objects of a `file://` URL.
+    local: Option<Arc<LocalStore>>,
 }
 
 /// A snapshot in an object store.
@@ -62,7 +90,8 @@ pub struct RemoteSnapshot {
 
 impl Remote {
     /// Opens the object store at a URL: `file://`, `s3://`, `gs://`, `az://`, `http://` or
-    /// `https://`. Credentials come from the environment of this process (`AWS_ACCESS_KEY_ID`,
+    /// `https://`. Credentials come from the environment of this process, or from what
+    /// [`take_credentials`] has taken out of it (`AWS_ACCESS_KEY_ID`,
     /// `AWS_ENDPOINT`, `GOOGLE_SERVICE_ACCOUNT`, `AZURE_STORAGE_ACCOUNT_NAME`, ...: the names of
     /// crate `object_store`).
     ///
@@ -85,9 +114,12 @@ impl Remote {
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
-        let settings = variables.map(|(name, value)| (name.to_ascii_lowercase(), value));
-        let is_ours = |name: &str| PREFIXES.iter().any(|prefix| name.starts_with(prefix));
-        Self::open_any(url, settings.filter(|(name, _)| is_ours(name)))
+        let taken = TAKEN.get().into_iter().flatten().cloned();
+        let settings = taken.chain(variables).filter(|(name, _)| is_setting(name));
+        Self::open_any(
+            url,
+            settings.map(|(name, value)| (name.to_ascii_lowercase(), value)),
+        )
     }
 
     /// Opens the object store at a URL with `settings` instead of environment variables. A setting
@@ -132,7 +164,14 @@ impl Remote {
             root,
             url: url.trim_end_matches('/').to_owned(),
             runtime,
+            local: (parsed.scheme() == "file").then(Arc::default),
         })
+    }
+
+    /// Makes a directory's objects as little durable as its file system makes them.
+    pub(crate) fn without_sync(mut self) -> Self {
+        self.local = None;
+        self
     }
 
     /// Returns the URL of the store, without a slash at its end.
@@ -165,6 +204,15 @@ impl Remote {
 
     pub(crate) fn index(&self, name: &blake3::Hash) -> Path {
         self.indexes().child(name.to_hex().as_str())
+    }
+
+    pub(crate) fn firsts(&self) -> Path {
+        self.path(FIRST_PAGES)
+    }
+
+    /// Returns the place of a part of a snapshot's first pages.
+    pub(crate) fn first(&self, name: &blake3::Hash) -> Path {
+        self.firsts().child(name.to_hex().as_str())
     }
 
     pub(crate) fn description(&self, name: &str) -> Path {
@@ -216,13 +264,51 @@ impl Remote {
     }
 
     pub(crate) async fn put(&self, path: &Path, bytes: Vec<u8>) -> Result<(), TransferError> {
+        if let Some(local) = &self.local {
+            return write(local, path, bytes, true).await.map(drop);
+        }
         let put = self.store.put(path, PutPayload::from(bytes)).await;
         put.map(drop).map_err(failed(path))
+    }
+
+    /// Notes that a new snapshot needs an object that was there before. Its name may not be on the
+    /// store's disk yet.
+    pub(crate) fn note_used(&self, path: &Path) -> Result<(), TransferError> {
+        if let Some(local) = &self.local {
+            local.touched(&LocalStore::file(path)?);
+        }
+        Ok(())
+    }
+
+    /// Waits until what was written, removed and noted as used survives a power failure.
+    pub(crate) async fn sync(&self) -> Result<(), TransferError> {
+        let Some(local) = self.local.clone() else {
+            return Ok(());
+        };
+        on_blocking_thread(move || local.sync()).await
+    }
+
+    /// Deletes an object, if it is there: not every server takes the deletion of one that is not.
+    pub(crate) async fn delete(&self, path: &Path) -> Result<(), TransferError> {
+        if self.look(path).await?.is_none() {
+            return Ok(());
+        }
+        match self.store.delete(path).await {
+            Err(object_store::Error::NotFound { .. }) => {}
+            done => done.map_err(failed(path))?,
+        }
+        if let Some(local) = &self.local {
+            local.touched(&LocalStore::file(path)?);
+        }
+        Ok(())
     }
 
     /// Writes an object that must not exist. Returns false if it does. A store that cannot tell
     /// writes it all the same.
     pub(crate) async fn create(&self, path: &Path, bytes: Vec<u8>) -> Result<bool, TransferError> {
+        if let Some(local) = &self.local {
+            return write(local, path, bytes, false).await;
+        }
         let payload = PutPayload::from(bytes);
         let options = PutOptions::from(PutMode::Create);
         match self.store.put_opts(path, payload.clone(), options).await {
@@ -352,6 +438,23 @@ impl Remote {
     }
 }
 
+async fn write(
+    local: &Arc<LocalStore>,
+    path: &Path,
+    bytes: Vec<u8>,
+    replace: bool,
+) -> Result<bool, TransferError> {
+    let (local, file) = (local.clone(), LocalStore::file(path)?);
+    on_blocking_thread(move || local.write(&file, &bytes, replace)).await
+}
+
+async fn on_blocking_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, TransferError> + Send + 'static,
+) -> Result<T, TransferError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|error| TransferError::Local(std::io::Error::other(error)))?
+}
+
 /// Checks that the directory of a `file://` URL exists. It may be a file system that is not
 /// mounted.
 fn check_directory(url: &str) -> Result<(), TransferError> {
@@ -372,14 +475,6 @@ pub(crate) const MISSING: &str = "it is missing; the snapshot was perhaps remove
 /// Returns the most bytes that Zstandard needs for `length` bytes (`ZSTD_compressBound`).
 pub(crate) const fn most_packed(length: u64) -> u64 {
     length + length / 256 + 1024
-}
-
-pub(crate) fn failed(path: &Path) -> impl Fn(object_store::Error) -> TransferError + use<> {
-    let object = path.to_string();
-    move |source| TransferError::Store {
-        object: object.clone(),
-        source,
-    }
 }
 
 pub(crate) fn damaged(path: &Path, why: String) -> TransferError {

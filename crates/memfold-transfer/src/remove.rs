@@ -1,5 +1,5 @@
-//! Removes a snapshot from an object store, and the chunks and indexes that no other snapshot
-//! needs.
+//! Removes a snapshot from an object store, and the chunks, indexes and first pages that no other
+//! snapshot needs.
 
 use std::collections::HashSet;
 use std::time::SystemTime;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::error::TransferError;
-use super::remote::{Remote, UNUSED, failed};
+use super::remote::{Remote, UNUSED};
 
 /// Result of removing a snapshot from an object store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -39,8 +39,8 @@ pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError
             return Err(remote.unknown(name));
         };
         let used = used(remote, name).await;
-        delete(remote, &place).await?;
-        delete(remote, &remote.signature(&bytes)).await?;
+        remote.delete(&place).await?;
+        remote.delete(&remote.signature(&bytes)).await?;
         let mut report = RemoveReport {
             name: name.to_owned(),
             objects_removed: 0,
@@ -52,6 +52,7 @@ pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError
             Ok(used) => clean(remote, &used, &mut report).await?,
             Err(error) => report.kept_because = Some(error.to_string()),
         }
+        remote.sync().await?;
         Ok(report)
     })
 }
@@ -66,6 +67,8 @@ async fn used(remote: &Remote, name: &str) -> Result<HashSet<Path>, TransferErro
         };
         let index = remote.read_index(&description).await?;
         used.extend(index.iter().flatten().map(|chunk| remote.chunk(chunk)));
+        let first = description.first_pages.iter();
+        used.extend(first.filter_map(|part| Some(remote.first(&part.hash().ok()?))));
         used.extend(
             description
                 .index_hash()
@@ -82,7 +85,7 @@ async fn clean(
     used: &HashSet<Path>,
     report: &mut RemoveReport,
 ) -> Result<(), TransferError> {
-    for place in [remote.chunks(), remote.indexes()] {
+    for place in [remote.chunks(), remote.indexes(), remote.firsts()] {
         let objects = remote.under(&place).await?;
         let unused = objects
             .iter()
@@ -96,7 +99,7 @@ async fn clean(
             };
             match now {
                 Some(now) if is_old(&now) => {
-                    delete(remote, &now.location).await?;
+                    remote.delete(&now.location).await?;
                     report.objects_removed += 1;
                     report.bytes_removed += now.size;
                 }
@@ -108,26 +111,21 @@ async fn clean(
     Ok(())
 }
 
-/// Returns whether an object lies where memfold puts a chunk or an index. A directory may hold
-/// other files, and links to them.
+/// Returns whether an object lies where memfold puts a chunk, an index or first pages. A directory
+/// may hold other files, and links to them.
 fn is_ours(remote: &Remote, object: &ObjectMeta) -> bool {
     let name = object.location.filename().unwrap_or_default();
-    blake3::Hash::from_hex(name)
-        .is_ok_and(|hash| [remote.chunk(&hash), remote.index(&hash)].contains(&object.location))
+    blake3::Hash::from_hex(name).is_ok_and(|hash| {
+        let places = [
+            remote.chunk(&hash),
+            remote.index(&hash),
+            remote.first(&hash),
+        ];
+        places.contains(&object.location)
+    })
 }
 
 fn is_old(object: &ObjectMeta) -> bool {
     let age = SystemTime::now().duration_since(object.last_modified.into());
     age.is_ok_and(|age| age > UNUSED)
-}
-
-/// Deletes an object, if it is there: not every server takes the deletion of one that is not.
-async fn delete(remote: &Remote, path: &Path) -> Result<(), TransferError> {
-    if remote.look(path).await?.is_none() {
-        return Ok(());
-    }
-    match remote.store.delete(path).await {
-        Err(object_store::Error::NotFound { .. }) => Ok(()),
-        done => done.map_err(failed(path)),
-    }
 }

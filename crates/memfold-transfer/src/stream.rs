@@ -3,35 +3,35 @@
 //! ```text
 //!   before the first VM   device state, tables, kernel, the beginning of each disk
 //!   then, in this order   1. chunks for which a VM waits     wanted   by page faults (bring) and disks (nbd)
-//!                         2. chunks that VMs touch first     rest     by the snapshot's working set
-//!                         3. all others                      rest
+//!                         2. chunks that VMs touch at once   soon     by the snapshot's working set
+//!                         3. chunks that VMs touch first     rest     by the snapshot's working set
+//!                         4. all others                      rest
 //!   at the end            the draft becomes an ordinary snapshot
 //! ```
 //! A chunk is written to its file only after its hash was compared with its name, and VMs see only
 //! chunks that are written. If the store is slow, lies or goes away, VMs wait that need what is
 //! missing; fetching goes on when the store is right again.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
+use futures_util::future::{Either, join, join_all, ready, select};
+use futures_util::stream::{self, StreamExt, TryStreamExt};
 use memfold_host::progress::Progress;
-use memfold_snapshot::image::ImageBlock;
 use memfold_snapshot::manifest::{RAM, SavedDisk};
 use memfold_snapshot::portable::{self, Layer};
-use memfold_snapshot::restore::{self, Piece};
 use memfold_snapshot::shelf::CheckedImage;
 use memfold_snapshot::working_set::WorkingSet;
 use memfold_snapshot::{Manifest, Shelf, SnapshotError};
-use memfold_units::{Hva, PAGE_SIZE};
+use memfold_units::PAGE_SIZE;
 use memfold_vm::{StreamedDisk, qcow2};
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::Notify;
@@ -40,32 +40,23 @@ use tokio::time::{sleep, timeout};
 use super::chunk::CHUNK_BYTES;
 use super::description::FileEntry;
 use super::error::TransferError;
+use super::first::FirstPages;
+use super::first_pages::{CHUNK_PAGES, Part};
 use super::kept::FetchedSnapshot;
 use super::nbd::Exports;
+use super::places::{self, ImagePlaces, number_by_name, numbers_of};
 use super::pull::{self, Arriving, Begun, PullRequest, fetch_chunk};
 use super::remote::{AT_ONCE, Remote};
-
-pub(super) const CHUNK_PAGES: u64 = CHUNK_BYTES / PAGE_SIZE;
-
-/// Number of chunks that are fetched at once for no VM that waits, so that one which begins to wait
-/// need not share the link with many others.
-const IN_ADVANCE: usize = 4;
+use super::stream_state::{Arrival, Chunk, FilePages, Place, State};
 
 /// Pauses after a failed fetch: the first, and the longest.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
+/// How long nothing is fetched in advance while the first VM starts.
+const QUIET: Duration = Duration::from_secs(1);
+
 /// How long a worker without work sleeps at most.
 const IDLE: Duration = Duration::from_secs(1);
-
-/// Number of a file, and number of a chunk in the file.
-pub(super) type Place = (usize, u64);
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Chunk {
-    Missing,
-    OnItsWay,
-    Here,
-}
 
 /// A snapshot that is being fetched; a handle, of which there may be many.
 #[derive(Clone, Debug)]
@@ -83,29 +74,16 @@ struct Shared {
     image: CheckedImage,
     /// The device state, a file that is there.
     devices: File,
-    /// For the files of [`Piece::file`], the number of the file.
-    of_pieces: Vec<usize>,
+    /// For the files of [`memfold_snapshot::restore::Piece::file`], the number of the file.
+    of_pieces: Vec<Option<usize>>,
+    /// Pages that VMs touch at once, stored together.
+    first: FirstPages,
+    /// For each file, whether no earlier pull has left anything in it.
+    is_new: Vec<bool>,
     disks: Vec<Option<(Vec<Layer>, u64)>>,
     state: Mutex<State>,
     arrived: Condvar,
     work: Notify,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    chunks: Vec<Vec<Chunk>>,
-    missing: u64,
-    total: u64,
-    /// Chunks for which VMs wait, and since when.
-    waiting: BTreeMap<Place, Instant>,
-    wanted: VecDeque<Place>,
-    rest: VecDeque<Place>,
-    in_advance: usize,
-    urgent: usize,
-    failures: u32,
-    trouble: Option<String>,
-    listeners: Vec<Sender<Place>>,
-    is_stopped: bool,
 }
 
 /// How far the fetching of a snapshot is.
@@ -143,25 +121,23 @@ impl StreamedSnapshot {
         }
         let lazy = lazy_files(&manifest, &begun);
         let progress = Progress::default();
-        let new: Vec<bool> = begun.arriving.iter().map(Arriving::is_new).collect();
+        let is_new: Vec<bool> = begun.arriving.iter().map(Arriving::is_new).collect();
         let files = begun.arriving.iter().enumerate();
         let at_once: Vec<Place> = files
             .flat_map(|(file, of)| (0..of.chunks.len() as u64).map(move |chunk| (file, chunk)))
-            .filter(|(file, chunk)| !lazy.contains(file) || *chunk == 0)
+            .filter(|(file, chunk)| {
+                let is_header = *chunk == 0 && begun.arriving[*file].entry.name != RAM;
+                is_header || !lazy.contains(file)
+            })
             .collect();
         remote.wait(async {
-            let each = at_once.chunks(AT_ONCE);
-            for chunks in each {
-                let fetches = chunks.iter().map(|&(file, number)| {
-                    let of = &begun.arriving[file];
-                    let name = of.chunks[usize::try_from(number).unwrap_or(0)];
-                    fetch_chunk(&remote, of, name, number, &progress)
-                });
-                for fetched in join_all(fetches).await {
-                    fetched?;
-                }
-            }
-            Ok::<_, TransferError>(())
+            let fetches = at_once.iter().map(|&(file, number)| {
+                let of = &begun.arriving[file];
+                let name = of.chunks[usize::try_from(number).unwrap_or(0)];
+                fetch_chunk(&remote, of, (name, number, &[]), &progress)
+            });
+            let fetches = stream::iter(fetches).buffer_unordered(AT_ONCE);
+            fetches.try_for_each(|_| ready(Ok(()))).await
         })?;
         let places_of = (begun.draft.path(), begun.draft.place());
         let known_as = (request.name.as_str(), request.domain.as_deref());
@@ -180,8 +156,11 @@ impl StreamedSnapshot {
         let devices = opened.map_err(TransferError::Local)?;
         begun.described.keep(&draft)?;
         begun.draft.show()?;
+        let entries = &begun.described.description.first_pages;
         let shared = Shared {
             of_pieces: of_pieces(&manifest, &files),
+            first: FirstPages::new(entries, &draft, &files, &lazy),
+            is_new,
             remote: Some(remote),
             request: request.clone(),
             identity,
@@ -195,7 +174,7 @@ impl StreamedSnapshot {
             disks,
             files,
         };
-        shared.find_work(&draft, &at_once, &new);
+        shared.find_work(&draft, &at_once);
         Ok(Self(Arc::new(shared)))
     }
 
@@ -240,6 +219,8 @@ impl StreamedSnapshot {
         }
         let shared = Shared {
             of_pieces: of_pieces(&manifest, &files),
+            first: FirstPages::default(),
+            is_new: Vec::new(),
             devices: shelf.file(name, memfold_snapshot::manifest::DEVICES)?,
             remote: None,
             request: PullRequest {
@@ -307,9 +288,9 @@ impl StreamedSnapshot {
         self.0.disks.iter().map(disk).collect()
     }
 
-    /// Returns the number of the file that [`Piece::file`] names.
+    /// Returns the number of the file that [`memfold_snapshot::restore::Piece::file`] names.
     pub(super) fn file_of(&self, piece_file: usize) -> Option<usize> {
-        self.0.of_pieces.get(piece_file).copied()
+        self.0.of_pieces.get(piece_file).copied().flatten()
     }
 
     /// Returns a file of the snapshot.
@@ -317,30 +298,52 @@ impl StreamedSnapshot {
         &self.0.files[number].file
     }
 
-    /// Makes a chunk one of those that are fetched first, because somebody waits for it.
-    pub(super) fn want(&self, place: Place) {
-        self.0.want(place);
+    /// Makes the chunk of a page one of those that are fetched first, because somebody waits for
+    /// the page.
+    pub(super) fn want(&self, file: usize, page: u64) {
+        let place = (file, page / CHUNK_PAGES);
+        let mut state = self.0.state.lock();
+        if !state.has(place, &(page..page + 1)) {
+            state.want(place);
+            drop(state);
+            self.0.work.notify_waiters();
+        }
     }
 
-    /// Returns which of these chunks are here.
-    pub(super) fn here(&self, places: impl Iterator<Item = Place>) -> Vec<Place> {
+    /// Returns which of these chunks are here, and all pages that are here before their chunks.
+    pub(super) fn here(&self, places: impl Iterator<Item = Place>) -> (Vec<Place>, Vec<FilePages>) {
         let state = self.0.state.lock();
-        places
-            .filter(|&place| state.get(place) == Chunk::Here)
-            .collect()
+        let is_here = |place: &Place| state.get(*place) == Chunk::Here;
+        (places.filter(is_here).collect(), state.all_first())
     }
 
-    /// Returns a receiver of the chunks that arrive from now on.
-    pub(super) fn arrivals(&self) -> Receiver<Place> {
+    /// Returns a receiver of what arrives from now on.
+    pub(super) fn arrivals(&self) -> Receiver<Arrival> {
         let (listener, arrivals) = channel();
         self.0.state.lock().listeners.push(listener);
         arrivals
     }
 
-    /// Waits until bytes of a file ([`Piece::file`]) are here.
+    /// Waits until bytes of a file ([`memfold_snapshot::restore::Piece::file`]) are here.
     pub fn wait(&self, file: usize, bytes: Range<u64>) -> io::Result<()> {
-        let number = self.0.of_pieces.get(file).copied();
-        self.0.wait(number.unwrap_or(usize::MAX), bytes)
+        self.0.wait(self.file_of(file).unwrap_or(usize::MAX), bytes)
+    }
+
+    /// Notes that a VM is being started. While the first one starts, nothing is fetched that no VM
+    /// waits for.
+    pub fn note_start(&self) {
+        let mut state = self.0.state.lock();
+        state.quiet_until.get_or_insert(Instant::now() + QUIET);
+    }
+
+    /// Waits until the pages that VMs touch at once are here, if the store has them together. They
+    /// arrive while QEMU starts. Returns the number of pages that arrived before their chunks.
+    pub fn wait_first(&self) -> u64 {
+        let mut state = self.0.state.lock();
+        while state.awaits_first && !state.is_stopped {
+            self.0.arrived.wait(&mut state);
+        }
+        state.shown
     }
 
     /// Returns how far the fetching is.
@@ -348,7 +351,8 @@ impl StreamedSnapshot {
     pub fn status(&self) -> StreamStatus {
         let state = self.0.state.lock();
         StreamStatus {
-            here_bytes: (state.total - state.missing) * CHUNK_BYTES,
+            here_bytes: (state.total - state.missing) * CHUNK_BYTES
+                + state.first_pages() * PAGE_SIZE,
             total_bytes: state.total * CHUNK_BYTES,
             waits: state.waiting.values().min().map(Instant::elapsed),
             trouble: state.trouble.clone(),
@@ -367,9 +371,8 @@ impl StreamedSnapshot {
             progress.begin("fetched", state.total * CHUNK_BYTES);
             progress.add((state.total - state.missing) * CHUNK_BYTES);
         }
-        remote.wait(join_all(
-            (0..AT_ONCE).map(|_| shared.fetch(remote, progress)),
-        ));
+        let chunks = join_all((0..AT_ONCE).map(|_| shared.fetch(remote, progress)));
+        remote.wait(join(shared.fetch_first(remote, progress), chunks));
         {
             let mut state = shared.state.lock();
             if state.is_stopped {
@@ -404,6 +407,9 @@ impl StreamedSnapshot {
 
 /// Returns why VMs cannot run from a snapshot while it is being fetched.
 fn obstacle(manifest: &Manifest) -> Option<&'static str> {
+    if manifest.encryption.is_some() {
+        return Some("its memory is encrypted");
+    }
     if manifest.packed.is_some() {
         return Some("its memory is compressed");
     }
@@ -442,17 +448,10 @@ fn file_name(path: &Path) -> Option<String> {
     Some(path.file_name()?.to_str()?.to_owned())
 }
 
-/// Returns the numbers of the files that [`Piece::file`] names.
-fn of_pieces(manifest: &Manifest, files: &[Arriving]) -> Vec<usize> {
-    let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
-    let names = std::iter::once(Some(RAM.to_owned())).chain(sources.map(|path| file_name(path)));
-    let number = |name: Option<String>| {
-        let name = name.unwrap_or_default();
-        files.iter().position(|file| file.entry.name == name)
-    };
-    names
-        .map(|name| number(name).unwrap_or(usize::MAX))
-        .collect()
+/// Returns the numbers of the files that [`memfold_snapshot::restore::Piece::file`] names.
+fn of_pieces(manifest: &Manifest, files: &[Arriving]) -> Vec<Option<usize>> {
+    let entries = || files.iter().map(|file| &file.entry);
+    numbers_of(manifest, |path| number_by_name(entries(), path))
 }
 
 /// Returns the places of all chunks that are not zeroes.
@@ -483,9 +482,9 @@ impl Arriving {
 
 impl Shared {
     /// Finds out which chunks are missing, and in which order they are fetched.
-    fn find_work(&self, draft: &Path, here: &[Place], new: &[bool]) {
+    fn find_work(&self, draft: &Path, here: &[Place]) {
         let mut state = State::default();
-        for (file, &is_new) in self.files.iter().zip(new) {
+        for (file, &is_new) in self.files.iter().zip(&self.is_new) {
             // A chunk of zeroes is a hole, unless an earlier pull has left something there.
             let chunk = |name: &Option<blake3::Hash>| {
                 let is_here = file.is_whole || name.is_none() && is_new;
@@ -496,20 +495,19 @@ impl Shared {
         for &(file, number) in here {
             state.set((file, number), Chunk::Here);
         }
-        let mut first = Vec::new();
+        let image = ImagePlaces::new(&self.manifest, &self.image, self.of_pieces.clone());
+        let chunks = |(page, pages): (u64, u64)| {
+            image.of(page, pages).flat_map(|(file, pages)| {
+                let chunks = pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES);
+                chunks.map(move |chunk| (file, chunk))
+            })
+        };
         let set = WorkingSet::read(draft, &self.manifest.sums.xxh3_128);
-        if let Some(set) = &set {
-            let pages = self.manifest.ram_bytes / PAGE_SIZE;
-            let whole = ImageBlock {
-                name: String::new(),
-                first_page: 0,
-                pages,
-            };
-            let pieces = restore::pieces_of(&self.image, &whole, Hva(0));
-            for &(page, pages) in set.runs() {
-                first.extend(self.chunks_of(&pieces, page, pages));
-            }
-        }
+        let soon = places::at_once(&self.manifest, set.as_ref());
+        let mut soon: Vec<Place> = soon.flat_map(chunks).collect();
+        let runs = set.iter().flat_map(|set| set.runs().iter().copied());
+        let mut first: Vec<Place> = runs.flat_map(chunks).collect();
+        soon.dedup();
         first.dedup();
         let all = state.chunks.iter().enumerate();
         let all: Vec<Place> = all
@@ -520,50 +518,139 @@ impl Shared {
         state.total = places(&self.files).count() as u64;
         state.total = state.total.max(state.missing);
         // A chunk that comes twice is fetched once.
+        state.soon = soon.into();
+        state.awaits_first = !self.first.entries.is_empty() && state.missing > 0;
         state.rest = first.into_iter().chain(all).collect();
         *self.state.lock() = state;
     }
 
-    /// Returns the chunks that hold pages of an image. `pieces` are those of the whole image.
-    fn chunks_of(&self, pieces: &[Piece], page: u64, pages: u64) -> Vec<Place> {
-        let end = page.saturating_add(pages);
-        let at = |piece: &Piece| piece.hva / PAGE_SIZE;
-        let from = pieces.partition_point(|piece| at(piece) + piece.pages <= page);
-        let here = pieces[from..].iter().take_while(|piece| at(piece) < end);
-        let chunks = here.flat_map(|piece| {
-            let first = page.max(at(piece)) - at(piece);
-            let last = end.min(at(piece) + piece.pages) - at(piece);
-            let file = self.of_pieces.get(piece.file).copied();
-            let range = (piece.file_page + first) / CHUNK_PAGES
-                ..(piece.file_page + last).div_ceil(CHUNK_PAGES);
-            file.into_iter()
-                .flat_map(move |file| range.clone().map(move |chunk| (file, chunk)))
-        });
-        chunks.collect()
+    /// Fetches the pages that VMs touch at once, before other chunks. Without them, VMs only start
+    /// later.
+    async fn fetch_first(&self, remote: &Remote, progress: &Progress) {
+        if !self.state.lock().awaits_first {
+            return;
+        }
+        let began = Instant::now();
+        let (fetch, stopped) = (pin!(self.first.fetch(remote)), pin!(self.stopped()));
+        let fetched = match select(fetch, stopped).await {
+            Either::Left((fetched, _)) => fetched,
+            Either::Right(_) => return,
+        };
+        match fetched.and_then(|parts| self.use_first(&parts)) {
+            Ok(pages) => {
+                progress.add(pages * PAGE_SIZE);
+                tracing::debug!(
+                    snapshot = self.request.name,
+                    pages,
+                    ms = began.elapsed().as_secs_f64() * 1000.0,
+                    "pages fetched that VMs touch first"
+                );
+            }
+            Err(error) => tracing::warn!(
+                snapshot = self.request.name,
+                url = remote.url(),
+                error = memfold_host::chain(&error),
+                "cannot use the pages of a snapshot that are stored together for a fast start; its VMs start more slowly, with whole chunks"
+            ),
+        }
+        let mut state = self.state.lock();
+        state.awaits_first = false;
+        // What lies beside these pages is not needed at once.
+        let soon = std::mem::take(&mut state.soon);
+        let is_later = |place: &Place| !state.first(*place).is_empty();
+        let (later, soon): (Vec<Place>, Vec<Place>) = soon.into_iter().partition(is_later);
+        for place in later.into_iter().rev() {
+            state.rest.push_front(place);
+        }
+        state.soon = soon.into();
+        drop(state);
+        self.arrived.notify_all();
+        self.work.notify_waiters();
+    }
+
+    /// Waits until nothing is fetched any more.
+    async fn stopped(&self) {
+        loop {
+            // Registered before the look, so that no notification is missed.
+            let mut notified = pin!(self.work.notified());
+            notified.as_mut().enable();
+            if self.state.lock().is_stopped {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// Writes first pages to their files, and shows them to VMs. Pages are left to their chunks if
+    /// these are on their way, or are zeroes. Returns the number of pages that VMs see now.
+    fn use_first(&self, parts: &[Part]) -> Result<u64, TransferError> {
+        // No chunk may be written meanwhile.
+        let mut state = self.state.lock();
+        let mut shown: Vec<FilePages> = Vec::new();
+        for (run, bytes) in parts.iter().flat_map(Part::pages) {
+            let file = usize::try_from(run.file).unwrap_or(usize::MAX);
+            let (place, of) = ((file, run.chunk()), &self.files[file]);
+            let name = of
+                .chunks
+                .get(usize::try_from(run.chunk()).unwrap_or(usize::MAX));
+            let at = run.first * PAGE_SIZE;
+            match (state.get(place), name.copied().flatten()) {
+                // VMs may see what an earlier daemon has fetched: nothing is written over it.
+                (Chunk::Missing, Some(_)) if !self.is_new[file] => {
+                    if pull::check_same(of, at, bytes).is_ok() {
+                        shown.push((file, run.first..run.end()));
+                    }
+                }
+                (Chunk::Missing, Some(_)) => {
+                    of.file
+                        .write_all_at(bytes, at)
+                        .map_err(TransferError::Local)?;
+                    shown.push((file, run.first..run.end()));
+                }
+                (Chunk::Here, _) => pull::check_same(of, at, bytes)?,
+                (Chunk::Missing, None) | (Chunk::OnItsWay, _) => {}
+            }
+        }
+        state.note_first(shown);
+        Ok(state.shown)
     }
 
     /// Fetches chunks until all are here, or nobody wants them any more.
     async fn fetch(&self, remote: &Remote, progress: &Progress) {
         loop {
             // Registered before the look, so that no notification is missed.
-            let mut notified = std::pin::pin!(self.work.notified());
+            let mut notified = pin!(self.work.notified());
             notified.as_mut().enable();
-            let next = {
+            let (next, pause) = {
                 let mut state = self.state.lock();
                 if state.missing == 0 || state.is_stopped {
                     self.work.notify_waiters();
                     return;
                 }
-                state.next()
+                let next = state.next();
+                let with_first =
+                    next.map(|(place, is_urgent)| (place, is_urgent, state.first(place).to_vec()));
+                (with_first, IDLE.min(state.quiet().unwrap_or(IDLE)))
             };
-            let Some((place, is_urgent)) = next else {
+            let Some((place, is_urgent, seen)) = next else {
                 // The end of the wait is only a reason to look again.
-                let _ = timeout(IDLE, notified).await;
+                let _ = timeout(pause, notified).await;
                 continue;
             };
             let of = &self.files[place.0];
             let name = of.chunks[usize::try_from(place.1).unwrap_or(0)];
-            let fetched = fetch_chunk(remote, of, name, place.1, progress).await;
+            let began = Instant::now();
+            let chunk = (name, place.1, seen.as_slice());
+            let fetched = fetch_chunk(remote, of, chunk, progress).await;
+            if is_urgent {
+                tracing::debug!(
+                    snapshot = self.request.name,
+                    file = of.entry.name,
+                    chunk = place.1,
+                    ms = began.elapsed().as_secs_f64() * 1000.0,
+                    "part of a snapshot fetched for which a VM waits"
+                );
+            }
             let pause = self.note(place, is_urgent, fetched.map(drop));
             if let Some(pause) = pause {
                 sleep(pause).await;
@@ -587,12 +674,7 @@ impl Shared {
         *of_kind = of_kind.saturating_sub(1);
         let pause = match fetched {
             Ok(()) => {
-                state.set(place, Chunk::Here);
-                state.missing = state.missing.saturating_sub(1);
-                state.waiting.remove(&place);
-                state
-                    .listeners
-                    .retain(|listener| listener.send(place).is_ok());
+                state.note_here(place);
                 (state.failures, state.trouble) = (0, None);
                 None
             }
@@ -624,35 +706,27 @@ impl Shared {
         pause
     }
 
-    /// Makes a chunk one of those that are fetched first, because somebody waits for it.
-    fn want(&self, place: Place) {
-        let mut state = self.state.lock();
-        if state.get(place) == Chunk::Here {
-            return;
-        }
-        let is_new = state.waiting.insert(place, Instant::now()).is_none();
-        if is_new && state.get(place) == Chunk::Missing {
-            state.wanted.push_back(place);
-        }
-        drop(state);
-        self.work.notify_waiters();
-    }
-
     /// Waits until bytes of file `number` are here.
     fn wait(&self, number: usize, bytes: Range<u64>) -> io::Result<()> {
+        let pages = bytes.start / PAGE_SIZE..bytes.end.div_ceil(PAGE_SIZE);
+        let in_chunk = |chunk: u64| {
+            let of_chunk = chunk * CHUNK_PAGES..(chunk + 1) * CHUNK_PAGES;
+            pages.start.max(of_chunk.start)..pages.end.min(of_chunk.end)
+        };
         let chunks = bytes.start / CHUNK_BYTES..bytes.end.div_ceil(CHUNK_BYTES);
-        for chunk in chunks.clone() {
-            self.want((number, chunk));
-        }
+        let mut missing: Vec<u64> = chunks.collect();
         let mut state = self.state.lock();
-        while chunks
-            .clone()
-            .any(|chunk| state.get((number, chunk)) != Chunk::Here)
-        {
+        missing.retain(|&chunk| !state.has((number, chunk), &in_chunk(chunk)));
+        for &chunk in &missing {
+            state.want((number, chunk));
+        }
+        self.work.notify_waiters();
+        while !missing.is_empty() {
             if state.is_stopped {
                 return Err(io::Error::other("the snapshot is not fetched any more"));
             }
             self.arrived.wait(&mut state);
+            missing.retain(|&chunk| !state.has((number, chunk), &in_chunk(chunk)));
         }
         Ok(())
     }
@@ -667,45 +741,6 @@ fn in_short(error: &TransferError) -> String {
 
 fn remote_url(remote: Option<&Remote>) -> &str {
     remote.map_or("", Remote::url)
-}
-
-impl State {
-    /// Returns the state of a chunk. Chunks of files that need no fetching are here.
-    fn get(&self, (file, chunk): Place) -> Chunk {
-        let chunks = self.chunks.get(file);
-        let found = chunks.and_then(|chunks| chunks.get(usize::try_from(chunk).ok()?));
-        found.copied().unwrap_or(Chunk::Here)
-    }
-
-    fn set(&mut self, (file, chunk): Place, now: Chunk) {
-        let chunks = self.chunks.get_mut(file);
-        let found = chunks.and_then(|chunks| chunks.get_mut(usize::try_from(chunk).ok()?));
-        if let Some(found) = found {
-            *found = now;
-        }
-    }
-
-    /// Returns the next chunk to fetch, and whether somebody waits for it.
-    fn next(&mut self) -> Option<(Place, bool)> {
-        while let Some(place) = self.wanted.pop_front() {
-            if self.get(place) == Chunk::Missing {
-                self.urgent += 1;
-                self.set(place, Chunk::OnItsWay);
-                return Some((place, true));
-            }
-        }
-        if self.urgent > 0 || self.in_advance >= IN_ADVANCE {
-            return None;
-        }
-        while let Some(place) = self.rest.pop_front() {
-            if self.get(place) == Chunk::Missing {
-                self.in_advance += 1;
-                self.set(place, Chunk::OnItsWay);
-                return Some((place, false));
-            }
-        }
-        None
-    }
 }
 
 impl Exports for StreamedSnapshot {

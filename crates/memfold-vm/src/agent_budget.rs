@@ -28,7 +28,9 @@ pub(super) fn weight(message: &FromAgent) -> usize {
         | FromAgent::Exited { .. }
         | FromAgent::InputRoom { .. }
         | FromAgent::Memory(_)
-        | FromAgent::Trimmed(_) => 16,
+        | FromAgent::Trimmed(_)
+        | FromAgent::Allowed { .. }
+        | FromAgent::NotAllowed { .. } => 16,
     };
     usize::try_from(pages.clamp(16, MOST)).unwrap_or(usize::MAX)
 }

@@ -9,7 +9,7 @@
 //! of messages takes only limited memory of the host. The messages are decoded and checked for
 //! limits ([`memfold_wire`]), but what they say stays untrusted.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -19,17 +19,19 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use memfold_host::caught::caught;
+use memfold_host::privileges::{Files, confine_thread_or_warn};
 use memfold_wire::agent::{
     FromAgent, INPUT_WINDOW, MAX_STREAMS, OLDEST_VERSION, OUTPUT_COST, OUTPUT_WINDOW, OutputStream,
     STREAMS_VERSION, ToAgent, VERSION,
 };
 use memfold_wire::memory::TrimResult;
+use memfold_wire::permission::Permission;
 use memfold_wire::{Decoder, encode};
-use serde::Serialize;
-
-use memfold_host::caught::caught;
 
 use super::agent_budget::{Budget, weight};
+use super::agent_facts::{AgentEvent, AgentFacts, AgentOptions, AgentStats};
+use super::agent_task::{AgentError, CommandResult, GuestTask, MAX_OUTPUT, StreamEvent};
 
 /// Shortest and longest wait before a reconnect.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
@@ -51,131 +53,11 @@ const OUTPUT_PIECES: usize = 64;
 /// closed, and QEMU discards the data in transit. (A systemd unit that restarts its agent every
 /// second causes ten.)
 const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
-/// Most output of a command that [`AgentLink::run`] keeps, in bytes, both streams together.
-const MAX_OUTPUT: usize = 64 << 20;
-
-/// Which paths a guest's agent reports, and how much it may send.
-#[derive(Clone, Debug)]
-pub struct AgentOptions {
-    /// Glob patterns of the paths in the guest that the agent reports; empty: all paths.
-    pub include: Vec<String>,
-    /// Glob patterns of the paths in the guest that the agent does not report.
-    pub exclude: Vec<String>,
-    /// Most bytes per second that the daemon reads from the agent. Beyond this limit, the guest
-    /// waits.
-    pub max_bytes_per_s: u32,
-    /// Most pages per second that the agent's messages may name. Beyond this limit, the guest
-    /// waits. A message that makes the daemon rebuild tables counts as many pages.
-    pub max_pages_per_s: u32,
-    /// Interval at which the agent reports the guest's memory figures, in milliseconds, at least
-    /// 100; 0: never.
-    pub memory_interval_ms: u32,
-}
-
-impl Default for AgentOptions {
-    fn default() -> Self {
-        Self {
-            include: Vec::new(),
-            exclude: Vec::new(),
-            max_bytes_per_s: 16 << 20,
-            // A gigabyte of page cache a second.
-            max_pages_per_s: 1 << 18,
-            memory_interval_ms: 2000,
-        }
-    }
-}
-
-/// What the agent said about itself and its guest in its first message of a session (Hello).
-/// Untrusted.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct AgentFacts {
-    /// Package version of the agent, as the agent reports it.
-    pub agent: String,
-    /// Version of the guest's kernel (`uname -r`).
-    pub kernel: String,
-    /// Boot ID of the guest: a random UUID that the guest's kernel makes at each boot.
-    pub boot_id: String,
-    /// Host name of the guest.
-    pub host_name: String,
-    /// Conditions in the guest that prevent parts of the agent's work, each as a text for the
-    /// operator.
-    pub problems: Vec<String>,
-}
-
-/// Events that an agent link passes to its callback (the sink), in the order in which they happen.
-#[derive(Clone, Debug, PartialEq)]
-pub enum AgentEvent {
-    /// A session with the agent began. File numbers and hints of earlier sessions are no longer
-    /// valid.
-    Session(AgentFacts),
-    /// The agent sent a message in the current session; never `Hello`, `Output`, `Exited` or
-    /// `Trimmed`.
-    Message(FromAgent),
-    /// The connection to the agent ended. The link connects again without the caller's help.
-    Lost {
-        /// Why the connection ended, as a text for the operator.
-        reason: String,
-    },
-}
-
-/// Counters of an agent link since it was started.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct AgentStats {
-    /// Bytes that the link read from the agent.
-    pub bytes: u64,
-    /// Number of the agent's messages that the link decoded.
-    pub messages: u64,
-    /// Number of sessions with the agent: how often the agent sent a valid Hello.
-    pub sessions: u64,
-    /// Number of connections that the link closed because the guest broke the protocol.
-    pub protocol_errors: u64,
-    /// Number of the agent's messages that the link dropped, because they came outside a session or
-    /// belonged to no running command.
-    pub dropped: u64,
-    /// How often the link stopped reading because the guest exceeded its limits.
-    pub throttled: u64,
-}
-
-/// Why a message to the agent could not be sent, or why a command in the guest gave no result.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)] // the messages say what is the case
-pub enum AgentError {
-    #[error("the guest's agent is not connected ({0})")]
-    NoSession(String),
-    #[error("the agent in the guest disconnected while the command ran")]
-    Lost,
-    #[error("the command in the guest took longer than {seconds} s and was killed")]
-    Timeout { seconds: f64 },
-    #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
-    TooMuchOutput,
-    #[error("the agent in the guest has version {version}, which cannot {what}")]
-    TooOld { version: String, what: &'static str },
-    #[error("the agent in the guest did not end the trim of its page cache within {seconds} s")]
-    TrimTimeout { seconds: f64 },
-    #[error("cannot send the script to the guest's agent")]
-    Frame(#[from] memfold_wire::FrameError),
-    #[error("cannot write to the port of the guest's agent")]
-    Write(#[source] std::io::Error),
-    #[error("{MAX_STREAMS} streamed commands run in the guest already")]
-    TooManyStreams,
-    #[error("more than {} KiB of input were sent before the command had taken them", INPUT_WINDOW >> 10)]
-    TooMuchInput,
-}
-
-/// What a command in the guest printed, and its exit code.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CommandResult {
-    /// What the command wrote to its standard output.
-    pub stdout: Vec<u8>,
-    /// What the command wrote to its standard error.
-    pub stderr: Vec<u8>,
-    /// Exit code of the command, or 128 + signal if a signal killed the command.
-    pub code: i32,
-}
 
 enum CommandEvent {
     Output(OutputStream, Vec<u8>),
     Exited(i32),
+    NotAllowed(Permission),
 }
 
 /// A connection to memfold's agent in a guest. A thread reconnects as needed, until this value is
@@ -195,19 +77,6 @@ pub(super) struct Shared {
     /// Serializes writes to the agent. This lock is separate from the state's lock, so that a slow
     /// guest does not block readers of the state.
     writer: Mutex<()>,
-}
-
-/// What a streamed command did.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StreamEvent {
-    /// The command wrote these bytes. After they are passed on, call
-    /// [`StreamedCommand::passed_on`](super::StreamedCommand::passed_on).
-    Output(OutputStream, Vec<u8>),
-    /// So many bytes more may be sent to [`StreamedCommand::input`](super::StreamedCommand::input),
-    /// beside the first 128 KiB ([`INPUT_WINDOW`](memfold_wire::agent::INPUT_WINDOW)).
-    InputRoom(u32),
-    /// The command has ended with this exit code; no event follows.
-    Exited(i32),
 }
 
 /// A streamed command that runs in the guest.
@@ -233,7 +102,9 @@ pub(super) struct State {
     session: Option<AgentFacts>,
     last_error: String,
     /// Version of the session's protocol.
-    version: u16,
+    pub(super) version: u16,
+    /// What the guest's owner allows; `None`: the agent has not said, and may allow everything.
+    allowed: Option<BTreeSet<Permission>>,
     commands: HashMap<u32, SyncSender<CommandEvent>>,
     streams: HashMap<u32, LinkStream>,
     next_command: u32,
@@ -288,6 +159,13 @@ impl AgentLink {
         state.facts().cloned()
     }
 
+    /// Returns what the guest's owner allows the daemon; `None` if there is no session, or if the
+    /// agent is older than protocol version 3, which allows everything.
+    #[must_use]
+    pub fn allowed(&self) -> Option<BTreeSet<Permission>> {
+        self.shared.lock().allowed.clone()
+    }
+
     /// Returns the counters of this link since it was started.
     #[must_use]
     pub fn stats(&self) -> AgentStats {
@@ -312,12 +190,20 @@ impl AgentLink {
         self.shared.send(&ToAgent::Inventory)
     }
 
-    /// Runs `/bin/sh -c script` in the guest and returns output and exit code. The command is
+    /// Runs a script or an order in the guest and returns output and exit code. The command is
     /// killed after `timeout`, or when it has printed more than 64 MiB.
-    pub fn run(&self, script: &str, timeout: Duration) -> Result<CommandResult, AgentError> {
+    ///
+    /// # Errors
+    ///
+    /// [`AgentError::NotAllowed`] if the guest's owner does not allow it.
+    pub fn run(
+        &self,
+        task: impl Into<GuestTask>,
+        timeout: Duration,
+    ) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
         let mut kept = 0;
-        result.code = self.run_streaming(script, timeout, |stream, bytes| {
+        result.code = self.run_streaming(task, timeout, |stream, bytes| {
             kept += bytes.len();
             match stream {
                 OutputStream::Stdout => &mut result.stdout,
@@ -329,27 +215,23 @@ impl AgentLink {
         Ok(result)
     }
 
-    /// Runs `/bin/sh -c script` in the guest, calls `output` with each piece of the command's
+    /// Runs a script or an order in the guest, calls `output` with each piece of the command's
     /// output, and returns the exit code. The command is killed after `timeout`, or when `output`
     /// returns false ([`AgentError::TooMuchOutput`]).
     pub fn run_streaming(
         &self,
-        script: &str,
+        task: impl Into<GuestTask>,
         timeout: Duration,
         mut output: impl FnMut(OutputStream, &[u8]) -> bool,
     ) -> Result<i32, AgentError> {
         let deadline = Instant::now() + timeout;
         let (sender, receiver) = sync_channel(OUTPUT_PIECES);
-        let command = {
+        let (command, run) = {
             let mut state = self.shared.lock();
             state.facts()?;
             let command = state.new_number();
             state.commands.insert(command, sender);
-            command
-        };
-        let run = ToAgent::Run {
-            command,
-            script: script.to_owned(),
+            (command, task.into().message(command, state.version))
         };
         let late = || AgentError::Timeout {
             seconds: timeout.as_secs_f64(),
@@ -367,6 +249,9 @@ impl AgentLink {
                         }
                     }
                     Ok(CommandEvent::Exited(code)) => return Ok(code),
+                    Ok(CommandEvent::NotAllowed(permission)) => {
+                        return Err(AgentError::NotAllowed(permission));
+                    }
                     Err(RecvTimeoutError::Timeout) => return Err(late()),
                     Err(RecvTimeoutError::Disconnected) => return Err(AgentError::Lost),
                 }
@@ -428,6 +313,7 @@ impl State {
         self.commands.clear();
         self.streams.clear();
         self.trims.clear();
+        self.allowed = None;
     }
 }
 
@@ -464,15 +350,7 @@ impl Shared {
             let connected = self.connect();
             let is_connected = connected.is_ok();
             let ended = match connected {
-                Ok(stream) => {
-                    // A panic that a guest's message causes must end neither the daemon nor this
-                    // link.
-                    caught(|| self.converse(stream, silence, &mut sink)).unwrap_or_else(|_| {
-                        Some(self.broken(
-                            "a message of the agent made this daemon panic; the daemon's log says where",
-                        ))
-                    })
-                }
+                Ok(stream) => self.converse_confined(stream, silence, &mut sink),
                 Err(e) => Some(format!("cannot connect to {}: {e}", self.path.display())),
             };
             let mut state = self.lock();
@@ -540,6 +418,60 @@ impl Shared {
         wait.is_some_and(|time| {
             self.lock().stats.throttled += 1;
             self.pause(time)
+        })
+    }
+
+    /// Like [`Self::converse`], in a thread that parses messages and has no rights beside its
+    /// connection. Its events are passed to `sink` in this thread.
+    fn converse_confined(
+        &self,
+        stream: UnixStream,
+        silence: Duration,
+        sink: &mut impl FnMut(AgentEvent),
+    ) -> Option<String> {
+        let (events, received) = sync_channel(0);
+        let (done, sink_is_done) = sync_channel(0);
+        std::thread::scope(|scope| {
+            let parser = std::thread::Builder::new().name("agent-parser".into());
+            let parser = parser.spawn_scoped(scope, move || {
+                confine_thread_or_warn(Files::None);
+                let mut pass = |event| {
+                    // Fails only if the sink panicked, and then the connection is closed.
+                    if events.send(event).is_ok() {
+                        let _ = sink_is_done.recv();
+                    }
+                };
+                caught(|| self.converse(stream, silence, &mut pass))
+            });
+            let parser = match parser {
+                Ok(parser) => parser,
+                Err(error) => {
+                    return Some(format!(
+                        "cannot start a thread for the agent's messages: {error}"
+                    ));
+                }
+            };
+            // A panic that a guest's message causes must end neither the daemon nor this link.
+            let passed = caught(|| {
+                for event in received {
+                    sink(event);
+                    // Fails only if the parser panicked.
+                    let _ = done.send(());
+                }
+            });
+            drop(done);
+            if passed.is_err() {
+                if let Some(stream) = &self.lock().stream {
+                    // Fails only if the connection has ended.
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
+            }
+            match (parser.join(), passed) {
+                (Ok(Ok(reason)), Ok(())) => reason,
+                _ => Some(self.broken(
+                    "a message of the agent made this daemon panic; the daemon's log says where",
+                )),
+            }
         })
     }
 
@@ -674,6 +606,22 @@ impl Shared {
                     self.lock().commands.remove(&command);
                 }
             }
+            FromAgent::Allowed { words } => {
+                // A newer agent may know other permissions, which this daemon does not need.
+                let words = words.iter().map(String::as_str);
+                self.lock().allowed = Some(words.filter_map(Permission::from_word).collect());
+            }
+            FromAgent::NotAllowed { command, word } => {
+                let Some(permission) = Permission::from_word(&word) else {
+                    self.lock().stats.dropped += 1;
+                    return;
+                };
+                let event = StreamEvent::NotAllowed(permission);
+                if self.to_stream(command, event).is_some() {
+                    self.to_command(command, CommandEvent::NotAllowed(permission));
+                    self.lock().commands.remove(&command);
+                }
+            }
             FromAgent::InputRoom { command, bytes } => {
                 if self
                     .to_stream(command, StreamEvent::InputRoom(bytes))
@@ -721,11 +669,11 @@ impl Shared {
                 // The window is far below 2^32.
                 StreamEvent::InputRoom(u32::try_from(more).unwrap_or(0))
             }
-            exited @ StreamEvent::Exited(_) => exited,
+            end @ (StreamEvent::Exited(_) | StreamEvent::NotAllowed(_)) => end,
         };
-        let has_exited = matches!(event, StreamEvent::Exited(_));
+        let is_end = matches!(event, StreamEvent::Exited(_) | StreamEvent::NotAllowed(_));
         (stream.sink)(event);
-        if has_exited {
+        if is_end {
             state.streams.remove(&number);
         }
         None

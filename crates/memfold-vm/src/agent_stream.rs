@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memfold_wire::agent::{MAX_INPUT, OUTPUT_COST, OUTPUT_WINDOW, Terminal, TerminalSize, ToAgent};
 
-use super::agent_link::{AgentError, AgentLink, Shared, StreamEvent};
+use super::agent_link::{AgentLink, Shared};
+use super::agent_task::{AgentError, GuestTask, StreamEvent};
 
 /// Cost of passed-on output after which the agent is told that it may send more.
 const TELL_OUTPUT: usize = OUTPUT_WINDOW / 4;
@@ -13,11 +14,11 @@ const TELL_OUTPUT: usize = OUTPUT_WINDOW / 4;
 /// What a streamed command is started with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StreamRequest {
-    /// Text of a shell script, which `/bin/sh -c` runs in the guest.
-    pub script: String,
+    /// What the guest runs.
+    pub task: GuestTask,
     /// Whether the command gets standard input; otherwise its input is empty.
     pub has_input: bool,
-    /// Terminal of the command; `None`: the command has pipes.
+    /// Terminal of the command; `None`: the command has pipes. An order has no terminal.
     pub terminal: Option<Terminal>,
 }
 
@@ -50,12 +51,13 @@ impl AgentLink {
             shared: Arc::clone(&self.shared),
             passed_on: AtomicUsize::new(0),
         };
-        command.shared.send(&ToAgent::Stream {
-            command: command.number,
-            script: request.script,
-            has_input: request.has_input,
-            terminal: request.terminal,
-        })?;
+        let version = command.shared.lock().version;
+        command.shared.send(&request.task.stream_message(
+            command.number,
+            version,
+            request.has_input,
+            request.terminal,
+        ))?;
         Ok(command)
     }
 }

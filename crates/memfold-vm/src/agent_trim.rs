@@ -6,7 +6,9 @@ use std::time::Duration;
 use memfold_wire::agent::ToAgent;
 use memfold_wire::memory::{self, TrimOrder, TrimResult};
 
-use crate::agent_link::{AgentError, AgentFacts, AgentLink};
+use crate::agent_facts::AgentFacts;
+use crate::agent_link::AgentLink;
+use crate::agent_task::AgentError;
 
 /// What the agent shall reclaim of the guest's page cache.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -16,6 +16,7 @@ use memfold_units::ByteSize;
 use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError};
+use crate::virtio_mem;
 
 /// Smallest target: less is not enough for a Linux guest's kernel.
 pub const SMALLEST: ByteSize = ByteSize::mib(64);
@@ -42,7 +43,7 @@ pub enum BalloonError {
     Target {
         /// Size that the guest should have been given, which is not possible.
         target: ByteSize,
-        /// RAM of the VM, plugged memory included.
+        /// RAM of the VM, with DIMMs.
         ram: ByteSize,
     },
     /// The monitor failed.
@@ -65,6 +66,8 @@ pub struct GuestStats {
     pub available: u64,
     /// Page cache that can be reclaimed.
     pub disk_caches: Option<u64>,
+    /// Number of page faults for which the guest read from a disk.
+    pub major_faults: Option<u64>,
     /// Bytes read from swap since the guest's boot.
     pub swap_in: Option<u64>,
     /// Bytes written to swap since the guest's boot.
@@ -97,6 +100,7 @@ impl GuestStats {
             free: number("stat-free-memory"),
             available: number("stat-available-memory")?,
             disk_caches: number("stat-disk-caches"),
+            major_faults: number("stat-major-faults"),
             swap_in: number("stat-swap-in"),
             swap_out: number("stat-swap-out"),
             oom_kills: number("stat-oom-kills"),
@@ -151,17 +155,26 @@ pub fn deflates_on_oom(qmp: &mut Qmp, device: &str) -> Result<bool, QmpError> {
     Ok(answer.as_bool().unwrap_or(false))
 }
 
-/// Returns the VM's RAM with plugged memory: its size when the balloon is empty.
+/// Returns the VM's RAM with DIMMs: its size when the balloon is empty. Memory that virtio-mem has
+/// plugged is not part of it, because QEMU does not count that for the balloon (`hw/virtio/
+/// virtio-balloon.c`, `get_current_ram_size`).
 pub fn full_size(qmp: &mut Qmp) -> Result<ByteSize, QmpError> {
     let answer = qmp.query("query-memory-size-summary")?;
     let bytes = |name: &str| answer[name].as_u64();
-    match bytes("base-memory") {
-        Some(base) => Ok(ByteSize(base + bytes("plugged-memory").unwrap_or(0))),
-        None => Err(unexpected("query-memory-size-summary", &answer)),
+    let Some(base) = bytes("base-memory") else {
+        return Err(unexpected("query-memory-size-summary", &answer));
+    };
+    // With virtio-mem.
+    let plugged = bytes("plugged-memory").unwrap_or(0);
+    if plugged == 0 {
+        return Ok(ByteSize(base));
     }
+    let dimms = plugged.saturating_sub(virtio_mem::plugged(qmp)?.0);
+    Ok(ByteSize(base.saturating_add(dimms)))
 }
 
-/// Returns the size that the guest really has: its RAM without the pages in the balloon.
+/// Returns the size that the guest really has: its RAM without the pages in the balloon, and
+/// without memory that virtio-mem has plugged.
 pub fn actual(qmp: &mut Qmp) -> Result<ByteSize, BalloonError> {
     let answer = match qmp.query("query-balloon") {
         Err(QmpError::Refused { class, .. }) if class == "DeviceNotActive" => {
@@ -181,8 +194,8 @@ fn unexpected(command: &str, answer: &Value) -> QmpError {
     }
 }
 
-/// Sets the size that the guest should have, plugged memory included. The guest reaches it later;
-/// [`wait_for`] waits for that.
+/// Sets the size that the guest should have, without memory that virtio-mem has plugged. The guest
+/// reaches it later; [`wait_for`] waits for that.
 ///
 /// # Errors
 ///
@@ -199,12 +212,13 @@ pub fn set_target(qmp: &mut Qmp, target: ByteSize) -> Result<(), BalloonError> {
     Ok(())
 }
 
-/// Gives the guest all its memory back. This needs no driver, so it succeeds whatever the guest
-/// does: a driver that is loaded later begins with an empty balloon.
-pub fn restore(qmp: &mut Qmp) -> Result<(), BalloonError> {
+/// Gives the guest its memory back up to `size`, or all of it. This needs no driver, so it succeeds
+/// whatever the guest does: a driver that is loaded later begins with an empty balloon.
+pub fn restore(qmp: &mut Qmp, size: Option<ByteSize>) -> Result<(), BalloonError> {
     actual(qmp)?;
     let ram = full_size(qmp)?;
-    qmp.execute("balloon", json!({ "value": ram.0 }))?;
+    let size = size.map_or(ram, |size| size.min(ram));
+    qmp.execute("balloon", json!({ "value": size.0 }))?;
     Ok(())
 }
 

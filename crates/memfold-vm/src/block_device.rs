@@ -183,7 +183,8 @@ fn heads(file: &File, bytes: u64) -> io::Result<String> {
 
 /// Returns the offsets in bytes of the partitions in a device's table (GPT, or primary partitions
 /// of an MBR). A guest may have written the table, so offsets outside the device are left out.
-fn partitions(file: &File, bytes: u64) -> Vec<u64> {
+#[must_use]
+pub fn partitions(file: &File, bytes: u64) -> Vec<u64> {
     let read = |at: u64, length: usize| {
         let mut buffer = vec![0; length];
         file.read_exact_at(&mut buffer, at).ok()?;

@@ -8,11 +8,13 @@ use memfold_wire::agent::PORT_NAME;
 use super::directory::VmDirectory;
 use super::foreign::Foreign;
 use super::network::Network;
-use super::qemu_line::{Line, escape, monitor_argument, on_or_off};
+use super::qemu_line::{Line, escape, escape_text, monitor_argument, on_or_off};
+use super::qemu_user::QemuUser;
 use super::seed_disk;
 use super::segments;
 use super::spec::{DiskSpec, StreamedDisk, VmSpec};
 use super::swap;
+use super::virtio_mem;
 
 /// Seconds for which QEMU waits for an NBD server that is gone: three years.
 const WAIT_FOR_SERVER_S: u64 = 100_000_000;
@@ -20,8 +22,13 @@ const WAIT_FOR_SERVER_S: u64 = 100_000_000;
 /// ID of the backend of a VM's network card in QEMU.
 pub(super) const NETWORK: &str = "net0";
 
+/// Options of each VM's machine: the device state has no description of itself, and no core dump of
+/// QEMU contains the guest's RAM.
+const MACHINE_OPTIONS: &str = "suppress-vmdesc=on,dump-guest-core=off";
+
 /// Returns QEMU's command line for a VM. `overlays` holds the overlay files of the disks with
 /// `snapshot`, in the order of the disks; the file of the swap disk is the last, if the VM has one.
+/// `user`: user that QEMU switches to.
 #[must_use]
 pub fn arguments(
     spec: &VmSpec,
@@ -29,24 +36,27 @@ pub fn arguments(
     accel: &str,
     directory: &VmDirectory,
     overlays: &[PathBuf],
+    user: Option<QemuUser>,
 ) -> Vec<OsString> {
-    if let Some(foreign) = &spec.foreign {
-        return foreign_arguments(spec, foreign, directory, overlays);
-    }
     let mut line = Line::default();
+    if let Some(foreign) = &spec.foreign {
+        frame(&mut line, spec, user);
+        foreign_arguments(&mut line, spec, foreign, directory, overlays);
+        return line.0;
+    }
     let merge = on_or_off(spec.merges());
     line.flag("-nodefaults").flag("-no-user-config");
-    frame(&mut line, spec);
+    frame(&mut line, spec, user);
     line.add(
         "-machine",
-        format!("{machine},memory-backend=ram0,mem-merge={merge},suppress-vmdesc=on"),
+        format!("{machine},memory-backend=ram0,mem-merge={merge},{MACHINE_OPTIONS}"),
     )
     .add(
         "-object",
         format!("memory-backend-ram,id=ram0,size={}", spec.memory.0),
     );
     let plugs = segments::max_memory(spec).map_or_else(String::new, |max| {
-        // These slots are for DIMMs. Without slots, the guest is told that no memory can be added.
+        // These slots are for DIMMs; virtio-mem needs none.
         let slots = spec.memory_max.map_or(0, |_| spec.memory_slots);
         format!(",slots={slots},maxmem={}b", max.0)
     });
@@ -80,6 +90,7 @@ pub fn arguments(
     network_arguments(&mut line, spec);
     disk_arguments(&mut line, spec, overlays);
     seed_disk::arguments(&mut line, spec, directory);
+    virtio_mem::arguments(&mut line, spec);
     segments::arguments(&mut line, spec);
     boot_arguments(&mut line, spec);
     line.0.extend(spec.more_arguments(directory));
@@ -132,46 +143,44 @@ fn disk_arguments(line: &mut Line, spec: &VmSpec, overlays: &[PathBuf]) {
 }
 
 /// Adds options that do not affect the guest: the process's name, sandbox and user.
-fn frame(line: &mut Line, spec: &VmSpec) {
+fn frame(line: &mut Line, spec: &VmSpec, user: Option<QemuUser>) {
     line.add("-name", format!("guest={},debug-threads=on", spec.name))
         .add("-display", "none")
         .add("-msg", "timestamp=on,guest-name=on")
-        .add("-sandbox", sandbox(spec));
-    if let Some(user) = &spec.user {
-        line.add("-run-with", format!("user={user}"));
+        .add("-sandbox", sandbox(user));
+    if let Some(user) = user {
+        line.add("-run-with", user.option(spec));
     }
 }
 
 /// Returns the command line of a VM that memfold did not start originally.
 fn foreign_arguments(
+    line: &mut Line,
     spec: &VmSpec,
     foreign: &Foreign,
     directory: &VmDirectory,
     overlays: &[PathBuf],
-) -> Vec<OsString> {
-    let mut line = Line::default();
-    frame(&mut line, spec);
+) {
     line.0
         .extend(foreign.line(&spec.forwards).iter().map(OsString::from));
     let merge = on_or_off(spec.merges());
-    line.add("-machine", format!("mem-merge={merge},suppress-vmdesc=on"))
+    line.add("-machine", format!("mem-merge={merge},{MACHINE_OPTIONS}"))
         .add("-monitor", "none");
-    monitors(&mut line, directory);
+    monitors(line, directory);
     if let Some(id) = &foreign.agent {
-        agent_chardev(&mut line, id, directory);
+        agent_chardev(line, id, directory);
     }
     if let Some(id) = &foreign.console {
-        console_chardev(&mut line, id, directory, foreign.console_shared);
+        console_chardev(line, id, directory, foreign.console_shared);
     }
-    disk_arguments(&mut line, spec, overlays);
-    line.0
+    disk_arguments(line, spec, overlays);
 }
 
 /// Returns the value of `-sandbox`. QEMU drops its privileges with system calls that the sandbox
 /// would forbid (also under `children`), so these calls stay allowed. Without privileges and with
 /// `spawn` denied, these calls gain nothing.
-fn sandbox(spec: &VmSpec) -> String {
-    let privileges = if spec.user.is_some() { "allow" } else { "deny" };
+fn sandbox(user: Option<QemuUser>) -> String {
+    let privileges = if user.is_some() { "allow" } else { "deny" };
     format!("on,obsolete=deny,elevateprivileges={privileges},spawn=deny,resourcecontrol=deny")
 }
 
@@ -182,7 +191,7 @@ fn monitors(line: &mut Line, directory: &VmDirectory) {
 }
 
 fn agent_chardev<'a>(line: &'a mut Line, id: &str, directory: &VmDirectory) -> &'a mut Line {
-    let socket = format!("socket,id={id},server=on,wait=off,path=");
+    let socket = format!("socket,id={},server=on,wait=off,path=", escape_text(id));
     line.with_path("-chardev", &socket, &directory.agent())
 }
 
@@ -195,7 +204,8 @@ fn console_chardev<'a>(
 ) -> &'a mut Line {
     let shared = if is_shared { ",mux=on" } else { "" };
     let mut console = OsString::from(format!(
-        "socket,id={id},server=on,wait=off,logappend=on{shared},path="
+        "socket,id={},server=on,wait=off,logappend=on{shared},path=",
+        escape_text(id)
     ));
     console.push(escape(directory.console().as_os_str()));
     console.push(",logfile=");
@@ -304,7 +314,7 @@ fn layer_arguments(line: &mut Line, layer: &Layer<'_>, disk: &DiskSpec, of_drive
     );
     let is_device = is_block_device(layer.path);
     let driver = if is_device { "host_device" } else { "file" };
-    let (node, file_node, backing) = (layer.node, &layer.file_node, layer.backing);
+    let (node, file_node, backing) = (escape_text(layer.node), &layer.file_node, layer.backing);
     let aio = disk.aio.name();
     let file = format!("driver={driver},node-name={file_node},aio={aio},{common}");
     let format = format!("driver={},node-name={node}", layer.format);
@@ -366,7 +376,7 @@ mod tests {
 
     fn text(spec: &VmSpec, overlays: &[PathBuf]) -> String {
         let directory = VmDirectory::of(Path::new("/run/x,y"), &spec.name);
-        let line = arguments(spec, "pc-q35-10.0", "tcg", &directory, overlays);
+        let line = arguments(spec, "pc-q35-10.0", "tcg", &directory, overlays, None);
         let words: Vec<_> = line
             .iter()
             .map(|w| w.to_string_lossy().into_owned())
@@ -380,10 +390,10 @@ mod tests {
         spec.memory_max = Some(ByteSize(1 << 30));
         let line = text(&spec, &[]);
         assert!(line.contains("-object\nmemory-backend-ram,id=ram0,size=536870912\n"));
-        assert!(
-            line.contains("pc-q35-10.0,memory-backend=ram0,mem-merge=off,suppress-vmdesc=on\n")
-        );
-        assert!(line.contains("-m\nsize=536870912b,slots=4,maxmem=1073741824b\n"));
+        assert!(line.contains(
+            "pc-q35-10.0,memory-backend=ram0,mem-merge=off,suppress-vmdesc=on,dump-guest-core=off\n"
+        ));
+        assert!(line.contains("-m\nsize=536870912b,slots=0,maxmem=1073741824b\n"));
         assert!(line.contains("free-page-reporting=on"));
         assert!(!line.contains("netdev"));
     }

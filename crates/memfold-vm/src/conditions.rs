@@ -6,6 +6,7 @@
 
 use std::fs;
 
+use rustix::fs::OFlags;
 use rustix::process::Pid;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -224,6 +225,11 @@ fn device_kind(kind: &str, found: &mut VmConditions) {
             format!("device '{kind}' pins guest RAM for DMA"),
             "remove the device",
         ));
+    } else if kind.starts_with("vhost-scsi") {
+        found.fold.push(reason(
+            format!("device '{kind}' lets the host's kernel write to guest RAM without pinning it"),
+            "use virtio-scsi-pci with a block device of the host",
+        ));
     } else if kind.starts_with("vhost-user") || kind.contains("vdpa-blk") {
         found.fold.push(reason(
             format!("device '{kind}' accesses guest RAM from another process"),
@@ -274,6 +280,7 @@ fn process(pid: Pid, library: bool, found: &mut VmConditions) {
             "start QEMU without -overcommit mem-lock=on",
         ));
     }
+    unpinned_direct_io(&root, found);
     let descriptors = fs::read_dir(format!("{root}/fd")).into_iter().flatten();
     let links = descriptors.filter_map(|e| fs::read_link(e.ok()?.path()).ok());
     let links: Vec<String> = links.map(|p| p.to_string_lossy().into_owned()).collect();
@@ -290,6 +297,71 @@ fn process(pid: Pid, library: bool, found: &mut VmConditions) {
             "end the postcopy or background snapshot",
         ));
     }
+}
+
+/// File systems whose direct I/O pins the pages that it reads into (`pin_user_pages(9)`), so that
+/// the kernel refuses to move these pages (`folio_maybe_dma_pinned` in `mm/userfaultfd.c`). NFS and
+/// Ceph only take references (`nfs_direct_read_schedule_iovec`, `__iter_get_bvecs`): a moved page
+/// would miss what the server answers. Block devices are found below `/dev`.
+const PINNING: [&str; 8] = [
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "devtmpfs",
+];
+
+/// Finds files that QEMU has open for direct I/O (`open(2)`, `O_DIRECT`) on file systems that are
+/// not known to pin guest RAM meanwhile. `statfs(2)` is not asked, because it waits for servers
+/// that do not answer.
+fn unpinned_direct_io(root: &str, found: &mut VmConditions) {
+    let mut mounts = None;
+    for entry in fs::read_dir(format!("{root}/fd")).into_iter().flatten() {
+        let Some((name, file)) = entry
+            .ok()
+            .and_then(|e| Some((e.file_name(), fs::read_link(e.path()).ok()?)))
+        else {
+            continue;
+        };
+        if !file.is_absolute() {
+            continue;
+        }
+        let facts = format!("{root}/fdinfo/{}", name.to_string_lossy());
+        let Some(mount) = direct_io_mount(&fs::read_to_string(facts).unwrap_or_default()) else {
+            continue;
+        };
+        let mounts = mounts.get_or_insert_with(|| {
+            fs::read_to_string(format!("{root}/mountinfo")).unwrap_or_default()
+        });
+        let kind = file_system(mounts, mount).unwrap_or("unknown");
+        if !PINNING.contains(&kind) {
+            found.fold.push(reason(
+                format!(
+                    "QEMU reads {} with direct I/O on file system '{kind}', which is not known to pin guest RAM",
+                    file.display()
+                ),
+                "use cache=writeback, or put the disk on ext4, XFS, btrfs, F2FS or a block device",
+            ));
+        }
+    }
+}
+
+/// Returns the number of the mount of a descriptor that is open for direct I/O, from
+/// `/proc/PID/fdinfo/FD`; `None` if it is not.
+fn direct_io_mount(fdinfo: &str) -> Option<u64> {
+    let field = |name: &str| {
+        let line = fdinfo.lines().find_map(|line| line.strip_prefix(name));
+        line.map(str::trim)
+    };
+    let flags = u32::from_str_radix(field("flags:")?, 8).ok()?;
+    let is_direct = flags & OFlags::DIRECT.bits() != 0;
+    field("mnt_id:")?.parse().ok().filter(|_| is_direct)
+}
+
+/// Returns the file system of a mount, from `/proc/PID/mountinfo`.
+fn file_system(mountinfo: &str, mount: u64) -> Option<&str> {
+    let mut mounts = mountinfo.lines().filter_map(|line| {
+        let (id, rest) = line.split_once(' ')?;
+        let kind = rest.split_once(" - ")?.1.split(' ').next()?;
+        Some((id.parse::<u64>().ok()?, kind))
+    });
+    mounts.find(|(id, _)| *id == mount).map(|(_, kind)| kind)
 }
 
 fn locked_kib(status: &str) -> u64 {
@@ -329,6 +401,9 @@ mod tests {
             ("virtio-blk-pci", true, true),
             ("vhost-vsock-pci", true, true),
             ("scsi-generic", true, false),
+            ("virtio-scsi-pci", true, true),
+            ("vhost-scsi-pci", false, false),
+            ("vhost-scsi-pci-non-transitional", false, false),
             ("vfio-pci", false, false),
             ("vhost-user-fs-pci", false, false),
         ] {
@@ -342,6 +417,48 @@ mod tests {
         }
         assert_eq!(child_type("child<vfio-pci>"), Some("vfio-pci"));
         assert_eq!(child_type("string"), None);
+    }
+
+    #[test]
+    fn a_vm_with_direct_io_on_a_file_system_that_may_not_pin_memory_is_not_folded() {
+        let direct = "pos:\t0\nflags:\t02140002\nmnt_id:\t31\nino:\t7\n";
+        assert_eq!(direct_io_mount(direct), Some(31));
+        assert_eq!(
+            direct_io_mount("pos:\t0\nflags:\t02100002\nmnt_id:\t31\n"),
+            None
+        );
+        assert_eq!(direct_io_mount(""), None);
+        let mounts = "30 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
+            31 30 0:44 / /srv/a\\040b rw - nfs4 server:/vms rw,vers=4.2\n\
+            32 30 0:45 / /c rw master:2 - fuse.ceph-fuse x rw\n";
+        assert_eq!(file_system(mounts, 30), Some("ext4"));
+        assert_eq!(file_system(mounts, 31), Some("nfs4"));
+        assert_eq!(file_system(mounts, 32), Some("fuse.ceph-fuse"));
+        assert_eq!(file_system(mounts, 33), None);
+        let place = tempfile::tempdir().unwrap();
+        let root = place.path().to_str().unwrap();
+        for part in ["fd", "fdinfo"] {
+            fs::create_dir(place.path().join(part)).unwrap();
+        }
+        let open = |number: u32, file: &str, facts: &str| {
+            std::os::unix::fs::symlink(file, place.path().join(format!("fd/{number}"))).unwrap();
+            fs::write(place.path().join(format!("fdinfo/{number}")), facts).unwrap();
+        };
+        fs::write(place.path().join("mountinfo"), mounts).unwrap();
+        open(3, "socket:[44]", direct);
+        open(4, "/srv/a b/1.img", &direct.replace("02140002", "02100002"));
+        open(5, "/disk.img", &direct.replace("31", "30"));
+        let mut found = VmConditions::default();
+        unpinned_direct_io(root, &mut found);
+        assert_eq!(found, VmConditions::default());
+        open(6, "/srv/a b/1.img", direct);
+        unpinned_direct_io(root, &mut found);
+        assert_eq!(found.fold.len(), 1);
+        let told = found.fold[0].to_string();
+        assert!(
+            told.contains("/srv/a b/1.img") && told.contains("'nfs4'"),
+            "{told}"
+        );
     }
 
     #[test]

@@ -67,7 +67,9 @@ impl Definition {
         })
     }
 
-    fn parse(text: &str) -> Result<Self, Error> {
+    /// Parses the text of a definition's TOML file. Paths stay as they are, and the result is not
+    /// validated yet.
+    pub fn parse(text: &str) -> Result<Self, Error> {
         let mut table = DeTable::parse(text)?;
         Ok(Self {
             autostart: take(table.get_mut(), "autostart")?,

@@ -15,9 +15,10 @@
 //!   seed.img       seed disk for cloud-init
 //!   macvtap        name of the VM's macvtap, which is removed with the directory
 //! ```
+//! The VM's copies of files that QEMU writes are beside these directories, in `STATE/files/NAME.N`.
 
 use std::fs::{self, DirBuilder, File};
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
@@ -26,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::connection;
 use super::process::Identity;
+use super::qemu_user::QemuUser;
 
 /// Default state directory, in which all VMs have their files. It is on tmpfs: like the VMs, its
 /// contents are gone after a reboot.
@@ -33,6 +35,10 @@ pub const DEFAULT_STATE: &str = "/run/memfold";
 
 /// Longest path of a Unix socket, in bytes (`sun_path` without the final zero, unix(7)).
 pub const MAX_SOCKET_PATH: usize = 107;
+
+/// Name of the directory in the state directory with the VMs' copies of files that QEMU writes. Its
+/// mode is 0711: each file belongs to its QEMU's user, who can open it, but not replace it.
+const OWN_FILES: &str = "files";
 
 /// What memfold records about a QEMU right after its start, for later daemons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,6 +59,10 @@ pub struct Record {
     pub library: Option<PathBuf>,
     /// Paths of the VM's temporary overlays and of its swap disk, which are removed with the VM.
     pub overlays: Vec<PathBuf>,
+    /// User that QEMU has switched to. `None`: QEMU has kept the daemon's user, or an older memfold
+    /// started the VM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<QemuUser>,
 }
 
 /// The directory with memfold's files of one running VM.
@@ -140,8 +150,8 @@ impl VmDirectory {
         settings = "settings.json";
         /// Image of the VM's seed disk.
         seed = "seed.img";
-        /// Limits of the VM's size that the operator set.
-        sizing = "sizing.json";
+        /// Limits of the VM's size that the operator set, and what right-sizing did to its balloon.
+        rightsize = "rightsize.json";
         /// Log of the relays between the swap disk and lenders.
         relay_log = "relay.log";
         /// Marker that exists until the restore of the VM is complete.
@@ -163,10 +173,13 @@ impl VmDirectory {
     }
 
     /// Returns the path of the VM's copy of file `number`. These are files other than disks that
-    /// QEMU writes and that the VM's additional QEMU arguments name.
+    /// QEMU writes and that the VM's additional QEMU arguments name. They are outside the VM's
+    /// directory, because QEMU opens them again after it has switched to its user.
     #[must_use]
     pub fn own_file(&self, number: usize) -> PathBuf {
-        self.0.join(format!("file{number}"))
+        let state = self.0.parent().and_then(Path::parent).unwrap_or(&self.0);
+        let file = format!("{}.{number}", self.name());
+        state.join(OWN_FILES).join(file)
     }
 
     /// Creates the VM's directory, accessible only to its owner. Fails with `AlreadyExists` if the
@@ -196,10 +209,13 @@ impl VmDirectory {
     }
 
     /// Writes `content` as JSON to a file of the VM's directory, and replaces an older file
-    /// atomically.
+    /// atomically. The bytes are synced before, so that a power failure leaves no empty file if the
+    /// state directory is on a disk.
     pub fn write_json<T: Serialize>(&self, path: &Path, content: &T) -> io::Result<()> {
         let part = path.with_extension("part");
-        fs::write(&part, serde_json::to_vec_pretty(content)?)?;
+        let mut file = File::create(&part)?;
+        file.write_all(&serde_json::to_vec_pretty(content)?)?;
+        file.sync_all()?;
         fs::rename(part, path)
     }
 
@@ -208,12 +224,19 @@ impl VmDirectory {
         Ok(serde_json::from_slice(&fs::read(path)?)?)
     }
 
-    /// Removes the VM's directory, the files in `overlays`, and the VM's macvtap. Missing files are
-    /// no error.
+    /// Removes the VM's directory, the files in `overlays`, and the VM's own files and macvtap.
+    /// Missing files are no error.
     pub fn remove(&self, overlays: &[PathBuf]) -> io::Result<()> {
         connection::remove(&self.macvtap())?;
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
+        }
+        for number in 0.. {
+            let own = self.own_file(number);
+            if own.symlink_metadata().is_err() {
+                break;
+            }
+            fs::remove_file(own)?;
         }
         // Another process that checks whether the VM has ended may create the lock file again,
         // after the directory was emptied and before it is removed.

@@ -4,7 +4,7 @@
 //! agent's.
 
 use std::fs;
-use std::io;
+use std::io::{self, BufRead};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -110,29 +110,37 @@ fn socket_path(filename: &str) -> Option<PathBuf> {
 /// mappings in `smaps`. Folded parts map the page store, so an anonymous part is preferred; without
 /// one, any part is used.
 pub fn advice(pid: Pid, block: &RamBlock) -> io::Result<Advice> {
-    let smaps = fs::read_to_string(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
+    // The kernel counts the pages of each mapping while the file is read (0.2 s with 60,000
+    // mappings), so no more of it is read than needed.
+    let smaps = fs::File::open(format!("/proc/{}/smaps", pid.as_raw_nonzero()))?;
     let end = block.hva.add_pages(block.pages);
-    advice_in(&smaps, block.hva, end).ok_or_else(|| {
+    advice_in(io::BufReader::new(smaps), block.hva, end)?.ok_or_else(|| {
         let why = format!("no mapping of RAM block '{}' at {}", block.name, block.hva);
         io::Error::new(io::ErrorKind::NotFound, why)
     })
 }
 
-fn advice_in(smaps: &str, start: Hva, end: Hva) -> Option<Advice> {
+/// Returns the `madvise` settings of the memory from `start` to `end`, from the text of
+/// `/proc/PID/smaps`; `None` if no mapping is there. Reads no further than needed.
+pub fn advice_in(smaps: impl BufRead, start: Hva, end: Hva) -> io::Result<Option<Advice>> {
     let mut of_file = None;
     let mut inside = None;
     for line in smaps.lines() {
-        if let Some((range, anonymous)) = mapping(line) {
-            inside = (range.0 < end.0 && range.1 > start.0).then_some(anonymous);
+        let line = line?;
+        if let Some((range, anonymous)) = mapping(&line) {
+            if range.0 >= end.0 {
+                break;
+            }
+            inside = (range.1 > start.0).then_some(anonymous);
         } else if let (Some(anonymous), Some(flags)) = (inside, line.strip_prefix("VmFlags:")) {
             let found = advice_of(flags);
             if anonymous {
-                return Some(found);
+                return Ok(Some(found));
             }
             of_file = of_file.or(Some(found));
         }
     }
-    of_file
+    Ok(of_file)
 }
 
 /// Parses the first line of a mapping in `smaps` (`proc_pid_smaps(5)`): start, end, and whether the
@@ -192,14 +200,28 @@ mod tests {
         let smaps = "7f0000000000-7f0000001000 r--p 00000000 00:01 77 /memfd:store\nVmFlags: rd mr mw me ac dc dd mg\n\
                      7f0000001000-7f0000003000 rw-p 00000000 00:00 0\nRss: 4 kB\nVmFlags: rd wr mr mw me ac dd hg mg\n";
         let (start, end) = (Hva(0x7f00_0000_0000), Hva(0x7f00_0000_3000));
-        let found = advice_in(smaps, start, end).unwrap();
+        let of = |start, end| advice_in(smaps.as_bytes(), start, end).unwrap();
+        let found = of(start, end).unwrap();
         assert!(found.hugepage && found.mergeable && found.dontdump && !found.dontfork);
-        assert!(
-            advice_in(smaps, start, Hva(0x7f00_0000_1000))
-                .unwrap()
-                .dontfork
-        );
-        assert_eq!(advice_in(smaps, Hva(0x1000), Hva(0x2000)), None);
+        assert!(of(start, Hva(0x7f00_0000_1000)).unwrap().dontfork);
+        assert_eq!(of(Hva(0x1000), Hva(0x2000)), None);
+    }
+
+    #[test]
+    fn the_madvise_flags_are_found_without_reading_the_rest_of_smaps() {
+        struct Rest;
+        impl io::Read for Rest {
+            fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+                Err(io::Error::other("read too far"))
+            }
+        }
+        let begin =
+            "7f0000001000-7f0000003000 rw-p 00000000 00:00 0\nVmFlags: rd wr mr mw me ac hg\n";
+        let smaps = || io::BufReader::new(io::Read::chain(begin.as_bytes(), Rest));
+        let found = advice_in(smaps(), Hva(0x7f00_0000_1000), Hva(0x7f00_0000_2000)).unwrap();
+        assert!(found.unwrap().hugepage);
+        let beyond = advice_in(smaps(), Hva(0x1000), Hva(0x2000)).unwrap();
+        assert_eq!(beyond, None);
     }
 
     #[test]

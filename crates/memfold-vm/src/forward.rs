@@ -38,7 +38,7 @@ impl Forward {
         };
         let host = parts.next()?.parse().ok()?;
         let (_, guest) = guest.rsplit_once(':')?;
-        let guest = guest.parse().ok()?;
+        let guest = guest.parse().ok().filter(|guest| *guest != 0)?;
         parts.next().is_none().then_some(Self {
             is_udp,
             address,

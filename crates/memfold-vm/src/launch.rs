@@ -1,5 +1,6 @@
 //! Starts a VM as a QEMU process that outlives the daemon.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -24,6 +25,7 @@ use super::network::MacAddress;
 use super::overlay::{self, Backing};
 use super::own_files;
 use super::process::Identity;
+use super::qemu_user::{self, QemuUser, UserError};
 use super::qmp::Qmp;
 use super::seed_disk;
 use super::spec::{AccelChoice, DiskSpec, VmSpec};
@@ -64,6 +66,8 @@ pub enum LaunchError {
         program: PathBuf,
         version: (u64, u64, u64),
     },
+    #[error("cannot run QEMU as a user without root's rights")]
+    User(#[from] UserError),
     #[error("cannot use accel = \"kvm\": {why}; use \"auto\" or \"tcg\"")]
     Kvm { why: String },
     #[error(
@@ -218,6 +222,7 @@ pub fn start_unless(
     }
     let library = spec.fold.then(files::library).transpose();
     let library = library.map_err(LaunchError::Library)?;
+    let user = QemuUser::choose(&spec)?;
     let directory = VmDirectory::of(state, &spec.name);
     let length = directory.console().as_os_str().len();
     if length > MAX_SOCKET_PATH {
@@ -235,6 +240,7 @@ pub fn start_unless(
         library,
         incoming,
         overlays: Vec::new(),
+        user,
         child: None,
     };
     let vm = attempt.run(cancel);
@@ -341,6 +347,7 @@ struct Attempt<'a> {
     library: Option<PathBuf>,
     incoming: Option<&'a Incoming>,
     overlays: Vec<PathBuf>,
+    user: Option<QemuUser>,
     child: Option<Child>,
 }
 
@@ -354,8 +361,8 @@ impl Attempt<'_> {
             .write_json(&directory.spec(), spec)
             .and_then(|()| directory.write_json(&directory.segments(), &spec.segments))
             .map_err(failed)?;
-        own_files::make(directory, spec).map_err(failed)?;
-        seed_disk::make(directory, spec).map_err(failed)?;
+        own_files::make(directory, spec, self.user).map_err(failed)?;
+        seed_disk::make(directory, spec, self.user).map_err(failed)?;
         let disks = || spec.disks.iter().filter(|disk| disk.snapshot);
         let places: Vec<PathBuf> = disks()
             .enumerate()
@@ -371,18 +378,20 @@ impl Attempt<'_> {
         for (disk, overlay) in disks().zip(places) {
             make_overlay(disk, &overlay)?;
             self.overlays.push(overlay.clone());
-            overlay::give(&overlay, spec).map_err(|source| LaunchError::Files {
+            qemu_user::give(&overlay, self.user).map_err(|source| LaunchError::Files {
                 path: overlay,
                 source,
             })?;
         }
         if let Some((path, size)) = swap {
-            swap::create(&path, size.0, true).map_err(|source| LaunchError::Swap {
+            let failed = |source| LaunchError::Swap {
                 size,
                 path: path.clone(),
                 source,
-            })?;
-            self.overlays.push(path);
+            };
+            swap::create(&path, size.0, true).map_err(failed)?;
+            self.overlays.push(path.clone());
+            qemu_user::give(&path, self.user).map_err(failed)?;
         }
         if self.incoming.is_some() {
             File::create(directory.incoming()).map_err(failed)?;
@@ -399,7 +408,14 @@ impl Attempt<'_> {
             .create(true)
             .open(directory.qemu_log())?;
         let mut command = qemu_command(&self.qemu.program, log)?;
-        let arguments = arguments(spec, machine, self.accel, directory, &self.overlays);
+        let arguments = arguments(
+            spec,
+            machine,
+            self.accel,
+            directory,
+            &self.overlays,
+            self.user,
+        );
         // The command line of a VM that memfold did not start may name files without a directory.
         let place = match &spec.foreign {
             Some(_) => Some(directory.path()),
@@ -409,6 +425,10 @@ impl Attempt<'_> {
             .args(self.incoming.into_iter().flat_map(|_| INCOMING))
             .args(arguments)
             .current_dir(place.unwrap_or(Path::new("/")));
+        // Root may lock any amount of memory; QEMU's user may lock as much as this limit allows.
+        if self.user.is_some() && locks_memory(command.get_args()) {
+            session::lift_lock_limit(&mut command);
+        }
         if let Some(library) = &self.library {
             preload(&mut command, library, directory)?;
         }
@@ -443,6 +463,7 @@ impl Attempt<'_> {
             accel: self.accel.to_owned(),
             library: self.library.take(),
             overlays: self.overlays.clone(),
+            user: self.user,
         };
         directory
             .write_json(&directory.record(), &record)
@@ -495,6 +516,17 @@ impl Attempt<'_> {
             tracing::warn!(directory = %self.directory.path().display(), %error, "cannot remove the files of a VM that did not start; remove them by hand");
         }
     }
+}
+
+/// Returns whether a QEMU with these arguments locks memory also after its start: all of it, or
+/// what devices of the host access.
+fn locks_memory<'a>(arguments: impl Iterator<Item = &'a OsStr>) -> bool {
+    let mut arguments = arguments.filter_map(OsStr::to_str);
+    arguments.any(|text| {
+        ["mem-lock=on", "vfio-", "vhost-vdpa"]
+            .iter()
+            .any(|word| text.contains(word))
+    })
 }
 
 /// First letters of the names of variables with the daemon's credentials for object stores, which a

@@ -11,8 +11,10 @@
 //! All functions of this crate block; callers run them on threads.
 
 mod agent_budget;
+mod agent_facts;
 pub mod agent_link;
 mod agent_stream;
+mod agent_task;
 mod agent_trim;
 pub mod balloon;
 pub mod block_device;
@@ -39,6 +41,7 @@ pub mod own_files;
 pub mod process;
 pub mod qcow2;
 mod qemu_line;
+pub mod qemu_user;
 pub mod qmp;
 mod quiet;
 pub mod ram;
@@ -46,18 +49,20 @@ pub mod seed_disk;
 mod segment_spec;
 pub mod segments;
 mod shared_qmp;
+mod size_text;
+mod sizing_spec;
 pub mod spec;
 mod spec_error;
 mod stop;
 pub mod swap;
 pub mod trial;
 mod validate;
+pub mod virtio_mem;
 
-pub use agent_link::{
-    AgentError, AgentEvent, AgentFacts, AgentLink, AgentOptions, AgentStats, CommandResult,
-    StreamEvent,
-};
+pub use agent_facts::{AgentEvent, AgentFacts, AgentOptions, AgentStats};
+pub use agent_link::AgentLink;
 pub use agent_stream::{StreamRequest, StreamedCommand};
+pub use agent_task::{AgentError, CommandResult, GuestTask, StreamEvent};
 pub use agent_trim::Trim;
 pub use cloud_init::{CloudInit, Seed};
 pub use conditions::{Reason, VmConditions};
@@ -70,14 +75,18 @@ pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{MachineError, Vm};
 pub use memfold_wire::agent::{INPUT_WINDOW, OutputStream, Terminal, TerminalSize};
+pub use memfold_wire::order::GuestOrder;
+pub use memfold_wire::permission::Permission;
 pub use name::{MAX_NAME, check_name, host_name};
 pub use network::{MacAddress, Network};
-pub use orphans::{Orphans, remove_orphans};
-pub use process::{Identity, Process, boot_id};
+pub use orphans::{Orphans, remove_orphans, vm_of};
+pub use process::{Identity, Process, boot_id, start_ticks};
+pub use qemu_user::{QemuUser, UserError};
 pub use qmp::{Qmp, QmpError};
 pub use ram::RamError;
 pub use segment_spec::SegmentSpec;
 pub use shared_qmp::{QmpGuard, SharedQmp};
+pub use sizing_spec::SizingSpec;
 pub use spec::{
     AccelChoice, Aio, BootSpec, CacheMode, DiskFormat, DiskSpec, MergeChoice, StreamedDisk, VmSpec,
 };

@@ -53,6 +53,18 @@ pub enum LibraryError {
     Closed,
 }
 
+impl LibraryError {
+    /// Returns whether another attempt to connect may succeed: QEMU may have been stopped, or may
+    /// have got no CPU.
+    #[must_use]
+    pub const fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::Connect { .. } | Self::Lost(_) | Self::Timeout { .. } | Self::Closed
+        )
+    }
+}
+
 /// What memfold's library in QEMU can do, from the library's greeting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LibraryFacts {

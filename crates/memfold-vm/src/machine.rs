@@ -9,7 +9,8 @@ use std::time::Duration;
 use memfold_wire::library::Advice;
 use rustix::process::Pid;
 
-use super::agent_link::{AgentEvent, AgentLink, AgentOptions};
+use super::agent_facts::{AgentEvent, AgentOptions};
+use super::agent_link::AgentLink;
 use super::conditions::{self, VmConditions};
 use super::directory::{Record, VmDirectory, missing_is_fine};
 use super::endpoints;
@@ -18,6 +19,7 @@ use super::library_link::{LibraryError, LibraryLink};
 use super::name::check_name;
 use super::process::{Identity, Process};
 use super::qemu_line::monitor_argument;
+use super::qemu_user::QemuUser;
 use super::qmp::{Qmp, QmpError};
 use super::ram::{self, RamError};
 use super::segment_spec::SegmentSpec;
@@ -61,6 +63,16 @@ pub struct Vm {
     qmp_socket: PathBuf,
     library_socket: Option<PathBuf>,
     agent_socket: Option<PathBuf>,
+}
+
+impl Record {
+    /// Returns the user that the QEMU of this record has switched to. `spec`: description of its
+    /// VM; older versions of memfold recorded the user only there.
+    #[must_use]
+    pub fn user_of(&self, spec: &VmSpec) -> Option<QemuUser> {
+        let named = || QemuUser::named(spec.user.as_ref()?).ok();
+        self.user.or_else(named).filter(|_| !spec.keeps_rights())
+    }
 }
 
 impl Vm {
@@ -260,6 +272,13 @@ impl Vm {
     #[must_use]
     pub const fn record(&self) -> Option<&Record> {
         self.record.as_ref()
+    }
+
+    /// Returns the user that the VM's QEMU has switched to; `None` if QEMU has kept the daemon's
+    /// user, or if memfold did not start the VM.
+    #[must_use]
+    pub fn user(&self) -> Option<QemuUser> {
+        self.record()?.user_of(self.spec()?)
     }
 
     /// Returns the directory with memfold's files of the VM; `None` if memfold did not start the

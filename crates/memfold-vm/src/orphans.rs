@@ -67,7 +67,8 @@ fn remove_in(place: &Path, state: &Path, booted_s: i64) -> io::Result<Orphans> {
 /// Returns the name of the VM whose temporary overlay or swap disk a file is, by the file's name:
 /// `memfold-VM-NUMBER-TIME.qcow2`, `memfold-VM-diskNUMBER-TIME.qcow2` or
 /// `memfold-VM-swap-TIME.raw`.
-fn vm_of(name: &str) -> Option<&str> {
+#[must_use]
+pub fn vm_of(name: &str) -> Option<&str> {
     let (stem, kind) = name.strip_prefix("memfold-")?.rsplit_once('.')?;
     let (stem, time) = stem.rsplit_once('-')?;
     let (vm, part) = stem.rsplit_once('-')?;

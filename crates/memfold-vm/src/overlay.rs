@@ -11,9 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use memfold_host::helper;
 
-use super::foreign;
 use super::qcow2;
-use super::spec::VmSpec;
 
 /// Longest time that `qemu-img` may take to create an overlay. The backing file may be on a remote
 /// host that does not answer.
@@ -72,16 +70,6 @@ pub(super) fn directory() -> io::Result<PathBuf> {
     let failed =
         |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", place.display()));
     place.canonicalize().map_err(failed)
-}
-
-/// Changes the owner of a temporary file to the user that the VM's QEMU switches to. QEMU opens the
-/// file again when a snapshot freezes it, and no longer has root's rights then.
-pub fn give(path: &Path, spec: &VmSpec) -> io::Result<()> {
-    let Some(name) = &spec.user else {
-        return Ok(());
-    };
-    let (uid, gid) = foreign::user_ids(name)?;
-    std::os::unix::fs::chown(path, Some(uid), Some(gid))
 }
 
 /// Creates a new file, accessible only to its owner. Fails if the file exists.

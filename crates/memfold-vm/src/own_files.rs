@@ -1,18 +1,20 @@
 //! Gives each VM its own copies of files, other than disks, that QEMU writes: firmware variables,
 //! logs and others that QEMU's additional arguments name. A VM that starts from a snapshot has the
-//! copies in its directory.
+//! copies in the state directory.
 //!
 //! In the arguments of a VM description, tokens stand for the paths of these files. So the
 //! description does not depend on where the VM's directory is.
 
 use std::ffi::OsString;
+use std::fs::{self, Permissions};
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use super::directory::VmDirectory;
 use super::foreign::value::Value;
-use super::overlay;
 use super::qemu_line::{self, put_in};
+use super::qemu_user::{self, QemuUser};
 use super::spec::VmSpec;
 
 /// Prefix of the tokens that stand for files; a file's number follows.
@@ -54,13 +56,20 @@ pub fn rename(argument: &str, is_it: &dyn Fn(&Path) -> bool, name: &str) -> Opti
 }
 
 /// Copies the files for a VM that is about to start.
-pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
+pub(super) fn make(
+    directory: &VmDirectory,
+    spec: &VmSpec,
+    user: Option<QemuUser>,
+) -> io::Result<()> {
     for (number, from) in spec.files.iter().enumerate() {
         let own = directory.own_file(number);
-        std::fs::copy(from, &own)?;
-        std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o600))?;
-        overlay::give(&own, spec)?;
+        if let Some(place) = own.parent() {
+            fs::create_dir_all(place)?;
+            fs::set_permissions(place, Permissions::from_mode(0o711))?;
+        }
+        fs::copy(from, &own)?;
+        fs::set_permissions(&own, Permissions::from_mode(0o600))?;
+        qemu_user::give(&own, user)?;
     }
     Ok(())
 }

@@ -55,7 +55,8 @@ impl Identity {
 
 /// Parses the start time from `/proc/PID/stat`. Fields are counted from the end of the command's
 /// name, which is in parentheses and may contain any character; field 3 follows it.
-fn start_ticks(stat: &str) -> Option<u64> {
+#[must_use]
+pub fn start_ticks(stat: &str) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(22 - 3)?.parse().ok()
 }
@@ -123,7 +124,17 @@ impl Process {
 
     /// Sends SIGKILL to the process and does not wait. No error if the process has already ended.
     pub fn kill(&self) -> io::Result<()> {
-        match pidfd_send_signal(&self.handle, Signal::KILL) {
+        self.signal(Signal::KILL)
+    }
+
+    /// Resumes the process after SIGSTOP (sends SIGCONT). No error if the process has already
+    /// ended, or if a debugger keeps it stopped.
+    pub fn resume(&self) -> io::Result<()> {
+        self.signal(Signal::CONT)
+    }
+
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        match pidfd_send_signal(&self.handle, signal) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
             Err(e) => Err(e.into()),
         }

@@ -153,7 +153,9 @@ pub(super) fn write_empty(
     file.write_all_at(&header, 0)
 }
 
-fn parse(bytes: &[u8]) -> Option<NamedBacking> {
+/// Returns the backing file that the first bytes of a qcow2 image name; `None` as for [`backing`].
+#[must_use]
+pub fn parse(bytes: &[u8]) -> Option<NamedBacking> {
     let part = |at: usize, length: usize| bytes.get(at..at.checked_add(length)?);
     let u32_at = |at| Some(u32::from_be_bytes(part(at, 4)?.try_into().ok()?));
     let u64_at = |at| Some(u64::from_be_bytes(part(at, 8)?.try_into().ok()?));

@@ -33,6 +33,12 @@ pub(super) fn escape(value: &OsStr) -> OsString {
     OsString::from_vec(parts.join(&b",,"[..]))
 }
 
+/// Escapes a text as [`escape`] does. Otherwise QEMU would take what follows a comma for another
+/// option, such as `driver=file` or `path=/etc/shadow`.
+pub(super) fn escape_text(text: &str) -> String {
+    text.replace(',', ",,")
+}
+
 /// Returns the value of `-qmp` for a Unix socket.
 pub(super) fn monitor_argument(socket: &Path) -> OsString {
     let mut argument = OsString::from("unix:");

@@ -288,6 +288,21 @@ impl Qmp {
         }
     }
 
+    /// Passes a file descriptor to QEMU (`getfd`). The next command that uses `name` as a socket
+    /// address of type `fd` takes the descriptor; it is not closed before.
+    pub fn pass(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<(), QmpError> {
+        if self.stream.is_none() {
+            self.reconnect()?;
+        }
+        self.pass = descriptor
+            .try_clone_to_owned()
+            .map(Some)
+            .map_err(|source| self.lost("getfd", source))?;
+        let answer = self.once("getfd", &json!({ "fdname": name }), self.timeout);
+        self.pass = None;
+        answer.map(drop)
+    }
+
     /// Makes QEMU close a file descriptor that was passed with [`lend`](Self::lend).
     pub fn take_back(&mut self, lent: &Lent) -> Result<(), QmpError> {
         self.execute("remove-fd", json!({ "fdset-id": lent.set }))

@@ -10,6 +10,7 @@ use super::cloud_init::Seed;
 use super::directory::VmDirectory;
 use super::overlay;
 use super::qemu_line::Line;
+use super::qemu_user::{self, QemuUser};
 use super::spec::VmSpec;
 
 /// ID of the seed disk's device in QEMU, and name of its block node.
@@ -25,13 +26,17 @@ const LABEL: [u8; 11] = *b"cidata     ";
 const BASE_BYTES: usize = 1 << 20;
 
 /// Creates the seed disk of a VM that is about to start, if it has one.
-pub(super) fn make(directory: &VmDirectory, spec: &VmSpec) -> io::Result<()> {
+pub(super) fn make(
+    directory: &VmDirectory,
+    spec: &VmSpec,
+    user: Option<QemuUser>,
+) -> io::Result<()> {
     let Some(seed) = spec.cloud_init.as_ref().and_then(|of| of.seed.as_ref()) else {
         return Ok(());
     };
     let path = directory.seed();
     overlay::new_file(&path)?.write_all(&image(seed)?)?;
-    overlay::give(&path, spec)
+    qemu_user::give(&path, user)
 }
 
 /// Adds the seed disk to QEMU's command line, if the VM has one. The seed disk is the last disk.

@@ -163,7 +163,8 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     if !laid.is_empty() {
         words.push(format!("memfold.lay={}", laid.join(",")));
     }
-    let is_low = spec.memory_max.unwrap_or(spec.memory) <= LOW_MEMORY;
+    // Plugged memory lies above 4 GiB.
+    let is_low = spec.memory_max.is_none() && spec.memory <= LOW_MEMORY;
     for default in is_low
         .then_some("swiotlb=noforce")
         .into_iter()

@@ -1,6 +1,7 @@
 //! The description of a VM: its memory, CPUs, disks and options. The description is read from a
 //! TOML file, built from command-line flags, or read back from the state directory.
 
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use memfold_units::ByteSize;
@@ -11,6 +12,8 @@ use super::foreign::Foreign;
 use super::forward::Forward;
 use super::network::{MacAddress, Network};
 use super::segment_spec::SegmentSpec;
+use super::size_text;
+use super::sizing_spec::SizingSpec;
 use super::spec_error::{SpecError, require};
 
 /// Which accelerator runs the guest's instructions.
@@ -213,11 +216,14 @@ pub struct VmSpec {
     /// Size of the VM's RAM at its start; a whole number of MiB, at least 16 MiB.
     #[serde(with = "size_text")]
     pub memory: ByteSize,
-    /// Largest size that the VM's RAM can reach by hot-plug; unset: no RAM can be added.
+    /// Largest size that the VM's RAM can reach while it runs; unset: no RAM can be added. The VM
+    /// gets a virtio-mem device for what exceeds `memory`, a multiple of 128 MiB. Right-sizing
+    /// plugs that memory when the guest needs it, and unplugs it when it is idle.
     #[serde(default, with = "size_text", skip_serializing_if = "Option::is_none")]
     pub memory_max: Option<ByteSize>,
-    /// Number of the VM's slots for hot-plugged RAM, 1 to 256; used only if `memory_max` is set.
-    #[serde(default = "four")]
+    /// Number of the VM's slots for DIMMs, 0 to 256, with `memory_max`. Unless it is 0, the VM has
+    /// these slots instead of a virtio-mem device, and RAM is added to it by QEMU's monitor.
+    #[serde(default)]
     pub memory_slots: u32,
     /// Number of the VM's virtual CPUs, 1 to 4096.
     #[serde(default = "one")]
@@ -257,8 +263,9 @@ pub struct VmSpec {
     /// Whether KSM may merge the VM's memory with that of other VMs.
     #[serde(default, skip_serializing_if = "is_default")]
     pub merge: MergeChoice,
-    /// User that QEMU switches to after it has opened all files (`-run-with user=`). Unset: QEMU
-    /// keeps running as root, the daemon's user.
+    /// User that QEMU switches to after it has opened all files (`-run-with user=`). Unset: a user
+    /// of its own, which has no other rights, if the daemon is root. `root`: QEMU keeps the
+    /// daemon's user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     /// Whether the daemon takes a snapshot `NAME-boot` as soon as the guest has booted, for
@@ -280,6 +287,11 @@ pub struct VmSpec {
     /// the disk's file system has 16 MiB free. Otherwise the VM waits for `vm resume`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub resume_when_room: bool,
+    /// Time to live of the VM in seconds: the VM is switched off when so much time has passed since
+    /// its start, since it was last extended, or since a daemon adopted it. A program that starts
+    /// VMs extends it again and again, so that they end with the program. Unset: no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_s: Option<NonZeroU32>,
     /// Additional arguments for QEMU, which memfold passes unchanged.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub qemu_args: Vec<String>,
@@ -305,6 +317,9 @@ pub struct VmSpec {
     /// such disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cloud_init: Option<CloudInit>,
+    /// Limits of the VM's size, for right-sizing.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub sizing: SizingSpec,
     /// Disks of the VM, in the order in which the guest sees them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
@@ -316,9 +331,6 @@ pub struct VmSpec {
 
 const fn one() -> u32 {
     1
-}
-const fn four() -> u32 {
-    4
 }
 const fn yes() -> bool {
     true
@@ -334,7 +346,6 @@ impl VmSpec {
         Self {
             name: name.into(),
             memory,
-            memory_slots: four(),
             vcpus: one(),
             balloon: true,
             fold: true,
@@ -374,6 +385,20 @@ impl VmSpec {
     pub fn slots(&self) -> u32 {
         let used = u32::try_from(self.segments.len()).unwrap_or(u32::MAX);
         self.segment_slots.max(used)
+    }
+
+    /// Returns the size of the VM's virtio-mem device; `None`: the VM has none.
+    #[must_use]
+    pub fn pluggable(&self) -> Option<ByteSize> {
+        let max = self.memory_max.filter(|_| self.memory_slots == 0)?;
+        Some(ByteSize(max.0.saturating_sub(self.memory.0)))
+    }
+
+    /// Returns the largest size that the VM can have: its RAM, and what virtio-mem can plug.
+    #[must_use]
+    pub fn largest_memory(&self) -> ByteSize {
+        let more = self.pluggable().unwrap_or_default();
+        ByteSize(self.memory.0.saturating_add(more.0))
     }
 
     /// Returns whether KSM may merge the VM's memory. Always false for a VM without a trust domain.
@@ -444,41 +469,6 @@ impl VmSpec {
             )
             .chain(keys.iter_mut().map(|path| ("cloud_init.ssh_keys", path)))
             .chain(self.disks.iter_mut().map(|d| ("disks.path", &mut d.path)))
-    }
-}
-
-/// Serializes a size, which may be unset, as text such as `"512M"`. Also accepts a number of bytes.
-mod size_text {
-    use super::ByteSize;
-    use serde::{Deserialize, Deserializer, Serializer, de::Error};
-
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Size {
-        Bytes(u64),
-        Text(String),
-    }
-
-    pub fn serialize<S: Serializer, T>(size: &T, to: S) -> Result<S::Ok, S::Error>
-    where
-        T: Copy + Into<Option<ByteSize>>,
-    {
-        match (*size).into() {
-            None => to.serialize_none(),
-            Some(ByteSize(n)) if n % (1 << 20) == 0 => to.serialize_str(&format!("{}M", n >> 20)),
-            Some(ByteSize(n)) => to.serialize_u64(n),
-        }
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>, T>(from: D) -> Result<T, D::Error>
-    where
-        T: Default + From<ByteSize>,
-    {
-        match Option::deserialize(from)? {
-            None => Ok(T::default()),
-            Some(Size::Bytes(n)) => Ok(ByteSize(n).into()),
-            Some(Size::Text(text)) => text.parse().map(ByteSize::into).map_err(D::Error::custom),
-        }
     }
 }
 

@@ -27,7 +27,7 @@ use super::spec::VmSpec;
 use super::spec_error::{SpecError, require};
 
 /// Serial number of a VM's swap disk, and label of the swap space on the disk.
-pub const SERIAL: &str = "memfold-swap";
+pub const SERIAL: &str = memfold_wire::order::SWAP_SERIAL;
 
 /// ID of the swap disk's device in QEMU.
 pub const DEVICE: &str = "swap";
@@ -110,39 +110,8 @@ pub fn place(name: &str) -> io::Result<PathBuf> {
     Ok(overlay::directory()?.join(format!("memfold-{name}-swap-{unique:x}.raw")))
 }
 
-/// Returns the shell script that activates the swap disk in the guest. The script does nothing if
-/// the disk is active.
-///
-/// virtio disks report that they rotate, so Linux would read the eight pages around each wanted
-/// page. From a non-rotating disk it reads ahead along the program's access pattern, or almost
-/// nothing if there is no pattern (`swap_use_vma_readahead`, `mm/swap_state.c`).
-#[must_use]
-pub fn swap_on() -> String {
-    format!(
-        "for disk in /sys/block/vd*; do \
-           [ \"$(cat \"$disk/serial\")\" = {SERIAL} ] || continue; \
-           device=/dev/${{disk##*/}}; \
-           grep -q \"^$device \" /proc/swaps && exit 0; \
-           echo 0 2> /dev/null > \"$disk/queue/rotational\"; \
-           exec swapon \"$device\"; \
-         done; echo 'the guest sees no swap disk' >&2; exit 1"
-    )
-}
-
-/// Returns the shell script that prints the swap disk's line of `/proc/swaps` in the guest. The
-/// script's exit code is 1 if there is no such line.
-#[must_use]
-pub fn used() -> String {
-    format!(
-        "for disk in /sys/block/vd*; do \
-           [ \"$(cat \"$disk/serial\")\" = {SERIAL} ] || continue; \
-           exec grep \"^/dev/${{disk##*/}}[[:space:]]\" /proc/swaps; \
-         done 2> /dev/null; exit 1"
-    )
-}
-
-/// Parses the output of the script of [`used`] into the number of bytes in use on the swap disk
-/// (`proc_swaps(5)`: name, type, size, used in KiB, priority).
+/// Parses the output of [`SwapUse`](memfold_wire::order::GuestOrder::SwapUse) into the number of
+/// bytes in use on the swap disk (`proc_swaps(5)`: name, type, size, used in KiB, priority).
 #[must_use]
 pub fn parse_used(line: &[u8]) -> Option<u64> {
     let text = std::str::from_utf8(line).ok()?;

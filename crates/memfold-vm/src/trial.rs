@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 use super::command_line::arguments;
 use super::directory::VmDirectory;
 use super::launch::{Cancel, LaunchError, qemu_command, reap, wait_for_monitor};
+use super::qemu_user::QemuUser;
 use super::qmp::Qmp;
 use super::ram::{self, RamError};
 use super::spec::{DiskFormat, DiskSpec, VmSpec};
@@ -102,12 +103,13 @@ pub fn start_once(spec: &VmSpec, wanted: &MachineParts) -> Result<(), String> {
     let spec = with_empty_disks(spec, wanted, place.path())
         .map_err(|error| failed("cannot create the disks for a trial start", &error))?;
     let qemu = QemuFacts::probe().map_err(|error| failed("cannot use QEMU", &error))?;
+    let user = QemuUser::choose(&spec).map_err(|error| memfold_host::chain(&error))?;
     let log = File::create(directory.qemu_log());
     let child = log
         .and_then(|log| qemu_command(&qemu.program, log))
         .map_err(|error| error.to_string())?
         .arg("-S")
-        .args(arguments(&spec, "", "", &directory, &[]))
+        .args(arguments(&spec, "", "", &directory, &[], user))
         .current_dir(directory.path())
         .spawn()
         .map_err(|error| failed("cannot use QEMU", &error))?;

@@ -10,6 +10,7 @@ use super::segments;
 use super::spec::{Aio, VmSpec};
 use super::spec_error::{SpecError, require, value};
 use super::swap;
+use super::virtio_mem;
 
 /// Least memory of a VM; with less, no Linux kernel boots.
 const MIN_MEMORY: ByteSize = ByteSize::mib(16);
@@ -34,6 +35,8 @@ impl VmSpec {
         if self.foreign.is_none() {
             self.check_memory()?;
         }
+        let sizing = self.sizing.check(self.largest_memory());
+        sizing.map_err(|why| value("sizing", why))?;
         let why = format!("{} is not 1 to {MAX_VCPUS}", self.vcpus);
         require((1..=MAX_VCPUS).contains(&self.vcpus), "vcpus", why)?;
         self.check_boot()?;
@@ -125,12 +128,18 @@ impl VmSpec {
         whole("memory_max", max)?;
         let why = format!("{max} is not more than memory, {}", self.memory);
         require(max > self.memory, "memory_max", why)?;
-        let why = format!("{} is not 1 to {MAX_SLOTS}", self.memory_slots);
-        require(
-            (1..=MAX_SLOTS).contains(&self.memory_slots),
-            "memory_slots",
-            why,
-        )
+        let why = format!("{} is not 0 to {MAX_SLOTS}", self.memory_slots);
+        require(self.memory_slots <= MAX_SLOTS, "memory_slots", why)?;
+        let Some(size) = self.pluggable() else {
+            return Ok(());
+        };
+        let granule = virtio_mem::GRANULE;
+        let why = format!(
+            "{max} exceeds memory by {size}, and Linux can only use multiples of {granule} of that; choose {} or {}",
+            ByteSize(max.0 - size.0 % granule.0),
+            ByteSize(max.0 - size.0 % granule.0 + granule.0)
+        );
+        require(size.0 % granule.0 == 0, "memory_max", why)
     }
 
     fn check_boot(&self) -> Result<(), SpecError> {
@@ -155,9 +164,13 @@ mod tests {
     #[test]
     fn a_vm_description_with_a_contradiction_is_refused_and_the_error_names_the_field() {
         type Damage = fn(&mut VmSpec);
-        let broken: [(&str, Damage); 13] = [
+        let broken: [(&str, Damage); 15] = [
             ("memory", |s| s.memory = ByteSize::mib(1)),
             ("memory_max", |s| s.memory_max = Some(ByteSize::mib(64))),
+            ("memory_max", |s| s.memory_max = Some(ByteSize::mib(300))),
+            ("memory_slots", |s| {
+                (s.memory_max, s.memory_slots) = (Some(ByteSize::mib(256)), 257);
+            }),
             ("vcpus", |s| s.vcpus = 0),
             ("swap", |s| s.swap = Some(ByteSize(1))),
             ("boot", |s| s.boot.initrd = Some("/dev/null".into())),

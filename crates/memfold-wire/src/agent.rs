@@ -20,6 +20,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::frame::{FrameError, Validate};
 use crate::memory::{self, MemoryReading, TrimOrder, TrimResult};
+use crate::order::GuestOrder;
+use crate::permission::MAX_WORDS;
 
 /// Newest version of the protocol between the daemon and the guest agent. A session has the older
 /// one of the two sides' newest versions: [`ToAgent::Welcome`] tells it to the agent. Neither side
@@ -29,7 +31,8 @@ use crate::memory::{self, MemoryReading, TrimOrder, TrimResult};
 /// |---|---|
 /// | 1 | |
 /// | 2 | streamed commands, from [`ToAgent::Stream`] on, and [`FromAgent::InputRoom`] |
-pub const VERSION: u16 = 2;
+/// | 3 | orders ([`ToAgent::Order`], [`ToAgent::StreamOrder`]) and what the guest's owner allows ([`FromAgent::Allowed`], [`FromAgent::NotAllowed`]) |
+pub const VERSION: u16 = 3;
 
 /// Oldest version of the protocol that both sides still speak.
 pub const OLDEST_VERSION: u16 = 1;
@@ -37,12 +40,21 @@ pub const OLDEST_VERSION: u16 = 1;
 /// First version of the protocol that has streamed commands ([`ToAgent::Stream`]).
 pub const STREAMS_VERSION: u16 = 2;
 
+/// First version of the protocol that has orders ([`ToAgent::Order`]) and tells what the guest's
+/// owner allows. Agents of older versions allow everything.
+pub const ORDERS_VERSION: u16 = 3;
+
 /// Name of the virtio-serial port between the agent and the daemon (`/dev/virtio-ports/<name>` in
 /// the guest).
 pub const PORT_NAME: &str = "org.memfold.agent.0";
 
 /// Maximum number of runs, ranges or files in one message between agent and daemon.
 pub const MAX_RUNS: usize = 4096;
+
+/// Number of files that every agent may introduce in one session. An agent may introduce one more
+/// for each page of the VM's RAM. The daemon ignores files beyond that, so an agent begins a new
+/// session before.
+pub const MIN_FILES: u32 = 1 << 16;
 
 /// Maximum length of a file's path in a message, in bytes (Linux `PATH_MAX`).
 pub const MAX_PATH: usize = 4096;
@@ -241,6 +253,20 @@ pub enum FromAgent {
     Memory(Box<MemoryReading>),
     /// End of a trim that the daemon ordered with [`ToAgent::Trim`].
     Trimmed(TrimResult),
+    /// What the guest's owner allows the daemon (version 3): first message after
+    /// [`ToAgent::Welcome`].
+    Allowed {
+        /// Words of the permissions ([`Permission::word`](crate::permission::Permission::word)).
+        words: Vec<String>,
+    },
+    /// The guest's owner does not allow a command or an order (version 3). It was not started, and
+    /// no other message about it follows.
+    NotAllowed {
+        /// Number of the command or order.
+        command: u32,
+        /// Word of the permission that it needs.
+        word: String,
+    },
 }
 
 /// Messages from the daemon to the agent.
@@ -339,6 +365,23 @@ pub enum ToAgent {
     },
     /// Orders to trim the guest's page cache. Only for agents with [`memory::FEATURE`].
     Trim(TrimOrder),
+    /// Carries out an order, with empty standard input (version 3). Output, end and
+    /// [`Self::Kill`] are those of a command.
+    Order {
+        /// Number by which later messages name the order: that of a command.
+        command: u32,
+        /// What the guest does.
+        order: GuestOrder,
+    },
+    /// Carries out an order as a streamed command with pipes (version 3).
+    StreamOrder {
+        /// Number by which later messages name the order: that of a streamed command.
+        command: u32,
+        /// What the guest does.
+        order: GuestOrder,
+        /// Whether the daemon will send standard input; otherwise the input is empty.
+        has_input: bool,
+    },
 }
 
 fn runs(pages: impl IntoIterator<Item = u32>, count: usize) -> Result<(), FrameError> {
@@ -354,6 +397,14 @@ fn runs(pages: impl IntoIterator<Item = u32>, count: usize) -> Result<(), FrameE
 fn text(length: usize) -> Result<(), FrameError> {
     if length > MAX_TEXT {
         Err(FrameError::Limit("a text of more than 64 KiB"))
+    } else {
+        Ok(())
+    }
+}
+
+fn permission(word: &str) -> Result<(), FrameError> {
+    if word.len() > MAX_WORDS.1 {
+        Err(FrameError::Limit("a permission of more than 64 bytes"))
     } else {
         Ok(())
     }
@@ -384,6 +435,11 @@ impl Validate for FromAgent {
             Self::Gone(list) => runs(list.iter().map(|r| r.pages), list.len()),
             Self::Dirty(list) | Self::Clean(list) => runs(list.iter().map(|r| r.pages), list.len()),
             Self::Output { bytes, .. } => text(bytes.len()),
+            Self::Allowed { words } if words.len() > MAX_WORDS.0 => {
+                Err(FrameError::Limit("more than 64 permissions"))
+            }
+            Self::Allowed { words } => words.iter().try_for_each(|word| permission(word)),
+            Self::NotAllowed { word, .. } => permission(word),
             Self::InventoryBegin
             | Self::InventoryEnd { .. }
             | Self::Counters(_)
@@ -426,6 +482,7 @@ impl Validate for ToAgent {
             | Self::HangUp { .. }
             | Self::Trim(_) => Ok(()),
             Self::ReportMemory { interval_ms } => memory::validate_interval(*interval_ms),
+            Self::Order { order, .. } | Self::StreamOrder { order, .. } => order.validate(),
         }
     }
 }

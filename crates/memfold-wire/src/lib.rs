@@ -24,6 +24,8 @@ pub mod agent;
 pub mod frame;
 pub mod library;
 pub mod memory;
+pub mod order;
 pub mod past;
+pub mod permission;
 
 pub use frame::{Decoder, FrameError, encode};

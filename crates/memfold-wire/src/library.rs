@@ -73,7 +73,8 @@ pub struct Advice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Freeze {
     /// Moves the pages to a staging area (`UFFDIO_MOVE`), for anonymous memory. A move is safe with
-    /// DMA, because the kernel refuses to move pinned pages.
+    /// DMA, because the kernel refuses to move pinned pages. VMs with direct I/O that does not pin
+    /// pages (NFS, for example) are not folded.
     Move,
     /// Write-protects the pages (`UFFDIO_WRITEPROTECT`), for ranges that were folded before.
     /// Allowed only if no block node of the VM uses direct I/O.
@@ -436,6 +437,25 @@ pub enum Reply {
     },
 }
 
+impl Reply {
+    /// Limits the times that the reply names to `took_ns`, the time that the order took in
+    /// nanoseconds: a guest may control its library, and these times are charged to all VMs.
+    #[must_use]
+    pub fn with_times_within(mut self, took_ns: u64) -> Self {
+        match &mut self {
+            Self::Outcomes {
+                cpu_ns, stopped_ns, ..
+            } => {
+                *cpu_ns = took_ns.min(*cpu_ns);
+                *stopped_ns = took_ns.min(*stopped_ns);
+            }
+            Self::Zero { cpu_ns, .. } => *cpu_ns = took_ns.min(*cpu_ns),
+            Self::Hello { .. } | Self::Ok | Self::Stats(_) | Self::Error { .. } => {}
+        }
+        self
+    }
+}
+
 fn limit(ok: bool, what: &'static str) -> Result<(), FrameError> {
     if ok {
         Ok(())
@@ -528,5 +548,34 @@ impl Validate for Reply {
             Self::Error { reason } => limit(reason.len() <= 4096, "a text longer than its limit"),
             Self::Ok | Self::Zero { .. } | Self::Stats(_) => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reply_names_no_longer_times_than_its_order_took() {
+        let outcomes = Reply::Outcomes {
+            outcomes: Vec::new(),
+            cpu_ns: u64::MAX,
+            stopped_ns: 5,
+        };
+        match outcomes.with_times_within(7) {
+            Reply::Outcomes {
+                cpu_ns, stopped_ns, ..
+            } => assert_eq!((cpu_ns, stopped_ns), (7, 5)),
+            other => panic!("{other:?}"),
+        }
+        let zero = Reply::Zero {
+            scanned: 1,
+            dropped: 1,
+            cpu_ns: u64::MAX,
+        };
+        assert!(matches!(
+            zero.with_times_within(7),
+            Reply::Zero { cpu_ns: 7, .. }
+        ));
     }
 }

@@ -118,6 +118,7 @@ function Debt({ debt, may }) {
   return html`
     <${Card} title="Copy-on-write debt" aside=${html`<span role="status"><${Badge} tone=${tone}>${state}<//></span>`}>
       <p>${what}${debt.sharing_held ? " Folding and KSM share no more memory until the brake is off." : ""}</p>
+      ${debt.rung && html`<p><a href="#/rightsize">Right-sizing's rung</a>: ${debt.rung}: ${debt.rung_why}.</p>`}
       <${Stack} parts=${parts} label="Memory needed, of the memory available for it" />
       <dl class="facts">
         ${fact("Shared, and owed when written to", "debt_bytes")}

@@ -8,6 +8,7 @@ import { html } from "../html.js";
 import { fork, saveSnapshot } from "../starts.js";
 import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
 import { spanPicker } from "./host.js";
+import { SizeOverTime } from "./rightsize.js";
 import { PLACES, problems, swapPlace, withTemplate } from "./vms.js";
 
 const COLORS = { private: "private", unfolded: "unfolded", folded: "folded", template: "template", zero: "zero", swapped: "swapped", free: "free" };
@@ -273,5 +274,6 @@ export function Vm({ name, may, theme }) {
       <${Segments} info=${info} may=${may} />
       <${KsmCauses} name=${name} />
       <${OverTime} name=${name} theme=${theme} />
+      <${SizeOverTime} name=${name} theme=${theme} />
     </div>`;
 }

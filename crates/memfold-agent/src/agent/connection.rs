@@ -5,13 +5,16 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use memfold_wire::agent::{FromAgent, OLDEST_VERSION, ToAgent, VERSION};
+use memfold_wire::agent::{
+    FromAgent, MIN_FILES, OLDEST_VERSION, ORDERS_VERSION, OutputStream, ToAgent, VERSION,
+};
 use memfold_wire::memory;
+use memfold_wire::permission::Permission;
 use rustix::event::PollFlags;
 
 use super::state::{Agent, Sink, State};
 use crate::glob::Rules;
-use crate::memory::Reports;
+use crate::memory::{Reports, total_pages};
 use crate::trace::Round;
 
 /// Shortest and longest interval between two checks whether the host side is open.
@@ -61,6 +64,28 @@ impl Agent {
             problems: self.problems.clone(),
         };
         self.say(&hello);
+    }
+
+    /// Returns whether a new session should begin, because this one has used most of its file
+    /// numbers. The daemon would ignore further files. Numbers are not used again, because pages of
+    /// the earlier file may still be cached.
+    pub(super) fn is_session_used_up(&mut self) -> bool {
+        let is_used_up = self.cache.numbers_used() >= self.most_files - self.most_files / 8;
+        if self.state != State::Working || !is_used_up || !self.has_room() {
+            return false;
+        }
+        if self.renewal.due.is_none() {
+            self.renewal.want(Duration::ZERO);
+        }
+        self.renewal.take()
+    }
+
+    /// Begins a new session of the same connection. The daemon drops what it knows of this one,
+    /// also its commands, so no command may run.
+    pub(super) fn renew_session(&mut self) {
+        self.gather = None;
+        self.patience = PATIENCE.0;
+        self.say_hello();
     }
 
     /// Resets all state of the connection after the host side has closed.
@@ -146,19 +171,67 @@ impl Agent {
             }
             ToAgent::Inventory => self.inventory_wanted = true,
             ToAgent::Ping => self.say_counters(true),
+            // Older daemons send a script for everything that they do in the guest.
+            ToAgent::Run { command, .. } | ToAgent::Stream { command, .. }
+                if !self.consent.allows(Permission::Exec) =>
+            {
+                self.refuse(command, Permission::Exec);
+            }
+            ToAgent::Order { command, order } | ToAgent::StreamOrder { command, order, .. }
+                if !self.consent.allows(order.permission()) =>
+            {
+                self.refuse(command, order.permission());
+            }
             ToAgent::Run { command, script } => self.commands.run(command, script),
+            ToAgent::Order { command, order } => self.commands.run(command, order.script()),
+            ToAgent::StreamOrder {
+                command,
+                order,
+                has_input,
+            } => drop(self.commands.stream(ToAgent::Stream {
+                command,
+                script: order.script(),
+                has_input,
+                terminal: None,
+            })),
             ToAgent::Kill { command } => self.commands.kill(command),
-            ToAgent::ReportMemory { interval_ms } => self.memory.set_interval(interval_ms),
-            ToAgent::Trim(order) => self.trimmer.start(order, self.commands.outbox()),
+            ToAgent::ReportMemory { interval_ms } => {
+                if self.consent.allows(Permission::Inspect) {
+                    self.memory.set_interval(interval_ms);
+                }
+            }
+            ToAgent::Trim(order) => {
+                let is_allowed = self.consent.allows(Permission::Trim);
+                self.trimmer
+                    .start(order, is_allowed, self.commands.outbox());
+            }
             other => drop(self.commands.stream(other)),
         }
+    }
+
+    /// Answers a command or an order that the guest's owner does not allow.
+    fn refuse(&self, command: u32, permission: Permission) {
+        say!("memfold-agent: order refused: {}", permission.refusal());
+        let messages = if self.version >= ORDERS_VERSION {
+            let word = permission.word().to_owned();
+            vec![FromAgent::NotAllowed { command, word }]
+        } else {
+            refusal_as_output(command, permission)
+        };
+        self.commands.answer(messages);
     }
 
     pub(super) fn welcome(&mut self, rules: Rules) {
         self.worker.cancel();
         (self.inventory_running, self.finding) = (false, false);
         self.cache.reset(rules);
+        // The kernel keeps some of the VM's RAM for itself, so the daemon allows a few more.
+        self.most_files = MIN_FILES.saturating_add(total_pages());
         self.state = State::Working;
+        if self.version >= ORDERS_VERSION {
+            let words = self.consent.words().map(str::to_owned).collect();
+            self.say(&FromAgent::Allowed { words });
+        }
         if let Some(tracer) = &mut self.tracer {
             match tracer.start() {
                 Ok(None) => {}
@@ -168,3 +241,26 @@ impl Agent {
         }
     }
 }
+
+/// Exit code of a command that the guest's owner does not allow: "cannot execute" of shells.
+const NOT_ALLOWED: i32 = 126;
+
+/// Returns a refusal for a daemon that knows no other: output and end of a command.
+fn refusal_as_output(command: u32, permission: Permission) -> Vec<FromAgent> {
+    let bytes = format!("memfold-agent: {}\n", permission.refusal()).into_bytes();
+    let stream = OutputStream::Stderr;
+    vec![
+        FromAgent::Output {
+            command,
+            stream,
+            bytes,
+        },
+        FromAgent::Exited {
+            command,
+            code: NOT_ALLOWED,
+        },
+    ]
+}
+
+#[cfg(test)]
+mod tests;

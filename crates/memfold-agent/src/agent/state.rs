@@ -9,6 +9,7 @@ use memfold_wire::agent::{AgentCounters, FromAgent};
 
 use crate::backoff::Backoff;
 use crate::commands::Commands;
+use crate::consent::Consent;
 use crate::memory::{Reports, Trimmer};
 use crate::page_cache::PageCache;
 use crate::port::Port;
@@ -64,12 +65,17 @@ pub struct Agent {
     pub(super) cache: PageCache,
     pub(super) worker: Worker,
     pub(super) commands: Commands,
+    pub(super) consent: Consent,
     pub(super) inventory_running: bool,
     pub(super) inventory_wanted: bool,
     pub(super) repair: Backoff,
     pub(super) find: Backoff,
     pub(super) finding: bool,
     pub(super) counters_sent: (Instant, AgentCounters),
+    /// Number of files that the daemon takes in one session.
+    pub(super) most_files: u32,
+    /// When the next session may begin although the connection lasts.
+    pub(super) renewal: Backoff,
     pub(super) memory: Reports,
     pub(super) trimmer: Trimmer,
 }

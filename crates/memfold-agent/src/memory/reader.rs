@@ -35,6 +35,14 @@ pub struct MemoryReader {
     slow: MemoryReading,
 }
 
+/// Returns the guest's memory in pages of 4 KiB, without what the kernel keeps for itself; 0 if it
+/// is unknown.
+pub(crate) fn total_pages() -> u32 {
+    let mut reading = MemoryReading::default();
+    parse::meminfo(&fs::read("/proc/meminfo").unwrap_or_default(), &mut reading);
+    u32::try_from(reading.mem_total_kib / 4).unwrap_or(u32::MAX)
+}
+
 /// Reads `file` from its beginning into `buffer`, and returns the text. The text is empty if there
 /// is no file, or if it cannot be read.
 pub(super) fn read_again<'a>(file: Option<&File>, buffer: &'a mut Vec<u8>) -> &'a [u8] {

@@ -2,7 +2,7 @@
 //! between them whether the guest misses what was taken, and ends then.
 //!
 //! ```text
-//!   order --> [forbidden?] --> groups --> step --> pause --> pressure, refaults, time --> step ...
+//!   order --> [allowed?] --> groups --> step --> pause --> pressure, refaults, time --> step ...
 //! ```
 //! The kernel chooses the pages: clean pages of files that were not used for longest. It cannot be
 //! told to spare some files, so files whose pages are shared between VMs are not spared either
@@ -19,9 +19,6 @@ use memfold_wire::memory::{MemoryReading, TrimEnd, TrimMethod, TrimOrder, TrimRe
 use super::groups::{Groups, Step};
 use super::reader::MemoryReader;
 use crate::commands::Outbox;
-
-/// If this file exists, the guest's owner forbids trimming.
-pub(crate) const FORBIDDEN: &str = "/etc/memfold/no-trim";
 
 /// Root of the control groups.
 const GROUPS: &str = "/sys/fs/cgroup";
@@ -51,12 +48,13 @@ pub(crate) struct Trimmer {
 
 impl Trimmer {
     /// Begins to carry out `order`, and ends an earlier one. The answer goes to `outbox`.
-    pub(crate) fn start(&self, order: TrimOrder, outbox: Outbox) {
+    /// `is_allowed`: whether the guest's owner allows trimming.
+    pub(crate) fn start(&self, order: TrimOrder, is_allowed: bool, outbox: Outbox) {
         let turn = self.newest.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
         let newest = Arc::clone(&self.newest);
         let trim = Trim {
             order,
-            forbidden: PathBuf::from(FORBIDDEN),
+            is_allowed,
             groups: PathBuf::from(GROUPS),
         };
         let failed = outbox.clone();
@@ -104,7 +102,7 @@ trait Symptoms {
 /// One order that is being carried out.
 struct Trim {
     order: TrimOrder,
-    forbidden: PathBuf,
+    is_allowed: bool,
     groups: PathBuf,
 }
 
@@ -114,8 +112,7 @@ impl Trim {
         if order.bytes == 0 {
             return result_of(order, TrimEnd::Done);
         }
-        // If the file's existence cannot be found out, the owner may have forbidden trimming.
-        if self.forbidden.try_exists().unwrap_or(true) {
+        if !self.is_allowed {
             return result_of(order, TrimEnd::Forbidden);
         }
         let may_swap = !order.spare_swap || !symptoms.has_swap();
@@ -263,7 +260,7 @@ mod tests {
                 deadline_ms: 300,
                 spare_swap: true,
             },
-            forbidden: root.join("no-trim"),
+            is_allowed: true,
             groups: root.join("groups"),
         }
     }
@@ -290,12 +287,12 @@ mod tests {
     fn nothing_is_trimmed_if_the_guest_s_owner_forbids_it_or_the_kernel_cannot() {
         let root = tempfile::tempdir().unwrap();
         let mut trim = trim(root.path(), 1 << 20);
-        fs::write(root.path().join("no-trim"), "").unwrap();
+        trim.is_allowed = false;
         let forbidden = trim.run(&mut Misses(1), &|| false);
         assert_eq!((forbidden.end, forbidden.steps), (TrimEnd::Forbidden, 0));
         let reclaim = root.path().join("groups/system.slice/memory.reclaim");
         assert_eq!(fs::read(reclaim).unwrap(), b"");
-        fs::remove_file(root.path().join("no-trim")).unwrap();
+        trim.is_allowed = true;
         trim.groups = root.path().join("none");
         let unsupported = trim.run(&mut Misses(1), &|| false);
         assert_eq!(unsupported.end, TrimEnd::Unsupported);

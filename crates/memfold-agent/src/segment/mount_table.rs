@@ -33,7 +33,8 @@ impl MountTable {
         ))
     }
 
-    fn parse(text: &[u8]) -> Self {
+    /// Parses the text of `/proc/PID/mountinfo`. Lines of an unknown form are skipped.
+    pub fn parse(text: &[u8]) -> Self {
         Self(text.split(|b| *b == b'\n').filter_map(line).collect())
     }
 

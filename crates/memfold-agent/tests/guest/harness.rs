@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use memfold_wire::agent::{AgentCounters, FromAgent, PORT_NAME, ToAgent, VERSION};
+use memfold_wire::order::GuestOrder;
 use memfold_wire::{Decoder, encode};
 
 pub const RAM_MIB: u64 = 512;
@@ -66,11 +67,23 @@ impl Drop for Guest {
 }
 
 impl Guest {
+    /// Boots a guest whose owner allows everything.
     pub fn boot(image: &Image, agent: &str, disks: &[PathBuf]) -> Self {
+        Self::boot_with(
+            image,
+            agent,
+            disks,
+            include_str!("../../../../guest/agent.toml"),
+        )
+    }
+
+    /// Boots a guest with this configuration file of the agent.
+    pub fn boot_with(image: &Image, agent: &str, disks: &[PathBuf], configuration: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let extra = directory.path().join("extra");
         fs::create_dir(&extra).unwrap();
         fs::copy(agent, extra.join("memfold-agent")).unwrap();
+        fs::write(extra.join("agent.toml"), configuration).unwrap();
         let disk = directory.path().join("extra.img");
         let made = Command::new("mkfs.ext4")
             .args(["-q", "-d"])
@@ -164,8 +177,13 @@ impl Guest {
             .stream
             .set_read_timeout(Some(Duration::from_millis(100)))
             .unwrap();
-        guest.type_line("systemctl stop memfold-agent; mount /dev/vdb /mnt && (nice -n 10 /mnt/memfold-agent &)");
+        guest.type_line("systemctl stop memfold-agent; mount /dev/vdb /mnt && mkdir -p /etc/memfold && cp /mnt/agent.toml /etc/memfold && (nice -n 10 /mnt/memfold-agent &)");
         guest
+    }
+
+    /// Returns whether QEMU has ended, as it does after the guest has shut down.
+    pub fn is_off(&mut self) -> bool {
+        self.qemu.try_wait().unwrap().is_some()
     }
 
     pub fn type_line(&mut self, line: &str) {
@@ -295,17 +313,32 @@ impl Guest {
             command: 1,
             script: script.into(),
         });
-        let mut out = Vec::new();
+        self.output(script, seconds).0
+    }
+
+    /// Has the agent carry out an order. Returns output and exit code; `None`: it is not allowed.
+    pub fn order(&mut self, order: GuestOrder, seconds: u64) -> (String, Option<i32>) {
+        let what = format!("{order:?}");
+        self.say(&ToAgent::Order { command: 1, order });
+        self.output(&what, seconds)
+    }
+
+    fn output(&mut self, what: &str, seconds: u64) -> (String, Option<i32>) {
+        let (mut out, mut exit) = (Vec::new(), None);
         let ended = self.until(seconds, |m| match m {
             FromAgent::Output { bytes, .. } => {
                 out.extend_from_slice(bytes);
                 false
             }
-            FromAgent::Exited { .. } => true,
+            FromAgent::Exited { code, .. } => {
+                exit = Some(*code);
+                true
+            }
+            FromAgent::NotAllowed { .. } => true,
             _ => false,
         });
-        assert!(ended, "command did not end: {script}");
-        String::from_utf8_lossy(&out).into_owned()
+        assert!(ended, "command did not end: {what}");
+        (String::from_utf8_lossy(&out).into_owned(), exit)
     }
 
     pub fn ping(&mut self) -> AgentCounters {

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use harness::{Guest, image};
 use memfold_wire::Decoder;
 use memfold_wire::agent::{FromAgent, ToAgent};
+use memfold_wire::order::{GuestOrder, NewAddresses, NewIdentities, NewNames, PathList};
 
 /// Lock that lets one guest run at a time, because guests are slow.
 static ONE_GUEST: Mutex<()> = Mutex::new(());
@@ -206,4 +207,73 @@ fn hints_name_the_right_files_on_xfs_btrfs_erofs_and_overlay_mounts() {
             assert!(right >= 290 && right == found.len() as u64);
         }
     }
+}
+
+#[test]
+fn with_the_packages_permissions_the_agent_reports_pages_carries_out_orders_and_runs_no_command() {
+    let (Some(image), Ok(agent)) = (image(), std::env::var("MEMFOLD_AGENT")) else {
+        memfold_testkit::skip!("needs guest images and MEMFOLD_AGENT (the static agent)");
+    };
+    let _one = ONE_GUEST.lock();
+    let packaged = include_str!("../../../../packaging/agent/agent.toml");
+    let mut guest = Guest::boot_with(&image, &agent, &[], packaged);
+    guest.hello();
+    // Page frame numbers and file handles need what the agent has kept of root's capabilities.
+    let (right, all) = guest.check(&image.disk);
+    assert!(all > 5000 && right * 100 >= all * 99, "{right} of {all}");
+    let refused = guest.order(
+        GuestOrder::SendFile {
+            path: "/etc/shadow".into(),
+        },
+        60,
+    );
+    assert_eq!(refused, (String::new(), None));
+    assert_eq!(guest.run("id -u", 60), "");
+    let (paths, _) = PathList::new([&b"/usr/bin/bash"[..]]);
+    let minute_ago = GuestOrder::StepClock {
+        behind_ns: -60_000_000_000,
+        now_s: 0,
+    };
+    for order in [
+        GuestOrder::BootId,
+        GuestOrder::ListFreePages,
+        GuestOrder::ListExtents(paths.clone()),
+        GuestOrder::ReadClock,
+        GuestOrder::SetRtc,
+        minute_ago,
+        GuestOrder::Sync,
+        GuestOrder::DropCaches {
+            files: paths,
+            limit_ms: 60_000,
+        },
+        GuestOrder::DropClean,
+    ] {
+        let what = format!("{order:?}");
+        let (said, code) = guest.order(order, 120);
+        assert_eq!(code, Some(0), "{what}: {said}");
+    }
+    let identities = GuestOrder::Renew(NewIdentities {
+        seed: "5a".repeat(32),
+        network: Some(NewAddresses { mac: 1, cards: 0 }),
+        names: Some(NewNames {
+            host_name: "renewed".into(),
+            machine_id: "0a".repeat(16),
+        }),
+    });
+    let (said, code) = guest.order(identities, 300);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(
+        said.contains("done random numbers") && !said.contains("left "),
+        "{said}"
+    );
+    // The page cache is seen again, by events and not only by an inventory.
+    guest.type_line("cat /usr/bin/* > /dev/null");
+    let known = guest.frames.len();
+    hear_until(&mut guest, |g| g.frames.len() > known + 1000);
+    assert!(guest.frames.len() > known + 1000);
+    let order = GuestOrder::PowerOff;
+    guest.say(&ToAgent::Order { command: 2, order });
+    memfold_testkit::wait_until("the guest is off", Duration::from_secs(60), || {
+        guest.is_off()
+    });
 }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use memfold_vm::swap::{self, DEVICE};
-use memfold_vm::{Qmp, VmDirectory};
+use memfold_vm::{GuestOrder, Qmp, VmDirectory};
 
 use super::lender::{Lender, wait};
 use crate::host::numbers_said;
@@ -279,7 +279,7 @@ impl Guest<'_> {
         self.begin_mixed()?;
         // The program is running now, and the guest reads and writes its swap disk.
         std::thread::sleep(Duration::from_secs(1));
-        let line = self.exec(&swap::used())?;
+        let line = self.exec(&GuestOrder::SwapUse.script())?;
         let used = swap::parse_used(line.as_bytes());
         let used = used.with_context(|| format!("the guest reported no swap use: '{line}'"))?;
         Ok(GivenBack {

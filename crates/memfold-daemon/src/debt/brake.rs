@@ -23,6 +23,7 @@ use memfold_fold::{Command, Owed};
 use memfold_ksm as ksm;
 use memfold_ledger::{DebtReport, Level};
 use memfold_units::{ByteSize, PAGE_SIZE};
+use memfold_wire::order::GuestOrder;
 use tracing::{info, warn};
 
 use crate::debt::{DebtWatch, Memory, Question, why};
@@ -42,12 +43,8 @@ const ANSWER: Duration = Duration::from_secs(2);
 /// Time limit for the fold engine's answer while the engine waits for a VM.
 const LATE_ANSWER: Duration = Duration::from_millis(100);
 
-/// Shell command with which a guest drops its clean page cache. Dirty pages, inodes and directory
-/// entries stay (`Documentation/admin-guide/sysctl/vm.rst`).
-const DROP_CLEAN: &str = "echo 1 > /proc/sys/vm/drop_caches";
-
-/// Time limit of [`DROP_CLEAN`]. The two below: time until the freed pages have been reported to
-/// the host, and shortest time between two requests to one guest.
+/// Time limit for a guest to drop its clean page cache. The two below: time until the freed pages
+/// have been reported to the host, and shortest time between two requests to one guest.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 const REPORTED: Duration = Duration::from_secs(4);
 const ASK_AGAIN: Duration = Duration::from_secs(60);
@@ -288,7 +285,7 @@ impl DebtBrake {
             };
             let now = Instant::now();
             self.debt.lock().asked.insert(vm.name.clone(), now);
-            let dropped = machine.run(DROP_CLEAN, DROP_TIMEOUT);
+            let dropped = machine.run(GuestOrder::DropClean, DROP_TIMEOUT);
             if !dropped.is_ok_and(|done| done.code == 0) {
                 continue;
             }

@@ -2,16 +2,22 @@
 //!
 //! ```text
 //!   setting                      running VM              definition
-//!   fold, resume_when_room       at once                 from the next start on
+//!   fold, resume_when_room,
+//!   ttl_s, sizing.min, ...       at once                 from the next start on
 //!   every other field            no                      from the next start on
 //! ```
 //! All settings of a request are checked before the first is changed.
 
 use memfold_api::{ChangedSetting, SetReport, SetRequest, SetWhen};
+use memfold_vm::{Definition, LaunchError, SizingSpec};
 
 use super::Definitions;
 use crate::error::{DaemonError, refused};
 use crate::machine::settings::Settings;
+use crate::rightsizing::Rightsizing;
+
+/// Prefix of the settings that are limits of a VM's size.
+const LIMITS: &str = "sizing.";
 
 impl Definitions {
     /// Changes settings of a VM that runs or is defined.
@@ -41,7 +47,12 @@ impl Definitions {
             return Err(nothing_to_change(name, request.when));
         }
 
-        let mut changed = live.as_ref().map(|machine| machine.settings());
+        let rightsizing = &self.boots.below.rightsizing;
+        let before = live.as_ref().map(|machine| Live {
+            settings: machine.settings(),
+            sizing: rightsizing.sizing(machine).into(),
+        });
+        let mut changed = before;
         let mut settings = Vec::new();
         for (field, value) in &request.settings {
             let now = match &mut changed {
@@ -58,44 +69,78 @@ impl Definitions {
                 next_start: defined.is_some(),
             });
         }
-        let fields = request.settings.iter();
-        let fields = fields.map(|(field, value)| (field.as_str(), value.as_str()));
         let new = match &defined {
-            Some(definition) => {
-                let mut new = definition
-                    .with(fields)
-                    .map_err(memfold_vm::LaunchError::from)?;
-                self.boots.check(&mut new)?;
-                self.check_snapshot(&new)?;
-                Some(new)
-            }
+            Some(definition) => Some(self.changed(definition, request)?),
             None => None,
         };
         // The running VM may refuse the change, and a definition that was checked can be written.
-        if let (Some(machine), Some(changed)) = (&live, changed) {
-            if settings.iter().any(|setting| setting.now) {
-                machine.change_settings(changed)?;
+        if let (Some(machine), Some(before), Some(changed)) = (&live, before, changed) {
+            let is_own = |one: &ChangedSetting| one.now && !one.name.starts_with(LIMITS);
+            Rightsizing::check_sizing(machine, changed.sizing.into())?;
+            if settings.iter().any(is_own) {
+                machine.change_settings(changed.settings)?;
+            }
+            if changed.sizing != before.sizing {
+                rightsizing.replace_sizing(machine, changed.sizing.into())?;
             }
         }
-        if let Some(new) = new {
-            self.files.write(&new)?;
+        if let (Some(mut definition), Some(mut new)) = (defined, new) {
+            while !self.files.replace(&definition, &new)? {
+                // Another request has changed other settings meanwhile, and they stay.
+                definition = self.files.read(name)?;
+                new = self.changed(&definition, request)?;
+            }
             self.forget_problem(name);
         }
         let name = name.to_owned();
         Ok(SetReport { name, settings })
     }
+
+    /// Returns the definition with the settings of the request. The result was checked.
+    fn changed(
+        &self,
+        definition: &Definition,
+        request: &SetRequest,
+    ) -> Result<Definition, DaemonError> {
+        let fields = request.settings.iter();
+        let fields = fields.map(|(field, value)| (field.as_str(), value.as_str()));
+        let mut new = definition.with(fields).map_err(LaunchError::from)?;
+        self.boots.check(&mut new)?;
+        self.check_snapshot(&new)?;
+        Ok(new)
+    }
+}
+
+/// What can change while a VM runs.
+#[derive(Clone, Copy)]
+struct Live {
+    settings: Settings,
+    sizing: SizingSpec,
 }
 
 /// Changes a setting of a running VM. Returns `false` if the setting cannot change while a VM runs.
-fn change(settings: &mut Settings, field: &str, value: &str) -> Result<bool, DaemonError> {
-    let place = match field {
-        "fold" => &mut settings.fold,
-        "resume_when_room" => &mut settings.resume_when_room,
-        _ => return Ok(false),
+fn change(live: &mut Live, field: &str, value: &str) -> Result<bool, DaemonError> {
+    let bad = |why: &str| DaemonError::BadRequest(format!("{field}={value}: {why}"));
+    if let Some(limit) = field.strip_prefix(LIMITS) {
+        live.sizing.set(limit, value).map_err(|why| bad(&why))?;
+        return Ok(true);
+    }
+    let settings = &mut live.settings;
+    let yes_or_no = || {
+        value
+            .parse()
+            .map_err(|_| bad("the value must be true or false"))
     };
-    *place = value.parse().map_err(|_| {
-        DaemonError::BadRequest(format!("{field}={value}: the value must be true or false"))
-    })?;
+    match field {
+        "fold" => settings.fold = yes_or_no()?,
+        "resume_when_room" => settings.resume_when_room = yes_or_no()?,
+        "ttl_s" if value.is_empty() => settings.ttl_s = None,
+        "ttl_s" => {
+            let wrong = "the value must be a number of seconds, at least 1";
+            settings.ttl_s = Some(value.parse().map_err(|_| bad(wrong))?);
+        }
+        _ => return Ok(false),
+    }
     Ok(true)
 }
 

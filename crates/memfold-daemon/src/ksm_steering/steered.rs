@@ -43,7 +43,7 @@ pub(crate) struct SteeredKsm {
     goal: Goal,
     advisor: bool,
     pub controls: Controls,
-    pub guard: Guard,
+    guard: Guard,
     ksmd: Ksmd,
     steer: Steer,
     pub began: Instant,
@@ -141,6 +141,11 @@ impl SteeredKsm {
             return Ok(());
         }
         let run = self.controls.number("run")?.unwrap_or(0);
+        let is_overruled = self.is_overruled(run);
+        if is_overruled {
+            self.stopped = false;
+        }
+        self.guard.leave_run(is_overruled)?;
         let processes = match processes::mergeable(Path::new("/proc")) {
             Err(hung @ KsmError::Hung(_)) => {
                 return self.hold(run, HoldReason::Blind(hung.to_string()));
@@ -154,7 +159,7 @@ impl SteeredKsm {
         known.extend(processes.iter().map(|p| p.pid).filter(starting));
         let others = others(&processes, &known).map(HoldReason::Others);
         let braked = || self.braked.clone().map(HoldReason::Braked);
-        let overruled = || (run != 1 && !self.stopped).then_some(HoldReason::Overruled(run));
+        let overruled = || is_overruled.then_some(HoldReason::Overruled(run));
         if let Some(why) = others.or_else(braked).or_else(overruled) {
             return self.hold(run, why);
         }
@@ -167,6 +172,24 @@ impl SteeredKsm {
         }
         self.stopped = false;
         Ok(())
+    }
+
+    /// Returns whether another program wrote `run`, the control's present value.
+    const fn is_overruled(&self, run: u64) -> bool {
+        run != 1 && !(self.stopped && run == 0)
+    }
+
+    /// Ends steering: restores KSM's settings, except `run` if another program wrote it. With
+    /// `unmerge`, unmerges all merged pages first.
+    pub fn end(mut self, unmerge: bool) -> Result<(), KsmError> {
+        let run = self.controls.number("run")?;
+        let of_others = run.filter(|run| self.is_overruled(*run));
+        // If the file cannot be written, it is removed nevertheless.
+        let _ = self.guard.leave_run(of_others.is_some());
+        if unmerge {
+            self.controls.unmerge(of_others.unwrap_or(0))?;
+        }
+        self.guard.restore()
     }
 
     /// Stops KSM. Returns after ksmd has stopped working (`run_store` in `mm/ksm.c` waits for it).
@@ -371,6 +394,77 @@ fn others(processes: &[Process], members: &BTreeSet<i32>) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns steering of an imitation of KSM's files in `root`, whose `run` was 1 before.
+    fn steered(root: &Path) -> SteeredKsm {
+        let (sysfs, state, ksmd) = (root.join("ksm"), root.join("state"), root.join("proc/7"));
+        for directory in [&sysfs, &state, &ksmd] {
+            std::fs::create_dir_all(directory).unwrap();
+        }
+        std::fs::write(ksmd.join("stat"), "7 (ksmd) S 2 0 0").unwrap();
+        for (name, value) in [("run", 1), ("pages_to_scan", 100), ("sleep_millisecs", 20)] {
+            std::fs::write(sysfs.join(name), format!("{value}\n")).unwrap();
+        }
+        let controls = Controls::new(sysfs);
+        let goal = Goal {
+            cpu_share: 0.2,
+            target: Duration::from_secs(60),
+        };
+        let steered = SteeredKsm {
+            domain: "d".into(),
+            goal,
+            advisor: false,
+            guard: Guard::take_as(&controls, &state, Merged::Stay).unwrap(),
+            ksmd: Ksmd::find_in(&root.join("proc")).unwrap(),
+            steer: Steer::new(goal),
+            began: Instant::now(),
+            at_start: (Duration::ZERO, 0),
+            cpu: Duration::ZERO,
+            full_scans: 0,
+            members: BTreeSet::new(),
+            arrivals: 0,
+            held: None,
+            braked: None,
+            saving: false,
+            stopped: false,
+            decision: None,
+            written: BTreeMap::new(),
+            contested: BTreeSet::new(),
+            kept_out: BTreeSet::new(),
+            controls,
+        };
+        steered.controls.write("pages_to_scan", &5000).unwrap();
+        steered
+    }
+
+    #[test]
+    fn when_steering_ends_run_is_restored_unless_another_program_wrote_it() {
+        // `written`: by another program. `stops`: memfold has stopped KSM before.
+        for (stops, written, unmerge, wanted) in [
+            (false, None, false, 1),
+            (true, None, false, 1),
+            (false, None, true, 1),
+            (false, Some(0), false, 0),
+            (false, Some(2), false, 2),
+            (true, Some(2), false, 2),
+            (false, Some(2), true, 2),
+        ] {
+            let root = tempfile::tempdir().unwrap();
+            let mut steered = steered(root.path());
+            if stops {
+                steered.stop().unwrap();
+            }
+            let controls = steered.controls.clone();
+            if let Some(run) = written {
+                controls.write("run", &run).unwrap();
+            }
+            steered.end(unmerge).unwrap();
+            let number = |name| controls.number::<u64>(name).unwrap();
+            let case = format!("{stops} {written:?} {unmerge}");
+            assert_eq!(number("run"), Some(wanted), "{case}");
+            assert_eq!(number("pages_to_scan"), Some(100), "{case}");
+        }
+    }
 
     #[test]
     fn if_foreign_processes_have_mergeable_memory_the_message_names_them() {

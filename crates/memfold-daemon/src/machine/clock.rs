@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
-use memfold_snapshot::clock::{self, ClockStep, LOOK, Offset, RTC, in_words};
+use memfold_snapshot::clock::{self, ClockStep, Offset, in_words};
 use memfold_vm::{AgentError, Qmp};
+use memfold_wire::order::GuestOrder;
 use tracing::{info, warn};
 
 use crate::machine::pauses::LONG;
@@ -34,7 +35,12 @@ impl Machine {
     /// that resumes the VM does not wait for the guest.
     pub(crate) fn set_clock_soon(self: &Arc<Self>) {
         self.clock_is_wrong();
-        if let Err(error) = self.on_agent("clock", Duration::MAX, |machine| machine.set_clock()) {
+        // Many pauses must not begin many threads, whose commands would slow the guest down.
+        if self.marks.clock_wanted.fetch_add(1, Ordering::AcqRel) > 0 {
+            return;
+        }
+        if let Err(error) = self.on_agent("clock", Duration::MAX, set_clock_for_all) {
+            self.marks.clock_wanted.store(0, Ordering::Release);
             self.clock_failed(format!("no thread to set the clock: {error}"));
         }
     }
@@ -59,7 +65,7 @@ impl Machine {
             );
         }
         self.set_clock_state(step.clone());
-        if let Ok(done) = self.run_short(RTC, TIMEOUT) {
+        if let Ok(done) = self.run_short(GuestOrder::SetRtc, TIMEOUT) {
             let said = (done.code != 0).then(|| text(&done.stdout));
             let problem = step.problem.or(said);
             if let Some(why) = &problem {
@@ -79,7 +85,7 @@ impl Machine {
             || self.look_at_clock(),
             |offset| {
                 let began = Instant::now();
-                let done = self.run_short(&offset.step(SystemTime::now()), TIMEOUT)?;
+                let done = self.run_short(offset.step(SystemTime::now()), TIMEOUT)?;
                 Ok((done.code == 0).then(|| began.elapsed()))
             },
         )
@@ -87,7 +93,7 @@ impl Machine {
 
     fn look_at_clock(&self) -> Result<Option<Offset>, AgentError> {
         let before = SystemTime::now();
-        let said = self.run_short(LOOK, TIMEOUT)?;
+        let said = self.run_short(GuestOrder::ReadClock, TIMEOUT)?;
         Ok(Offset::of(&said.stdout, before, SystemTime::now()))
     }
 
@@ -167,6 +173,17 @@ impl Machine {
         self.marks.being_saved.store(true, Ordering::Relaxed);
         BeingSaved(self, unix_time())
     }
+}
+
+/// Sets the guest's clock for all who wanted that before. Returns `false` if the caller should try
+/// again: the agent's connection was lost, or the VM was paused meanwhile.
+fn set_clock_for_all(machine: &Arc<Machine>) -> bool {
+    let wanted = &machine.marks.clock_wanted;
+    let seen = wanted.load(Ordering::Acquire);
+    machine.set_clock()
+        && wanted
+            .compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
 }
 
 struct BeingSaved<'a>(&'a Machine, Duration);

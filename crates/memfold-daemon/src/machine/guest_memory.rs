@@ -67,6 +67,7 @@ fn of_agent(reading: &MemoryReading) -> GuestMemory {
         pswpout: Some(reading.pswpout),
         allocstall: Some(reading.allocstall),
         oom_kill: Some(reading.oom_kill),
+        pgmajfault: None,
         lru_gen: lru_gen.collect(),
         cgroup_limit_bytes: reading.cgroup_limit_kib.map(kib),
     }
@@ -78,12 +79,14 @@ fn of_balloon(stats: &GuestStats) -> GuestMemory {
         mem_total_bytes: ByteSize(stats.total),
         mem_free_bytes: stats.free.map(ByteSize),
         mem_available_bytes: ByteSize(stats.available),
+        cached_bytes: stats.disk_caches.map(ByteSize),
         pgscan: stats.scanned_pages,
         pgsteal: stats.reclaimed_pages,
         pswpin: stats.swap_in.map(|bytes| bytes / PAGE_SIZE),
         pswpout: stats.swap_out.map(|bytes| bytes / PAGE_SIZE),
         allocstall: stats.alloc_stalls,
         oom_kill: stats.oom_kills,
+        pgmajfault: stats.major_faults,
         ..GuestMemory::default()
     }
 }
@@ -91,21 +94,21 @@ fn of_balloon(stats: &GuestStats) -> GuestMemory {
 impl Machine {
     /// Keeps memory figures that the guest's agent reports.
     pub(super) fn note_agent_memory(&self, reading: &MemoryReading) {
-        self.note_guest_memory(of_agent(reading));
+        self.note_guest_memory(of_agent(reading), Duration::ZERO);
     }
 
-    /// Keeps memory figures that the guest's balloon driver reports.
-    pub(crate) fn note_balloon_stats(&self, stats: &GuestStats) {
-        self.note_guest_memory(of_balloon(stats));
+    /// Keeps memory figures that the guest's balloon driver has reported, `age` ago.
+    pub(crate) fn note_balloon_stats(&self, stats: &GuestStats, age: Duration) {
+        self.note_guest_memory(of_balloon(stats), age);
     }
 
-    fn note_guest_memory(&self, memory: GuestMemory) {
+    fn note_guest_memory(&self, memory: GuestMemory, age: Duration) {
         let ram = PageCount(self.seen.lock().layout.pages()).bytes();
         let mut reading = self.marks.guest_memory.lock();
         match memory.check(ram) {
             Ok(()) => {
-                reading.newest = Some((Instant::now(), memory));
-                reading.refused = 0;
+                let now = Instant::now();
+                reading.note(now.checked_sub(age).unwrap_or(now), memory);
             }
             Err(figure) => {
                 reading.refused = reading.refused.saturating_add(1);
@@ -121,15 +124,10 @@ impl Machine {
         }
     }
 
-    /// Returns the newest memory figures of the guest; `None` if it has reported none.
-    pub(crate) fn guest_memory(&self) -> Option<GuestMemory> {
-        let reading = self.marks.guest_memory.lock();
-        let (at, memory) = reading.newest.as_ref()?;
-        let age_ms = u64::try_from(at.elapsed().as_millis()).unwrap_or(u64::MAX);
-        Some(GuestMemory {
-            age_ms,
-            ..memory.clone()
-        })
+    /// Returns the newest memory figures of the guest, and when they arrived; `None` if it has
+    /// reported none.
+    pub(crate) fn guest_memory(&self) -> Option<(Instant, GuestMemory)> {
+        self.marks.guest_memory.lock().newest()
     }
 
     /// Returns whether the guest's agent reports memory figures now.
@@ -158,7 +156,7 @@ impl Machine {
 
     /// Gives the guest back what is in its balloon.
     pub(crate) fn restore_balloon(&self) -> Result<(), DaemonError> {
-        Ok(balloon::restore(&mut self.monitor())?)
+        Ok(balloon::restore(&mut self.monitor(), None)?)
     }
 }
 
@@ -194,11 +192,16 @@ mod tests {
             total: 1 << 30,
             available: 1 << 29,
             swap_in: Some(8192),
+            disk_caches: Some(1 << 28),
+            major_faults: Some(7),
             ..GuestStats::default()
         };
         let memory = of_balloon(&stats);
         assert_eq!(memory.source, GuestMemorySource::Balloon);
         assert_eq!((memory.pswpin, memory.pgscan), (Some(2), None));
+        // Right-sizing needs these two of guests without an agent.
+        assert_eq!(memory.cached_bytes, Some(ByteSize(1 << 28)));
+        assert_eq!(memory.pgmajfault, Some(7));
     }
 
     #[test]

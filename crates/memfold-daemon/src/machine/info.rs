@@ -2,7 +2,7 @@
 
 use memfold_api::{SegmentState, SwapPlace, VmInfo, VmSegment, VmSwap};
 use memfold_units::PAGE_SIZE;
-use memfold_vm::{SegmentSpec, VmConditions};
+use memfold_vm::{SegmentSpec, VmConditions, VmSpec};
 
 use crate::machine::{Machine, Origin};
 
@@ -20,7 +20,9 @@ fn refold_problems(conditions: &VmConditions, can_stop: bool, why: &str) -> Vec<
 
 impl Machine {
     pub fn info(&self) -> VmInfo {
-        let agent = self.agent().and_then(|link| link.session());
+        let link = self.agent();
+        let agent = link.as_ref().and_then(|link| link.session());
+        let allowed = link.and_then(|link| link.allowed());
         let (fold_problems, state) = (self.fold_problems(), self.state());
         let seen = self.seen.lock();
         let costs = seen.conditions.costs.iter();
@@ -36,7 +38,9 @@ impl Machine {
             name: self.role.name.clone(),
             domain: self.role.domain.clone(),
             pid: self.raw_pid(),
-            ram_bytes: seen.layout.pages() * PAGE_SIZE,
+            // The layout has the place of all memory that virtio-mem can plug.
+            ram_bytes: (seen.layout.pages() * PAGE_SIZE)
+                .saturating_sub(spec.and_then(VmSpec::pluggable).map_or(0, |size| size.0)),
             origin: match &self.role.origin {
                 Origin::Started => "started",
                 Origin::Attached(_) | Origin::Libvirt(_) => "attached",
@@ -44,14 +48,16 @@ impl Machine {
             .into(),
             libvirt: self.libvirt().map(str::to_owned),
             qemu: self.qemu.clone(),
+            ttl_left_s: self.ttl_left().map(|left| left.as_secs_f64()),
             agent_problems: agent
                 .as_ref()
                 .map_or_else(Vec::new, |facts| facts.problems.clone()),
+            allowed: allowed.map(|all| all.iter().map(|p| p.word().to_owned()).collect()),
             agent: agent.map(|facts| format!("Linux {}", facts.kernel)),
             fold_problems,
             refold_problems: refold_problems(
                 &seen.conditions,
-                self.can_stop,
+                self.can_stop(),
                 self.libvirt().map_or(NO_MONITOR, |_| NOT_STOPPED),
             ),
             costs: costs.map(ToString::to_string).collect(),

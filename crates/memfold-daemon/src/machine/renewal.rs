@@ -57,7 +57,7 @@ impl Machine {
     /// Runs the renewal once. Returns `false` if the agent's connection was lost, so that the
     /// caller repeats the renewal.
     fn carry_out(&self, plan: &Plan) -> bool {
-        let renewal = match self.run(&plan.script(), RENEW_TIMEOUT) {
+        let renewal = match self.run(plan.order(), RENEW_TIMEOUT) {
             Ok(done) => Renewal::read(&String::from_utf8_lossy(&done.stdout)),
             Err(error) if is_disconnected(&error) => return false,
             Err(error) => Err(error.to_string()),

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use memfold_vm::process::is_stopped;
 use memfold_vm::{AgentError, Qmp, QmpError, QmpGuard, Stopped};
+use memfold_wire::order::GuestOrder;
 use tracing::{debug, info, warn};
 
 use crate::error::{DaemonError, refused};
@@ -15,10 +16,6 @@ use crate::run_state::{RunState, SILENT};
 
 /// Time limit for the agent's answer to the shutdown command.
 const POWER_OFF_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// Command that shuts the guest down.
-const POWER_OFF: &str =
-    "if command -v systemctl > /dev/null; then systemctl poweroff; else poweroff; fi";
 
 /// Advice to the operator of a stopped VM that resumes by itself.
 const GOES_ON: &str = "free space on the file system of that file: the VM then resumes by itself (the guest notices only the time)";
@@ -199,7 +196,7 @@ impl Machine {
         let Some(agent) = self.agent().filter(|agent| agent.session().is_some()) else {
             return false;
         };
-        match agent.run(POWER_OFF, POWER_OFF_TIMEOUT) {
+        match agent.run(GuestOrder::PowerOff, POWER_OFF_TIMEOUT) {
             Ok(done) => done.code == 0,
             // The connection was lost because the guest shut down before the agent could answer.
             Err(AgentError::Lost) => true,

@@ -44,6 +44,7 @@ impl Machine {
             .write_json(&path, &new)
             .map_err(state_error(&path))?;
         *self.settings.lock() = new;
+        self.extend();
         self.tell(Command::Problem(self.role.id, self.problem()));
         Ok(())
     }

@@ -1,6 +1,8 @@
 //! Settings that an operator can change while a VM runs. A change is recorded in the VM's
 //! directory, so the next daemon knows it, and ends with the VM.
 
+use std::num::NonZeroU32;
+
 use memfold_vm::{Vm, VmDirectory};
 use serde::{Deserialize, Serialize};
 
@@ -12,6 +14,9 @@ pub(crate) struct Settings {
     pub fold: bool,
     /// Whether the VM resumes by itself when its full disk has free space.
     pub resume_when_room: bool,
+    /// Time to live in seconds, after which the VM is switched off; `None`: no limit.
+    #[serde(default)]
+    pub ttl_s: Option<NonZeroU32>,
 }
 
 impl Settings {
@@ -24,6 +29,7 @@ impl Settings {
         changed.unwrap_or(Self {
             fold: vm.has_library(),
             resume_when_room: spec.is_some_and(|spec| spec.resume_when_room),
+            ttl_s: spec.and_then(|spec| spec.ttl_s),
         })
     }
 }

@@ -6,6 +6,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use memfold_fold::{Command, LibraryState, QemuGuest, SharedLibraryState};
@@ -29,13 +30,20 @@ impl Machine {
     pub fn watch(self: &Arc<Self>) {
         let (mut looked, mut seen) = (Instant::now(), self.state());
         let mut room = RoomWatch::default();
-        let has_ended = || {
-            self.vm.process().wait_exit(STATE).unwrap_or_else(|error| {
-                warn!(vm = self.name(), %error, "cannot watch QEMU's process; restart the daemon to adopt the VM again");
-                true
-            })
+        let mut is_told = false;
+        let mut has_ended = || match self.vm.process().wait_exit(STATE) {
+            Ok(has_ended) => has_ended,
+            // A VM that runs must not be taken for one that has ended: its pages would be freed.
+            Err(error) => {
+                if !std::mem::replace(&mut is_told, true) {
+                    warn!(vm = self.name(), %error, "cannot see whether QEMU's process has ended; the daemon tries again each second");
+                }
+                std::thread::sleep(STATE);
+                false
+            }
         };
         while !has_ended() {
+            self.end_outlived();
             // A state counts only after two checks: the fold library may stop the VM for a moment.
             let now = self.look_at_state(Duration::ZERO);
             if now == seen {
@@ -53,12 +61,13 @@ impl Machine {
         }
     }
 
-    /// Reconnects to the fold library after it did not answer the engine. QEMU may have been
+    /// Reconnects to the fold library after it did not answer the engine, or answered nothing when
+    /// the VM was adopted. QEMU may have been
     /// stopped, the host may swap, or the library's thread got no CPU. The pause grows while the
     /// library keeps failing, because the engine waits for it each time.
     fn reach_library_again(&self) {
         let mut watch = self.library_watch.lock();
-        if self.library_state() != LibraryState::Lost || watch.connected.elapsed() < watch.pause {
+        if !self.has_lost_library() || watch.connected.elapsed() < watch.pause {
             return;
         }
         let link = match self.vm.library_link() {
@@ -84,6 +93,11 @@ impl Machine {
         let state = SharedLibraryState::default();
         *self.library_state.lock() = state.clone();
         self.look_again();
+        self.library_problem
+            .lock()
+            .clone_from(&link.facts().problem);
+        self.can_stop
+            .store(link.facts().can_stop, Ordering::Relaxed);
         let conditions = self.seen.lock().conditions.clone();
         let guest = QemuGuest::new(self.pid(), link, self.monitor.clone(), &conditions, state);
         self.tell(Command::Reached {
@@ -91,6 +105,12 @@ impl Machine {
             guest: Box::new(guest),
             problem: self.problem(),
         });
+    }
+
+    /// Returns whether the connection to the fold library has failed. The daemon then makes a new
+    /// one.
+    pub fn has_lost_library(&self) -> bool {
+        self.library_state() == LibraryState::Lost
     }
 
     fn library_state(&self) -> LibraryState {

@@ -3,76 +3,174 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memfold_api::Sizing;
 use memfold_ledger::{DebtReport, GuestMemory, GuestMemorySource, Level};
 use memfold_rightsize::{
     Balloon, BrakeLevel, GuestSignals, HostState, Limits, PressureTotals, Signals, Source,
+    VirtioMem,
 };
 use memfold_units::{ByteSize, PageCount};
-use memfold_vm::balloon;
+use memfold_vm::{Qmp, QmpError, VmSpec, balloon, virtio_mem};
+use tracing::debug;
 
 use crate::machine::Machine;
 
-/// Balloons of all VMs.
-#[derive(Debug, Default)]
-pub(super) struct Balloons {
-    /// By the machine's number; `None`: the VM has no balloon.
-    known: BTreeMap<u32, Option<Known>>,
+/// Time between two questions to QEMU about the memory of a VM in which nothing can change without
+/// an order.
+const STILL: Duration = Duration::from_secs(30);
+
+/// What QEMU says about the memory of one VM.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct QemuMemory {
+    /// RAM that the VM was started with.
+    pub ram: ByteSize,
+    /// The VM's balloon; `None`: it has none.
+    pub balloon: Option<Balloon>,
+    /// The VM's virtio-mem device. Whoever started the VM plugs its memory, so the device of a VM
+    /// that memfold did not start can plug no more than it has, and counts as one without a driver.
+    pub virtio_mem: Option<VirtioMem>,
 }
 
-#[derive(Clone, Copy, Debug)]
+/// What QEMU says about the memory of all VMs.
+#[derive(Debug, Default)]
+pub(super) struct QemuMemories {
+    /// By the machine's number.
+    known: BTreeMap<u32, Known>,
+}
+
+/// What QEMU said about one VM, and when.
+#[derive(Debug)]
 struct Known {
-    deflate_on_oom: bool,
-    held: ByteSize,
+    /// Whether the guest's balloon deflates before an OOM kill; `None`: the VM has no balloon.
+    deflate_on_oom: Option<bool>,
+    memory: QemuMemory,
+    /// The guest was told to plug or to unplug memory, and has not done it yet.
+    is_pending: bool,
+    at: Instant,
 }
 
 impl Known {
-    const fn balloon(self) -> Balloon {
-        Balloon {
-            held: self.held,
-            deflate_on_oom: self.deflate_on_oom,
-        }
+    /// Returns whether the memory of a VM stays as it is unless right-sizing gives an order. The
+    /// balloon of a VM that memfold started (`is_own`) is moved by no other program; a guest takes
+    /// memory from it, plugs memory late, or loses plugged memory when it boots again.
+    fn is_still(&self, is_own: bool) -> bool {
+        let is_empty = self.memory.balloon.is_none_or(|of| of.held.0 == 0);
+        let device = self.memory.virtio_mem;
+        let is_unplugged = device.is_none_or(|of| of.plugged.0 == 0 && of.has_driver);
+        is_own && is_empty && is_unplugged && !self.is_pending
     }
 }
 
-impl Balloons {
-    /// Forgets the balloons of VMs that have ended.
+impl QemuMemories {
+    /// Forgets VMs that have ended.
     pub fn keep(&mut self, machines: &[Arc<Machine>]) {
         self.known
             .retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
     }
 
-    /// Asks QEMU for a VM's balloon. While the VM is saved, for example, the monitor is in use, and
-    /// the last answer is returned. `None`: the VM has no balloon, or QEMU has not answered yet.
-    pub fn look(&mut self, machine: &Machine) -> Option<Balloon> {
-        let Some(mut qmp) = machine.idle_monitor() else {
-            let known = self.known.get(&machine.id()).copied().flatten()?;
-            return Some(known.balloon());
-        };
-        let known = if let Some(known) = self.known.get(&machine.id()) {
-            *known
-        } else {
-            let found = match balloon::find(&mut qmp) {
-                Ok(device) => Some(Known {
-                    deflate_on_oom: balloon::deflates_on_oom(&mut qmp, &device).ok()?,
-                    held: ByteSize(0),
-                }),
-                Err(balloon::BalloonError::NoDevice) => None,
-                Err(_) => return None,
-            };
-            self.known.insert(machine.id(), found);
-            found
-        };
-        let known = known?;
-        let full = balloon::full_size(&mut qmp).ok()?;
-        let actual = balloon::actual(&mut qmp).ok()?;
-        let held = ByteSize(full.0.saturating_sub(actual.0));
-        let known = Known { held, ..known };
-        self.known.insert(machine.id(), Some(known));
-        Some(known.balloon())
+    /// Asks QEMU for a VM's memory. `may_move`: right-sizing has given the VM an order, so an
+    /// answer from before does not count. While the VM is saved, for example, the monitor is in
+    /// use, and the last answer is returned. `None`: QEMU has never answered.
+    pub fn look(&mut self, machine: &Machine, may_move: bool) -> Option<QemuMemory> {
+        let is_own = machine.vm().spec().is_some();
+        self.look_with(machine.id(), is_own, may_move, |known| {
+            let mut qmp = machine.idle_monitor()?;
+            let answer = read(machine, &mut qmp, known).inspect_err(|error| {
+                debug!(vm = machine.name(), %error, "cannot ask QEMU for the VM's memory; asking again at the next look");
+            });
+            answer.ok()
+        })
     }
+
+    /// The same for the machine number `id`, with `ask` instead of QEMU.
+    fn look_with(
+        &mut self,
+        id: u32,
+        is_own: bool,
+        may_move: bool,
+        ask: impl FnOnce(Option<&Known>) -> Option<Known>,
+    ) -> Option<QemuMemory> {
+        let known = self.known.get(&id);
+        let is_new = |known: &Known| known.at.elapsed() < STILL && known.is_still(is_own);
+        let is_known = known.is_some_and(is_new);
+        if may_move || !is_known {
+            if let Some(new) = ask(known) {
+                self.known.insert(id, new);
+            }
+        }
+        self.known.get(&id).map(|known| known.memory)
+    }
+}
+
+/// Asks QEMU for the virtio-mem device that memfold gave a VM. Returns also whether the guest has
+/// yet to plug or unplug memory.
+fn own_device(qmp: &mut Qmp) -> Result<Option<(VirtioMem, bool)>, QmpError> {
+    let Some(device) = virtio_mem::read(qmp)? else {
+        return Ok(None);
+    };
+    let memory = VirtioMem {
+        plugged: device.plugged,
+        max: device.max,
+        block: device.block,
+        has_driver: virtio_mem::has_driver(qmp)?,
+    };
+    Ok(Some((memory, device.requested != device.plugged)))
+}
+
+/// Asks QEMU for a VM's memory.
+fn read(
+    machine: &Machine,
+    qmp: &mut Qmp,
+    known: Option<&Known>,
+) -> Result<Known, balloon::BalloonError> {
+    let deflate_on_oom = match known {
+        Some(known) => known.deflate_on_oom,
+        None => match balloon::find(qmp) {
+            Ok(device) => Some(balloon::deflates_on_oom(qmp, &device)?),
+            Err(balloon::BalloonError::NoDevice) => None,
+            Err(error) => return Err(error),
+        },
+    };
+    let spec = machine.vm().spec().filter(|spec| spec.foreign.is_none());
+    // Only DIMMs change the RAM of a VM.
+    let ram = match spec.filter(|spec| spec.memory_slots == 0) {
+        Some(spec) => spec.memory,
+        None => balloon::full_size(qmp)?,
+    };
+    let balloon = match deflate_on_oom {
+        Some(deflate_on_oom) => Some(Balloon {
+            held: ByteSize(ram.0.saturating_sub(balloon::actual(qmp)?.0)),
+            deflate_on_oom,
+        }),
+        None => None,
+    };
+    let device = match spec {
+        Some(spec) if spec.pluggable().is_none() => None,
+        Some(_) => own_device(qmp)?,
+        None => {
+            let plugged = virtio_mem::plugged(qmp)?;
+            let memory = VirtioMem {
+                plugged,
+                max: plugged,
+                block: plugged,
+                has_driver: false,
+            };
+            (plugged.0 > 0).then_some((memory, false))
+        }
+    };
+    let (virtio_mem, is_pending) = device.unzip();
+    Ok(Known {
+        deflate_on_oom,
+        memory: QemuMemory {
+            ram,
+            balloon,
+            virtio_mem,
+        },
+        is_pending: is_pending.unwrap_or(false),
+        at: Instant::now(),
+    })
 }
 
 /// Returns the state of the host.
@@ -90,9 +188,10 @@ pub(super) fn host(debt: &DebtReport, lent_bytes: u64) -> HostState {
     }
 }
 
-/// Returns the limits of a VM with this RAM.
-pub(super) fn limits(sizing: Sizing, ram: ByteSize) -> Limits {
-    let default = Limits::of_vm(ram, ram);
+/// Returns the limits of a VM with this RAM. It gets no more than `ceiling` unless the operator set
+/// another maximum.
+pub(super) fn limits(sizing: Sizing, ram: ByteSize, ceiling: ByteSize) -> Limits {
+    let default = Limits::of_vm(ram, ceiling);
     Limits {
         min: sizing.min_bytes.map_or(default.min, ByteSize),
         max: sizing.max_bytes.map_or(default.max, ByteSize),
@@ -100,6 +199,12 @@ pub(super) fn limits(sizing: Sizing, ram: ByteSize) -> Limits {
         priority: sizing.priority.unwrap_or(default.priority),
         pinned: sizing.pinned.unwrap_or(default.pinned),
     }
+}
+
+/// Returns the largest size that a VM can have.
+pub(super) fn largest(machine: &Machine) -> ByteSize {
+    let spec = machine.vm().spec();
+    spec.map_or_else(|| ram(machine), VmSpec::largest_memory)
 }
 
 /// Returns the RAM that a VM was started with. The layout of a PC's RAM has a hole for its graphics
@@ -110,24 +215,23 @@ pub(super) fn ram(machine: &Machine) -> ByteSize {
     spec.map_or_else(layout, |spec| spec.memory)
 }
 
-/// Returns the signals of one VM at the time `now` of the service's clock.
+/// Returns the signals of one VM. `began`: the zero of the service's clock.
 pub(super) fn of_vm(
     machine: &Machine,
-    now: Duration,
-    balloon: Option<Balloon>,
+    began: Instant,
+    qemu: QemuMemory,
     folded_cache: ByteSize,
 ) -> Signals {
     let memory = machine.guest_memory();
-    let age = memory.as_ref().map_or(0, |memory| memory.age_ms);
-    let at = now.saturating_sub(Duration::from_millis(age));
     let is_agent = |memory: &GuestMemory| memory.source == GuestMemorySource::Agent;
-    let from_agent = memory.as_ref().is_some_and(is_agent);
+    let from_agent = memory.as_ref().is_some_and(|(_, memory)| is_agent(memory));
     let has_reporting = machine.vm().spec().is_some_and(|spec| spec.balloon);
+    let (at, guest) = report(memory, began).unzip();
     Signals {
-        at,
-        ram: ram(machine),
-        balloon,
-        virtio_mem: None,
+        at: at.unwrap_or_default(),
+        ram: qemu.ram,
+        balloon: qemu.balloon,
+        virtio_mem: qemu.virtio_mem,
         folded_cache,
         source: if from_agent {
             Source::Agent {
@@ -136,24 +240,31 @@ pub(super) fn of_vm(
         } else {
             Source::BalloonStats
         },
-        guest: memory.map(|memory| guest(&memory, at, balloon)),
+        guest,
     }
 }
 
+/// Converts a guest's report, and returns when it arrived by the service's clock. That time is the
+/// same at each look at one report, so the controller sees that it is no new one.
+fn report(
+    newest: Option<(Instant, GuestMemory)>,
+    began: Instant,
+) -> Option<(Duration, GuestSignals)> {
+    let (arrived, memory) = newest?;
+    let at = arrived.saturating_duration_since(began);
+    Some((at, guest(&memory, at)))
+}
+
 /// Converts a guest's figures. `at`: when they arrived. The agent does not say the guest's own
-/// time, so the host's stands for it. A balloon that deflates before an OOM kill does not lower the
-/// guest's `MemTotal` (`drivers/virtio/virtio_balloon.c`), so what it holds is subtracted here.
-fn guest(memory: &GuestMemory, at: Duration, balloon: Option<Balloon>) -> GuestSignals {
-    let held = balloon
-        .filter(|of| of.deflate_on_oom)
-        .map_or(0, |of| of.held.0);
+/// time, so the host's stands for it.
+fn guest(memory: &GuestMemory, at: Duration) -> GuestSignals {
     let pressure = memory.pressure.map(|pressure| PressureTotals {
         some_us: pressure.some_us,
         full_us: pressure.full_us,
     });
     GuestSignals {
         uptime: at,
-        total: ByteSize(memory.mem_total_bytes.0.saturating_sub(held)),
+        total: memory.mem_total_bytes,
         free: memory.mem_free_bytes.unwrap_or_default(),
         available: memory.mem_available_bytes,
         dirty: memory.dirty_bytes.unwrap_or_default(),
@@ -169,29 +280,158 @@ fn guest(memory: &GuestMemory, at: Duration, balloon: Option<Balloon>) -> GuestS
         pswpin: memory.pswpin,
         pswpout: memory.pswpout,
         allocstall: memory.allocstall,
-        pgmajfault: None,
+        pgmajfault: memory.pgmajfault,
         oom_kill: memory.oom_kill,
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use memfold_rightsize::{Controller, Policy, Reason, VmId};
+
     use super::*;
+    use crate::machine::GuestReading;
+
+    const RAM: ByteSize = ByteSize::mib(2048);
+
+    /// Returns the signals of a VM with the guest's newest report.
+    fn signals_of(reading: &GuestReading, began: Instant) -> Signals {
+        let (at, guest) = report(reading.newest(), began).unzip();
+        Signals {
+            at: at.expect("a report"),
+            ram: RAM,
+            balloon: None,
+            virtio_mem: None,
+            folded_cache: ByteSize(0),
+            source: Source::BalloonStats,
+            guest,
+        }
+    }
+
+    #[test]
+    fn one_report_that_is_looked_at_twice_is_neither_a_new_one_nor_a_reboot() {
+        let mut controller = Controller::new(Policy::default());
+        let mut step = |reading: &GuestReading, began: Instant| {
+            // The monitor of the VM, for example, answers at once or late.
+            std::thread::sleep(Duration::from_millis(3));
+            let signals = signals_of(reading, began);
+            let vms = [(VmId(1), Limits::of_vm(RAM, RAM), signals.clone())];
+            let host = HostState::default();
+            let decision = controller.step(began.elapsed(), host, &vms);
+            (signals.at, decision.vms[0].reason)
+        };
+        let began = Instant::now();
+        let memory = GuestMemory {
+            mem_total_bytes: RAM,
+            mem_available_bytes: ByteSize::mib(1024),
+            ..GuestMemory::default()
+        };
+        let arrived = began + Duration::from_micros(500);
+        let mut reading = GuestReading::default();
+        reading.note(arrived, memory);
+        let (at, _) = step(&reading, began);
+        for _ in 0..20 {
+            let (again, reason) = step(&reading, began);
+            assert_eq!(again, at, "one report has arrived twice");
+            assert_ne!(reason, Reason::Restarted);
+        }
+    }
+
+    #[test]
+    fn a_guest_whose_report_is_from_before_its_balloon_moved_does_not_contradict_itself() {
+        let began = Instant::now();
+        let memory = |available_mib| GuestMemory {
+            mem_total_bytes: RAM,
+            mem_free_bytes: Some(ByteSize::mib(available_mib)),
+            mem_available_bytes: ByteSize::mib(available_mib),
+            ..GuestMemory::default()
+        };
+        let mut controller = Controller::new(Policy::default());
+        let mut reading = GuestReading::default();
+        for (second, held) in [(2, 0), (4, 0), (6, 700), (8, 1400), (10, 1400)] {
+            if second < 6 {
+                let arrived = began + Duration::from_secs(second);
+                reading.note(arrived, memory(1700));
+            }
+            let mut signals = signals_of(&reading, began);
+            signals.balloon = Some(Balloon {
+                held: ByteSize::mib(held),
+                deflate_on_oom: true,
+            });
+            let vms = [(VmId(1), Limits::of_vm(RAM, RAM), signals)];
+            let now = Duration::from_secs(second);
+            let decision = controller.step(now, HostState::default(), &vms);
+            let decided = &decision.vms[0];
+            let is_distrusted = matches!(decided.reason, Reason::Distrusted(_));
+            assert!(!is_distrusted, "{}", decided.reason);
+            if second > 2 {
+                assert_eq!(decided.working_set, ByteSize::mib(348), "at {second} s");
+            }
+        }
+    }
+
+    /// An answer of QEMU about a VM that can plug 2 GiB.
+    fn answer(plugged: u64, is_pending: bool) -> Known {
+        Known {
+            deflate_on_oom: None,
+            memory: QemuMemory {
+                ram: RAM,
+                balloon: None,
+                virtio_mem: Some(VirtioMem {
+                    plugged: ByteSize::mib(plugged),
+                    max: RAM,
+                    block: ByteSize::mib(2),
+                    has_driver: true,
+                }),
+            },
+            is_pending,
+            at: Instant::now(),
+        }
+    }
+
+    /// Returns the plugged memory in MiB, or `None` if the memory of the VM is not known.
+    fn plugged(memories: &mut QemuMemories, answer: Option<Known>) -> Option<u64> {
+        let memory = memories.look_with(1, true, false, |_| answer)?;
+        memory.virtio_mem.map(|device| device.plugged.0 >> 20)
+    }
+
+    #[test]
+    fn a_vm_of_which_qemu_has_never_said_the_memory_is_left_out() {
+        let mut memories = QemuMemories::default();
+        assert_eq!(plugged(&mut memories, None), None);
+        assert_eq!(
+            plugged(&mut memories, Some(answer(1024, false))),
+            Some(1024)
+        );
+        // The monitor is in use.
+        assert_eq!(plugged(&mut memories, None), Some(1024));
+    }
+
+    #[test]
+    fn qemu_is_asked_at_each_look_while_a_guest_has_yet_to_plug_memory() {
+        let mut memories = QemuMemories::default();
+        assert_eq!(plugged(&mut memories, Some(answer(0, true))), Some(0));
+        assert_eq!(plugged(&mut memories, Some(answer(512, false))), Some(512));
+        assert_eq!(plugged(&mut memories, Some(answer(0, false))), Some(0));
+        // Nothing can change any more, so QEMU is not asked.
+        assert_eq!(plugged(&mut memories, Some(answer(256, false))), Some(0));
+    }
 
     #[test]
     fn limits_that_the_operator_did_not_set_have_their_defaults() {
-        let ram = ByteSize::mib(2048);
-        let all = limits(Sizing::default(), ram);
+        let (ram, ceiling) = (ByteSize::mib(2048), ByteSize::mib(1536));
+        let all = limits(Sizing::default(), ram, ceiling);
         assert_eq!(
             (all.min, all.max, all.pinned),
-            (ByteSize::mib(512), ram, false)
+            (ByteSize::mib(512), ceiling, false)
         );
         let set = Sizing {
             min_bytes: Some(1 << 30),
+            max_bytes: Some(2 << 30),
             pinned: Some(true),
             ..Sizing::default()
         };
-        let some = limits(set, ram);
+        let some = limits(set, ram, ceiling);
         assert_eq!(
             (some.min, some.max, some.pinned),
             (ByteSize::mib(1024), ram, true)

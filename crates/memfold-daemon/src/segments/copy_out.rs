@@ -17,6 +17,7 @@ use memfold_api::BuildRequest;
 use memfold_host::progress::Progress;
 use memfold_segment::{self as segment, Draft, PROGRAMS, SegmentError};
 use memfold_vm::{Qmp, QmpError, VmSpec};
+use memfold_wire::order::{COPY_SERIAL, GuestOrder};
 use serde_json::{Value, json};
 
 use crate::error::{DaemonError, impossible, segment_files};
@@ -26,55 +27,14 @@ use crate::segments::{Segments, directory, noted};
 /// Size of the disk image, in bytes. The image is sparse: only written parts take space.
 const ROOM: u64 = 16 << 30;
 
-/// QEMU's name of the disk for the copy. The next constant: the serial number by which the guest
-/// finds the disk.
+/// QEMU's name of the disk for the copy.
 const NODE: &str = "copy-out";
-const SERIAL: &str = "memfold-copy";
 
 /// Time limit for the guest's copy.
 const COPY_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Time limit for the guest to release the disk.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Shell script that finds the disk and copies directories to it: with owners, modes, times, links,
-/// capabilities and access lists, but without file systems that are mounted below the directories.
-const COPY: &str = r#"set -e
-find_disk() {
-    for disk in /sys/block/vd*; do
-        [ "$(cat "$disk/serial" 2> /dev/null)" = "$serial" ] && return 0
-    done
-    return 1
-}
-tries=0
-until find_disk; do
-    tries=$((tries + 1))
-    [ $tries -lt 100 ] || { echo "the disk to copy to does not appear" >&2; exit 1; }
-    sleep 0.2
-done
-mkdir -p /run/memfold
-# Its own: what a daemon that died has begun may still be leaving another.
-place=$(mktemp -d /run/memfold/copy-out.XXXXXX)
-# The agent, among others, may be looking at a file there.
-leave() {
-    tries=0
-    while mountpoint -q $place && ! umount $place 2> /dev/null; do
-        tries=$((tries + 1))
-        [ $tries -lt 100 ] || { umount $place; exit 1; }
-        sleep 0.2
-    done
-    rmdir $place
-}
-trap leave EXIT
-mount -t ext4 -o nosuid,nodev,noexec "/dev/${disk##*/}" $place
-cd /
-for top in "$@"; do
-    [ -e "./$top" ] || continue
-    cp -a -x --parents "./$top" $place/
-done
-# What was only cached may fail to be written.
-sync -f $place
-"#;
 
 /// Name of the image file in the draft (the directory in which a segment is built).
 pub(crate) const IMAGE: &str = "image.ext4";
@@ -173,7 +133,7 @@ fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError>
     added?;
     // If the host's disk is full, the copy must fail; by default QEMU would stop the VM instead.
     let device = json!({
-        "driver": "virtio-blk-pci", "id": NODE, "drive": NODE, "serial": SERIAL, "bus": format!("segport{slot}"),
+        "driver": "virtio-blk-pci", "id": NODE, "drive": NODE, "serial": COPY_SERIAL, "bus": format!("segport{slot}"),
         "werror": "report", "rerror": "report",
     });
     qmp.execute("device_add", device).map(drop)
@@ -234,12 +194,10 @@ pub(crate) fn unplug(machine: &Machine) {
 }
 
 fn run(machine: &Machine, tops: &[String]) -> Result<(), DaemonError> {
-    let quoted: Vec<String> = tops
-        .iter()
-        .map(|top| format!("'{}'", top.trim_start_matches('/').replace('\'', r"'\''")))
-        .collect();
-    let script = format!("serial={SERIAL}\nset -- {}\n{COPY}", quoted.join(" "));
-    let done = machine.run(&script, COPY_TIMEOUT)?;
+    let order = GuestOrder::CopyToDisk {
+        tops: tops.to_vec(),
+    };
+    let done = machine.run(order, COPY_TIMEOUT)?;
     if done.code == 0 {
         return Ok(());
     }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use memfold_api::SegmentState;
 use memfold_host::chain;
 use memfold_vm::{AgentError, CommandResult, SegmentSpec};
+use memfold_wire::order::GuestOrder;
 use tracing::warn;
 
 use crate::error::{DaemonError, impossible};
@@ -36,16 +37,19 @@ pub(crate) fn lay(
     name: &str,
     content: bool,
 ) -> Result<serde_json::Value, DaemonError> {
-    let (option, timeout) = if content {
-        (" --content", CONTENT_TIMEOUT)
+    let timeout = if content {
+        CONTENT_TIMEOUT
     } else {
-        ("", LAY_TIMEOUT)
+        LAY_TIMEOUT
     };
-    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-lay {name}{option}");
+    let order = GuestOrder::MountSegment {
+        name: name.to_owned(),
+        content,
+    };
     machine.check_runs("no segment was mounted")?;
     let end = Instant::now() + PLUG_TIMEOUT;
     let done = loop {
-        let done = machine.run(&script, timeout);
+        let done = machine.run(order.clone(), timeout);
         let is_early = match &done {
             // The guest has not found the device yet.
             Ok(result) => result.code != 0 && text(&result.stderr).contains("no device"),
@@ -69,9 +73,11 @@ pub(crate) fn lay(
 
 /// Has the guest unmount a segment, whatever its generation. Returns the agent's report.
 pub(crate) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Value, DaemonError> {
-    let script = format!("exec \"$MEMFOLD_AGENT\" --segment-take-off {base}");
+    let order = GuestOrder::UnmountSegment {
+        base: base.to_owned(),
+    };
     machine.check_runs("no segment was unmounted")?;
-    let answer = answer(machine, &machine.run(&script, LAY_TIMEOUT)?)?;
+    let answer = answer(machine, &machine.run(order, LAY_TIMEOUT)?)?;
     for segment in machine.vm().segments() {
         if segment.base_name() == base {
             machine.set_segment_state(&segment.name, SegmentState::TakenOff);
@@ -82,7 +88,7 @@ pub(crate) fn take_off(machine: &Machine, base: &str) -> Result<serde_json::Valu
 
 /// Returns the segments that the guest has mounted, as its agent reports them.
 pub(crate) fn list(machine: &Machine) -> Result<serde_json::Value, DaemonError> {
-    let done = machine.run("exec \"$MEMFOLD_AGENT\" --segment-list", LIST_TIMEOUT)?;
+    let done = machine.run(GuestOrder::ListSegments, LIST_TIMEOUT)?;
     answer(machine, &done)
 }
 

@@ -20,6 +20,7 @@ use memfold_snapshot::{Candidate, FEWEST_PAGES};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::AgentLink;
 use memfold_wire::agent::{FileNumber, OutputStream};
+use memfold_wire::order::{GuestOrder, PathList};
 use tracing::{debug, info};
 
 use crate::folding::Folding;
@@ -97,7 +98,7 @@ pub(super) fn find(folding: &Folding, machine: &Machine) -> Found {
         let ask = |answer| Command::FilePaths(machine.id(), files.to_vec(), answer);
         folding.ask(ask).map_err(|error| error.to_string())
     };
-    let run = |script: &str, limit| run(&agent, script, limit);
+    let run = |order, limit| run(&agent, order, limit);
     let asked = places.ask(&rank(cached.runs()), began + LIMIT, paths, run);
     if let Err(why) = asked {
         info!(
@@ -133,10 +134,10 @@ pub(super) fn most_cached_files(folding: &Folding, machine: &Machine) -> (u64, V
     (pages, folding.ask(ask).unwrap_or_default())
 }
 
-/// Runs a script in the guest and returns its standard output.
-fn run(agent: &AgentLink, script: &str, limit: Duration) -> Result<Vec<u8>, String> {
+/// Carries out an order in the guest and returns its standard output.
+fn run(agent: &AgentLink, order: GuestOrder, limit: Duration) -> Result<Vec<u8>, String> {
     let (mut answer, mut words) = (Vec::new(), Vec::new());
-    let code = agent.run_streaming(script, limit, |stream, bytes| {
+    let code = agent.run_streaming(order, limit, |stream, bytes| {
         let kept = match stream {
             OutputStream::Stdout => &mut answer,
             OutputStream::Stderr => &mut words,
@@ -176,7 +177,7 @@ impl Places {
         ranked: &[(FileNumber, u64)],
         deadline: Instant,
         paths: impl Fn(&[FileNumber]) -> Result<Vec<Vec<u8>>, String>,
-        run: impl Fn(&str, Duration) -> Result<Vec<u8>, String>,
+        run: impl Fn(GuestOrder, Duration) -> Result<Vec<u8>, String>,
     ) -> Result<(), String> {
         let mut rest = ranked;
         let mut last_took = Duration::ZERO;
@@ -184,7 +185,7 @@ impl Places {
             let files = rest.iter().take(PATHS_AT_ONCE).map(|&(file, _)| file);
             let files: Vec<FileNumber> = files.collect();
             let paths = paths(&files)?;
-            let (script, asked) = guest_extents::script(paths.iter().map(Vec::as_slice));
+            let (list, asked) = PathList::new(paths.iter().map(Vec::as_slice));
             let pages: u64 = rest.iter().take(asked).map(|&(_, pages)| pages).sum();
             let began = Instant::now();
             let left = deadline.saturating_duration_since(began);
@@ -192,7 +193,7 @@ impl Places {
             if asked == 0 || left.is_zero() || !is_worth_it {
                 break;
             }
-            let answer = run(&script, left)?;
+            let answer = run(GuestOrder::ListExtents(list), left)?;
             self.take(&files[..asked.min(files.len())], &answer)?;
             last_took = began.elapsed();
             rest = rest.get(asked..).unwrap_or_default();
@@ -406,7 +407,8 @@ mod tests {
     }
 
     /// File numbers in a question.
-    fn numbers(script: &str) -> Vec<FileNumber> {
+    fn numbers(order: &GuestOrder) -> Vec<FileNumber> {
+        let script = order.script();
         let lines = script.lines().filter(|line| line.starts_with('/'));
         let number = |line: &str| line.rsplit('/').next()?.parse().ok();
         lines.filter_map(number).collect()
@@ -417,8 +419,8 @@ mod tests {
         let ranked: Vec<(FileNumber, u64)> = (0..3000).map(|n| (n, 1_000_000)).collect();
         let asked = RefCell::new(Vec::new());
         let mut places = Places::default();
-        let answer = |script: &str, _: Duration| {
-            let files = numbers(script);
+        let answer = |order: GuestOrder, _: Duration| {
+            let files = numbers(&order);
             let mut answer = String::new();
             for (n, file) in files.iter().enumerate() {
                 writeln!(answer, "{n} 0 4 254:0 {file}").unwrap();
@@ -439,7 +441,7 @@ mod tests {
         for failure in [Ok(b"0 0 4 254:0".to_vec()), Err("gone".to_owned())] {
             let times = Cell::new(0);
             let mut places = Places::default();
-            let answer = |_: &str, _: Duration| {
+            let answer = |_: GuestOrder, _: Duration| {
                 times.set(times.get() + 1);
                 if times.get() == 1 {
                     return Ok(b"0 0 4 254:0 7\n".to_vec());
@@ -456,7 +458,7 @@ mod tests {
     #[test]
     fn a_guest_is_asked_for_file_extents_only_as_long_as_the_answers_save_time() {
         let asked = Cell::new(0);
-        let slow = |_: &str, limit: Duration| {
+        let slow = |_: GuestOrder, limit: Duration| {
             assert!(limit <= Duration::from_secs(60));
             asked.set(asked.get() + 1);
             std::thread::sleep(Duration::from_millis(5));

@@ -10,6 +10,7 @@
 //! ```
 //! A layer is removed when no VM maps it and no other layer refers to it.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -27,7 +28,7 @@ use crate::machine::Machine;
 use crate::mechanisms::Mechanisms;
 use crate::snapshots::Snapshots;
 use crate::snapshots::save_kind::SaveKind;
-use crate::threads::{self, unix_time};
+use crate::threads;
 
 /// Beginning of the names of layers that forks start from.
 const PREFIX: &str = "fork-";
@@ -42,7 +43,8 @@ const MOST_STOPPED: Duration = Duration::from_millis(800);
 /// Least time that a stop counts for, so that the number of stops is bounded, too.
 const LEAST_STOPPED: Duration = Duration::from_millis(1);
 
-/// How often unused layers are looked for, and the least age of one.
+/// How often unused layers are looked for, and the least time for which a layer is left alone after
+/// it was seen first.
 const LOOK_EVERY: Duration = Duration::from_secs(20);
 const LEAST_AGE: Duration = Duration::from_secs(30);
 
@@ -99,24 +101,49 @@ impl Snapshots {
 
     /// Begins to remove layers of forks that no VM needs any more, until this value is dropped.
     pub(crate) fn begin_removing_forks(self: &Arc<Self>) -> io::Result<()> {
-        threads::repeat("forks", LOOK_EVERY, self, |snapshots| {
-            snapshots.remove_unused_forks();
+        let mut ages = Ages::default();
+        threads::repeat("forks", LOOK_EVERY, self, move |snapshots| {
+            snapshots.remove_unused_forks(snapshots.done_forks(&mut ages));
         })
     }
 
-    /// Returns whether a snapshot is the layer of forks, and was not made just now.
-    fn is_old_fork(&self, name: &str) -> bool {
-        let is_old = |created_s| Duration::from_secs(created_s) + LEAST_AGE <= unix_time();
-        let manifest = self.below.snapshots.manifest(name);
-        manifest.is_ok_and(|manifest| manifest.fork && is_old(manifest.created_s))
+    /// Notes that a VM was started from a snapshot, so that the layer of forks can be removed as
+    /// soon as no VM uses it.
+    pub(super) fn note_started(&self, name: &str) {
+        if name.starts_with(PREFIX) {
+            self.started.lock().insert(name.to_owned());
+        }
     }
 
-    fn remove_unused_forks(&self) {
+    /// Removes layers that forks started from and that no VM needs, if snapshot `name` cannot be
+    /// removed before.
+    pub(super) fn remove_unused_forks_of(&self, name: &str) {
+        let is_needed = || restore::built_on(&self.below.snapshots, name);
+        let mut ages = Ages::default();
+        // A layer may be built on another one, which is removed in the next round.
+        while is_needed().is_ok_and(|layers| !layers.is_empty())
+            && self.remove_unused_forks(self.done_forks(&mut ages))
+        {}
+    }
+
+    /// Returns the layers of forks from which VMs were started, or that have been there for a
+    /// while.
+    fn done_forks(&self, ages: &mut Ages) -> Vec<String> {
         let shelf = &self.below.snapshots;
+        let is_fork = |name: &String| shelf.manifest(name).is_ok_and(|manifest| manifest.fork);
         let mut names = shelf.names().unwrap_or_default();
-        names.retain(|name| name.starts_with(PREFIX) && self.is_old_fork(name));
+        names.retain(|name| name.starts_with(PREFIX) && is_fork(name));
+        let old = ages.old(names.clone(), Instant::now());
+        let started = self.started.lock();
+        names.retain(|name| started.contains(name) || old.contains(name));
+        names
+    }
+
+    /// Removes those of the layers `names` that no VM needs. Returns whether there were any.
+    fn remove_unused_forks(&self, names: Vec<String>) -> bool {
+        let shelf = &self.below.snapshots;
         if names.is_empty() {
-            return;
+            return false;
         }
         // A removal locks the layer, and no VM can be started from it meanwhile. So layers with
         // users are left out before.
@@ -124,16 +151,21 @@ impl Snapshots {
             Ok(users) => users,
             Err(error) => {
                 debug!(%error, "cannot find out which VMs use the layers that forks started from");
-                return;
+                return false;
             }
         };
         let unused = names.into_iter().zip(users);
+        let mut is_any_removed = false;
         for (name, _) in unused.filter(|(_, pids)| pids.is_empty()) {
-            match self.remove(&name) {
-                Ok(()) => info!(
-                    snapshot = name,
-                    "layer (snapshot that forks of a VM start from) removed, because no VM needs the layer"
-                ),
+            match self.remove_one(&name) {
+                Ok(()) => {
+                    self.started.lock().remove(&name);
+                    is_any_removed = true;
+                    info!(
+                        snapshot = name,
+                        "layer (snapshot that forks of a VM start from) removed, because no VM needs the layer"
+                    );
+                }
                 Err(DaemonError::Snapshot(
                     SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
                 )) => {}
@@ -142,6 +174,23 @@ impl Snapshots {
                 }
             }
         }
+        is_any_removed
+    }
+}
+
+/// When each layer was seen first. The time in its manifest is that of a clock that can be set.
+#[derive(Debug, Default)]
+struct Ages(BTreeMap<String, Instant>);
+
+impl Ages {
+    /// Returns the layers that have been there for [`LEAST_AGE`] at least.
+    fn old(&mut self, layers: Vec<String>, now: Instant) -> Vec<String> {
+        self.0.retain(|name, _| layers.contains(name));
+        let is_old = |name: &String| {
+            let seen = *self.0.entry(name.clone()).or_insert(now);
+            now.saturating_duration_since(seen) >= LEAST_AGE
+        };
+        layers.into_iter().filter(is_old).collect()
     }
 }
 
@@ -191,4 +240,28 @@ fn fold_onto(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<
         std::thread::sleep(done.stopped);
     }
     Ok(pages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_that_forks_start_from_is_old_30_s_after_it_was_seen_first() {
+        let mut ages = Ages::default();
+        let began = Instant::now();
+        let at = |seconds| began + Duration::from_secs(seconds);
+        let names = |names: &[&str]| {
+            names
+                .iter()
+                .map(|&name| name.to_owned())
+                .collect::<Vec<_>>()
+        };
+        assert!(ages.old(names(&["a"]), at(0)).is_empty());
+        assert!(ages.old(names(&["a", "b"]), at(29)).is_empty());
+        assert_eq!(ages.old(names(&["a", "b"]), at(30)), ["a"]);
+        // A layer of this name that is made later begins anew.
+        assert_eq!(ages.old(names(&["b"]), at(60)), ["b"]);
+        assert!(ages.old(names(&["a"]), at(61)).is_empty());
+    }
 }

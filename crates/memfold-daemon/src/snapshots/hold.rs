@@ -12,6 +12,7 @@ use memfold_snapshot::free::{self, Frames};
 use memfold_snapshot::save;
 use memfold_vm::{AgentLink, Qmp};
 use memfold_wire::library::Range;
+use memfold_wire::order::GuestOrder;
 
 use crate::folding::Folding;
 use crate::interrupted_save::NotedSave;
@@ -34,6 +35,8 @@ pub(super) struct HeldVm<'a> {
     folding: &'a Folding,
     machine: &'a Arc<Machine>,
     agent: Option<&'a AgentLink>,
+    /// Whether the library stops the VM. The daemon may connect to the library during the save.
+    can_stop: bool,
     /// Held while the VM is stopped, so that nothing is sent to the guest's agent.
     quiet: RefCell<Option<MutexGuard<'a, ()>>>,
     merging: RefCell<Option<MergingStops<'a>>>,
@@ -60,6 +63,7 @@ impl<'a> HeldVm<'a> {
             folding,
             machine,
             agent,
+            can_stop: machine.can_stop(),
             quiet: RefCell::default(),
             merging: RefCell::new(merging),
             stopped: Cell::new(None),
@@ -118,7 +122,7 @@ impl<'a> HeldVm<'a> {
 }
 
 fn list_free_pages(machine: &Machine) -> FreePages {
-    let listed = machine.run(free::LIST, LIST_TIMEOUT);
+    let listed = machine.run(GuestOrder::ListFreePages, LIST_TIMEOUT);
     let listed = listed.map_err(|error| error.to_string())?;
     if listed.code != 0 {
         let words = text(&listed.stderr);
@@ -136,7 +140,7 @@ impl save::Hold for HeldVm<'_> {
 
     fn stop(&self, qmp: &mut Qmp) -> Result<(), String> {
         self.quiet.replace(self.agent.map(AgentLink::quiet));
-        if self.machine.can_stop() {
+        if self.can_stop {
             self.tell("stopped", Command::Hold)?;
             self.stopped.set(Some(Instant::now()));
             return Ok(());
@@ -173,7 +177,7 @@ impl save::Hold for HeldVm<'_> {
         let Some(since) = self.stopped.get() else {
             return Ok(());
         };
-        if self.machine.can_stop() {
+        if self.can_stop {
             self.tell("resumed", Command::GoOn)?;
         } else {
             qmp.query("cont").map_err(|error| error.to_string())?;

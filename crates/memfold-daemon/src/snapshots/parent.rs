@@ -53,7 +53,8 @@ impl Snapshots {
     ///
     /// Errors for a parent that the user named. One that was not named is left out if it cannot be
     /// used, but not because it is locked: a removal of the snapshot from which a VM runs is
-    /// refused soon. A fork is refused if the snapshot from which the VM runs was changed.
+    /// refused soon. A fork is refused if the snapshot from which the VM runs was changed. A VM
+    /// that runs from an encrypted snapshot is saved only encrypted.
     pub(super) fn base(
         &self,
         machine: &Machine,
@@ -61,12 +62,18 @@ impl Snapshots {
         kind: &SaveKind,
         progress: &Progress,
     ) -> Result<(Option<Base<'_>>, Option<String>), DaemonError> {
+        if request.encrypt {
+            return Ok((None, None));
+        }
+        let origin = restore::origin(&self.below.snapshots, machine.pid())?;
+        if let Some(origin) = origin.as_ref().filter(|of| of.encryption.is_some()) {
+            return Err(in_clear(&origin.name, kind).into());
+        }
         if let Some(name) = &request.parent {
             if request.compress || request.whole {
                 let why = "a snapshot that is compressed, or has all pages, has no parent; leave out 'parent', or 'compress' and 'whole'";
                 return Err(DaemonError::BadRequest(why.into()));
             }
-            let origin = restore::origin(&self.below.snapshots, machine.pid())?;
             let is_origin = origin.is_some_and(|origin| origin.name == *name);
             let used = self.below.snapshot_locks.begin_within(name, PATIENCE)?;
             let base = self.open_base(machine, used, (name, is_origin), progress)?;
@@ -75,7 +82,7 @@ impl Snapshots {
         if request.compress || request.whole {
             return Ok((None, None));
         }
-        let Some(origin) = restore::origin(&self.below.snapshots, machine.pid())? else {
+        let Some(origin) = origin else {
             return Ok((None, None));
         };
         let name = &origin.name;
@@ -136,6 +143,21 @@ impl Snapshots {
             _used: used,
         })
     }
+}
+
+/// Returns the error for a save without encryption of a VM that runs from the encrypted snapshot
+/// `name`.
+fn in_clear(name: &str, kind: &SaveKind) -> SnapshotError {
+    let fix = if kind.is_fork() {
+        format!(
+            "start clones instead ('memfold clone {name}'), or save the VM with 'memfold snapshot save --encrypt' and clone that snapshot"
+        )
+    } else {
+        "pass --encrypt".into()
+    };
+    SnapshotError::Impossible(format!(
+        "the VM runs from the encrypted snapshot '{name}', and its memory would be saved unencrypted; {fix}"
+    ))
 }
 
 /// Returns why a VM must not refer to a snapshot of the VM `of`; `None` if it may. Each VM has a

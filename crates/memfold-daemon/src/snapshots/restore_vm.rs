@@ -2,7 +2,7 @@
 //! first after a restore. Later restores load these pages in advance.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memfold_api::{RestoreRequest, VmInfo};
 use memfold_snapshot::identity::{Plan, Renew};
@@ -27,6 +27,9 @@ use crate::threads;
 
 /// Longest wait for another restore of a guest that cannot renew its identity.
 const TWIN_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Pause until a VM that is being saved is looked at again.
+const SAVE_LASTS: Duration = Duration::from_secs(1);
 
 impl Snapshots {
     /// Returns the name of a VM that has this snapshot's identity: a VM restored from the snapshot,
@@ -73,7 +76,8 @@ impl Snapshots {
         }
         restore::choose_host_ends(&mut spec, &request.forwards)?;
         renew_outside_guest(&mut spec, request.renew);
-        let held = manifest.counts.saved_pages * PAGE_SIZE;
+        spec.ttl_s = request.ttl_s;
+        let held = manifest.counts.saved_pages.saturating_mul(PAGE_SIZE);
         let admitted = self
             .below
             .debt
@@ -119,11 +123,12 @@ impl Snapshots {
                 if let (Some(stream), Some(server)) = (&stream, server) {
                     return self.fill_from_stream(&vm, &mut qmp, &manifest, (stream, server));
                 }
-                let devices = self.below.snapshots.file(snapshot, DEVICES)?;
+                let devices = self.below.snapshots.devices(&manifest)?;
                 restore::fill(&vm, &mut qmp, &manifest, &devices, (&image, None))
             };
             let filled = noted
                 .map_err(|error| no_plan(&error))
+                .and_then(|()| own_disks.give(vm.user()))
                 .and_then(|()| Ok(vm.daemon_qmp()?))
                 .and_then(fill);
             if let Err(error) = filled {
@@ -145,7 +150,7 @@ impl Snapshots {
         if launched.is_err() {
             self.below.snapshots.let_go();
         }
-        let info = launched?;
+        let info = launched.inspect(|_| self.note_started(snapshot))?;
         admitted.started();
         own_disks.keep();
         let Ok(machine) = self.below.registry.machine(&request.vm) else {
@@ -156,6 +161,7 @@ impl Snapshots {
         };
         boot_snapshot::find(&self.below.snapshots, &machine);
         recall_segments(&machine);
+        self.below.rightsizing.note_restored(&machine);
         // Reading the working set ahead would make pages urgent that the guest does not wait for.
         if stream.is_none() {
             self.mind_working_set(machine.clone(), manifest, request.prefetch);
@@ -173,14 +179,19 @@ impl Snapshots {
         (stream, server): (&StreamedSnapshot, DiskServer),
     ) -> Result<(), SnapshotError> {
         let layout = vm.layout(qmp)?;
+        let first_pages = stream.wait_first();
+        debug!(
+            vm = vm.name(),
+            first_pages, "pages that VMs touch first are here"
+        );
         let source = NewVm {
             stream,
-            is_mapped: Arc::default(),
+            link: Arc::default(),
         };
         let image = (stream.image(), Some(&source as &dyn PageSource));
         let devices = stream.devices().map_err(not_read)?;
         restore::fill(vm, qmp, manifest, &devices, image)?;
-        let noted = self.note_streaming(vm, &layout, stream, server, source.is_mapped);
+        let noted = self.note_streaming(vm, &layout, stream, server, source.link);
         noted.map_err(|error| not_noted(&error))
     }
 
@@ -191,6 +202,7 @@ impl Snapshots {
         stream: &StreamedSnapshot,
         request: &RestoreRequest,
     ) -> Result<(Manifest, VmSpec), DaemonError> {
+        stream.note_start();
         let manifest = stream.manifest().clone();
         if request.disks.is_some() {
             return Err(SnapshotError::Impossible(format!(
@@ -232,19 +244,28 @@ impl Snapshots {
             let (id, name) = (machine.id(), machine.name().to_owned());
             // Dropped, so that this waiting thread does not keep the VM's data.
             drop(machine);
-            let found = loop {
-                std::thread::sleep(working_set::TIME);
-                let machine = registry.upgrade().and_then(|all| all.machine(&name).ok());
-                let Some(machine) = machine.filter(|machine| machine.id() == id) else {
-                    return;
-                };
-                // During a save, all of the VM's pages may look accessed.
-                let Some(_saving) = machine.try_save() else {
-                    continue;
-                };
-                let places = working_set::places(&manifest, &machine.layout());
-                break WorkingSet::of(machine.pid(), &manifest.sums.xxh3_128, &places);
+            let began = Instant::now();
+            // The pages touched by then. `None`: the VM has ended.
+            let touched = |after: Duration| {
+                loop {
+                    std::thread::sleep(after.saturating_sub(began.elapsed()));
+                    let machine = registry.upgrade().and_then(|all| all.machine(&name).ok());
+                    let machine = machine.filter(|machine| machine.id() == id)?;
+                    // During a save, all of the VM's pages may look accessed.
+                    if let Some(_saving) = machine.try_save() {
+                        let places = working_set::places(&manifest, &machine.layout());
+                        let image = &manifest.sums.xxh3_128;
+                        return Some(WorkingSet::of(machine.pid(), image, &places));
+                    }
+                    std::thread::sleep(SAVE_LASTS);
+                }
             };
+            let [soon, all] = working_set::TIMES;
+            let Some((soonest, set)) = touched(soon).and_then(|soon| Some((soon, touched(all)?)))
+            else {
+                return;
+            };
+            let found = set.and_then(|set| Ok(set.with_soonest(soonest?)));
             match found.and_then(|set| set.write(&place).map(|()| set)) {
                 Ok(set) => info!(
                     vm = name,

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use memfold_api::{KeepChoice, SaveRequest};
-use memfold_snapshot::guest_extents::{END, with_paths};
-use memfold_snapshot::identity::HAS_GENERATION_ID;
 use memfold_snapshot::manifest::Steps;
-use memfold_snapshot::save::{self, Subject};
+use memfold_snapshot::save::{self, Encrypt, Subject};
 use memfold_snapshot::{Candidate, Keep, Manifest, Progress, SnapshotError, cached_part, restore};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::{AgentError, CommandResult, SegmentSpec};
+use memfold_wire::order::{DROP_LATE, GuestOrder, PathList};
 use tracing::info;
 
 use crate::error::{DaemonError, state_error};
@@ -72,7 +71,7 @@ impl Snapshots {
             .into());
         }
         self.shared(&request.vm);
-        let Some(right) = machine.try_save() else {
+        let Some(right) = machine.save_right_unless_saved() else {
             let why = "a snapshot of this VM is being made; wait until it is complete";
             return Err(SnapshotError::Impossible(why.into()).into());
         };
@@ -81,8 +80,12 @@ impl Snapshots {
         if self.below.snapshots.path(&request.name)?.exists() {
             return Err(SnapshotError::Taken(request.name.clone()).into());
         }
+        let encrypt = self.encryption(request)?;
         interrupted_save::undo(self.below.registry.state(), &machine, &right)?;
         let subject = subject(&machine)?;
+        if let Some(encrypt) = &encrypt {
+            save::check_disks(&subject, encrypt)?;
+        }
         let progress = self.below.snapshot_locks.begin(&request.name)?;
         // Snapshots that the VM's disks are built on are not removed until the new snapshot records
         // that it needs them. Disks of a VM that memfold did not start are copied.
@@ -118,6 +121,7 @@ impl Snapshots {
         }
         let save = |prepared| {
             let of = (&machine, &subject, &right);
+            let request = (request, encrypt.clone());
             self.save_prepared(of, request, (kind, base), began, prepared, &progress)
         };
         let of_origin = base.filter(|base| base.is_origin);
@@ -160,6 +164,34 @@ impl Snapshots {
             info!(vm = request.vm, %error, "cannot have the guest report its cached files again after the save");
         }
         saved
+    }
+
+    /// Returns how a request's snapshot is encrypted. Fails before the guest drops anything if
+    /// there is no such key, or if the request contradicts itself.
+    fn encryption(&self, request: &SaveRequest) -> Result<Option<Encrypt>, DaemonError> {
+        let no = |why: &str| Err(DaemonError::BadRequest(why.into()));
+        if !request.encrypt {
+            if request.key.is_some() || request.plain_disks {
+                return no(
+                    "'key' and 'plain_disks' are for encrypted snapshots; set 'encrypt', too",
+                );
+            }
+            return Ok(None);
+        }
+        if request.parent.is_some() {
+            return no(
+                "an encrypted snapshot has all pages, and refers to no parent; leave out 'parent' or 'encrypt'",
+            );
+        }
+        let keys = self.below.snapshots.keys();
+        let key = keys.choose(request.key.as_deref());
+        let key = key.map_err(SnapshotError::from)?;
+        // The key may come from a program that fails.
+        keys.load(&key).map_err(SnapshotError::from)?;
+        Ok(Some(Encrypt {
+            key,
+            plain_disks: request.plain_disks,
+        }))
     }
 
     /// Prepares a guest for a save that keeps `choice` of its page cache. Caches are not dropped
@@ -236,7 +268,7 @@ impl Snapshots {
     fn save_prepared(
         &self,
         (machine, subject, right): (&Arc<Machine>, &Subject, &SaveRight<'_>),
-        request: &SaveRequest,
+        (request, encrypt): (&SaveRequest, Option<Encrypt>),
         (kind, base): (&SaveKind, Option<&Base<'_>>),
         began: Instant,
         prepared: Prepared,
@@ -283,6 +315,7 @@ impl Snapshots {
             fork: *kind == SaveKind::Fork,
             live: request.live,
             compress: request.compress,
+            encrypt,
             domain: machine.domain().map(str::to_owned),
             began,
             cache_kept: prepared.cache_kept,
@@ -323,7 +356,7 @@ impl Snapshots {
             vm = request.vm,
             snapshot = request.name,
             pause_ms = manifest.pause_ms,
-            saved_bytes = manifest.counts.saved_pages * PAGE_SIZE,
+            saved_bytes = manifest.counts.saved_pages.saturating_mul(PAGE_SIZE),
             "VM saved"
         );
         Ok(manifest)
@@ -354,7 +387,7 @@ fn boot_and_generation_id(machine: &Machine, origin: Option<&Base<'_>>) -> (Opti
 /// Asks the guest whether its kernel knows its VM generation ID; twice, because the result is
 /// recorded for good, and the guest may be slow.
 fn has_generation_id(machine: &Machine) -> bool {
-    let ask = || machine.run(HAS_GENERATION_ID, ASK_TIMEOUT);
+    let ask = || machine.run(GuestOrder::HasGenerationId, ASK_TIMEOUT);
     let asked = ask().or_else(|_| ask());
     asked.is_ok_and(|answer| answer.code == 0)
 }
@@ -366,44 +399,13 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 /// guest.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// Exit code of [`drop_script`], and of the agent's `--drop-caches`, if the time was too short.
-const LATE: i32 = 3;
-
-/// Begins a script that drops the guest's caches after dirty pages are written back. The agent's
-/// trace events are off meanwhile (`set_event`, `Documentation/trace/events.rst`), because
-/// reporting each dropped page would take about half of the time.
-const QUIETLY: &str = r"saved=/run/memfold-events
-on() { [ ! -s $saved ] || { cat $saved > set_event && rm $saved; }; }
-if cd /sys/kernel/tracing/instances/memfold 2> /dev/null; then
-    on
-    trap on EXIT
-    cat set_event > $saved && : > set_event
-fi
-";
-
-/// Returns a script that drops the guest's caches. First it drops the page cache of `files`, in
-/// this order, for at most `limit`. If all were dropped in time, it drops the other caches, without
-/// a time limit. If the guest's agent is too old to drop the cache of single files, the script
-/// drops all caches, without a time limit.
-fn drop_script(files: &[Vec<u8>], limit: Duration) -> String {
-    let seconds = limit.as_secs_f64();
-    let begin =
-        format!("{QUIETLY}/proc/$PPID/exe --drop-caches {seconds:.1} 2> /dev/null <<'END'\n");
-    let end = format!("{END}[ $? != {LATE} ] || exit {LATE}\necho 3 > /proc/sys/vm/drop_caches");
-    with_paths(&begin, files.iter().map(Vec::as_slice), &end).0
-}
-
-/// Script that turns the agent's trace events on again after an interrupted drop.
-const TRACE: &str = "saved=/run/memfold-events
-    [ ! -s $saved ] || { cat $saved > /sys/kernel/tracing/instances/memfold/set_event && rm $saved; }";
-
-/// Time limit of [`TRACE`].
+/// Time limit for a guest to turn its trace events on again.
 const TRACE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Has the guest write dirty pages to its disks, so that the disks hold the content of its page
 /// cache.
 fn write_back(machine: &Machine) -> Result<(), DaemonError> {
-    let wrote = machine.run("sync", WRITE_TIMEOUT)?;
+    let wrote = machine.run(GuestOrder::Sync, WRITE_TIMEOUT)?;
     check_done(&wrote, "write back dirty pages")
 }
 
@@ -414,13 +416,17 @@ fn drop_caches(
     files: &[Vec<u8>],
     limit: Duration,
 ) -> Result<Option<String>, DaemonError> {
-    let dropped = match machine.run(&drop_script(files, limit), limit + ANSWER) {
+    let order = GuestOrder::DropCaches {
+        files: PathList::new(files.iter().map(Vec::as_slice)).0,
+        limit_ms: u32::try_from(limit.as_millis()).unwrap_or(u32::MAX),
+    };
+    let dropped = match machine.run(order, limit + ANSWER) {
         Err(AgentError::Timeout { seconds }) => {
             return Ok(Some(format!("the command took longer than {seconds} s")));
         }
         other => other?,
     };
-    if dropped.code == LATE {
+    if dropped.code == DROP_LATE {
         let seconds = limit.as_secs_f64();
         return Ok(Some(format!(
             "dropping them takes longer than {seconds:.0} s"
@@ -438,5 +444,7 @@ fn check_done(done: &CommandResult, what: &str) -> Result<(), DaemonError> {
 
 /// Turns the agent's trace events on again after an interrupted drop.
 fn trace_again(machine: &Machine) -> Result<(), AgentError> {
-    machine.run(TRACE, TRACE_TIMEOUT).map(drop)
+    machine
+        .run(GuestOrder::ResumeTrace, TRACE_TIMEOUT)
+        .map(drop)
 }

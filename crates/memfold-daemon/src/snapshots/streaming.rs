@@ -13,18 +13,20 @@
 use std::fmt::Write;
 use std::fs;
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use memfold_api::PullBody;
+use memfold_fold::Command;
 use memfold_host::chain;
-use memfold_snapshot::restore::PageSource;
 use memfold_snapshot::{SnapshotError, SnapshotInfo, fetched_disks, restore};
 use memfold_transfer::{PullReport, PullRequest, Remote, StreamStatus, StreamedSnapshot};
 use memfold_units::ByteSize;
-use memfold_vm::{MachineError, RamLayout, Vm, VmDirectory, VmSpec};
+use memfold_vm::{MachineError, RamLayout, Vm, VmDirectory, VmSpec, qemu_user};
+use parking_lot::Mutex;
 use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
@@ -32,8 +34,8 @@ use crate::json_file::write_json;
 use crate::machine::Machine;
 use crate::snapshots::Snapshots;
 use crate::snapshots::streams::{
-    ConnectError, DiskServer, NewVm, Note, SavedRequest, StreamingVm, connect, disk_socket, listen,
-    serve,
+    ConnectError, DiskLink, DiskServer, Note, PageLink, SavedRequest, StreamingVm, connect,
+    disk_socket, listen, serve,
 };
 use crate::threads;
 
@@ -42,6 +44,12 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// Pause before a snapshot that an earlier daemon was fetching is tried again.
 const PAUSE: Duration = Duration::from_secs(5);
+
+/// How long a QEMU cannot be connected to before the log tells so.
+const CUT_OFF: Duration = Duration::from_secs(10);
+
+/// Shortest time between two messages that a VM was connected to again.
+const QUIET: Duration = Duration::from_secs(60);
 
 impl Snapshots {
     /// Begins to fetch a snapshot, and returns when VMs can be started from it. The rest is fetched
@@ -109,6 +117,7 @@ impl Snapshots {
                 parent: None,
                 parent_bytes: 0,
                 fork: false,
+                key: None,
                 users: users(name),
                 problem: Some(describe(stream)),
             }
@@ -240,7 +249,8 @@ impl Snapshots {
         for (disk, streamed) in spec.disks.iter_mut().zip(stream.disks(&path)) {
             disk.streamed = streamed;
         }
-        let listener = listen(&path, spec);
+        // QEMU connects as root, before it switches to its user.
+        let listener = listen(&path, None);
         let listener = listener.map_err(|source| SnapshotError::Files { path, source })?;
         serve(listener, stream, &server.is_over)
             .map_err(|_| DaemonError::Internal("no thread to serve disks"))?;
@@ -255,8 +265,10 @@ impl Snapshots {
         layout: &RamLayout,
         stream: &StreamedSnapshot,
         mut server: DiskServer,
-        is_mapped: Arc<AtomicBool>,
+        pages: Arc<Mutex<PageLink>>,
     ) -> io::Result<()> {
+        let socket = disk_socket(self.below.registry.state(), vm.name());
+        qemu_user::give(&socket, vm.user())?;
         let blocks = layout.blocks.iter();
         let note = Note {
             snapshot: stream.manifest().name.clone(),
@@ -269,9 +281,11 @@ impl Snapshots {
         }
         let streaming = StreamingVm {
             note,
-            unused: None,
-            is_mapped,
+            pages,
+            disks: DiskLink::Serves,
             is_over: server.keep(),
+            cut_off: None,
+            reconnected: None,
             is_told: false,
         };
         let earlier = self
@@ -294,18 +308,39 @@ impl Snapshots {
             let Ok(note) = VmDirectory::read_json::<Note>(&directory.arriving()) else {
                 continue;
             };
-            match connect(state, &directory, note) {
-                Ok(vm) => {
-                    self.streams.vms.lock().insert(directory.name(), vm);
-                }
+            let vm = match Vm::open(&directory) {
+                Ok(vm) => vm,
                 // Adoption removes the files of a VM that has ended.
-                Err(ConnectError::Vm(MachineError::NotFound { .. })) => {}
-                Err(error) => warn!(
-                    vm = directory.name(),
-                    error = chain(&error),
-                    "cannot bring the VM what is missing of its snapshot; restart the daemon if the VM still runs"
-                ),
+                Err(MachineError::NotFound { .. }) => continue,
+                Err(error) => {
+                    warn!(
+                        vm = directory.name(),
+                        error = chain(&error),
+                        "cannot open a VM whose snapshot is being fetched; restart the daemon if the VM still runs"
+                    );
+                    continue;
+                }
+            };
+            let mut streaming = StreamingVm {
+                note,
+                pages: Arc::default(),
+                // If this fails, it is tried again.
+                disks: listen(&disk_socket(state, vm.name()), vm.user())
+                    .map_or(DiskLink::Missing, DiskLink::Listens),
+                is_over: Arc::default(),
+                cut_off: None,
+                reconnected: None,
+                is_told: false,
+            };
+            match connect(&vm) {
+                Ok(socket) => *streaming.pages.lock() = PageLink::Unused(socket),
+                Err(error) => {
+                    warn_of_cut_off(vm.name(), &error);
+                    streaming.cut_off = Some((Instant::now(), true));
+                }
             }
+            let mut vms = self.streams.vms.lock();
+            vms.insert(vm.name().to_owned(), streaming);
         }
     }
 
@@ -395,60 +430,33 @@ impl Snapshots {
 
     fn look_after(&self, name: &str) -> Result<(), DaemonError> {
         let state = self.below.registry.state();
-        let (snapshot, unused) = {
+        let (vm, snapshot, pages) = {
+            let starting = self.streams.starting.lock();
             let mut vms = self.streams.vms.lock();
-            let Some(vm) = vms.get_mut(name) else {
+            let Some(streaming) = vms.get_mut(name) else {
                 return Ok(());
             };
             let opened = Vm::open(&VmDirectory::of(state, name));
             if matches!(opened, Err(MachineError::NotFound { .. })) {
-                vm.is_over.store(true, Ordering::Relaxed);
+                streaming.is_over.store(true, Ordering::Relaxed);
                 vms.remove(name);
-                let _ = fs::remove_file(disk_socket(state, name));
+                // Another VM of this name may be starting, and has its own socket there.
+                if !starting.contains_key(name) {
+                    let _ = fs::remove_file(disk_socket(state, name));
+                }
                 return Ok(());
             }
-            (vm.note.snapshot.clone(), vm.unused.take())
+            let pages = Arc::clone(&streaming.pages);
+            (opened?, streaming.note.snapshot.clone(), pages)
         };
-        let shelf = &self.below.snapshots;
         let stream = self.streamed(&snapshot);
-        if let Some((socket, listener)) = unused {
-            let stream = match &stream {
-                Some(stream) => Ok(stream.clone()),
-                None => StreamedSnapshot::complete(shelf, &snapshot),
-            };
-            let mut vms = self.streams.vms.lock();
-            let Some(vm) = vms.get_mut(name) else {
-                return Ok(());
-            };
-            let stream = match stream {
-                Ok(stream) => stream,
-                Err(error) => {
-                    // The snapshot's request was not read yet.
-                    vm.unused = Some((socket, listener));
-                    return Err(error.into());
-                }
-            };
-            let pieces = restore::pieces(stream.manifest(), &vm.note.layout(), stream.image());
-            let source = NewVm {
-                stream: &stream,
-                is_mapped: Arc::clone(&vm.is_mapped),
-            };
-            let path = disk_socket(state, name);
-            let failed = |source| SnapshotError::Files { path, source };
-            source.begin(pieces, socket).map_err(failed)?;
-            serve(listener, &stream, &vm.is_over)
-                .map_err(|_| DaemonError::Internal("no thread to serve disks"))?;
-        }
+        self.serve_again(&vm, &snapshot, stream.as_ref())?;
+        self.bring_again(&vm, &snapshot, stream.as_ref(), &pages)?;
         let Ok(machine) = self.below.registry.machine(name) else {
             return Ok(());
         };
         machine.note_stream(stream.as_ref().map(describe));
-        let is_mapped = {
-            let vms = self.streams.vms.lock();
-            let vm = vms.get(name);
-            vm.is_some_and(|vm| vm.is_mapped.load(Ordering::Relaxed))
-        };
-        if stream.is_some() || !is_mapped {
+        if stream.is_some() || !matches!(*pages.lock(), PageLink::Complete) {
             return Ok(());
         }
         if let Err(error) = self.settle(&machine, &snapshot) {
@@ -472,6 +480,116 @@ impl Snapshots {
         Ok(())
     }
 
+    /// Returns `stream`, or the complete snapshot in the same form. Fails if the daemon has not
+    /// begun to fetch the snapshot yet.
+    fn stream_or_complete(
+        &self,
+        snapshot: &str,
+        stream: Option<&StreamedSnapshot>,
+    ) -> Result<StreamedSnapshot, SnapshotError> {
+        match stream {
+            Some(stream) => Ok(stream.clone()),
+            None => StreamedSnapshot::complete(&self.below.snapshots, snapshot),
+        }
+    }
+
+    /// Serves the disks of a VM, unless that is done.
+    fn serve_again(
+        &self,
+        vm: &Vm,
+        snapshot: &str,
+        stream: Option<&StreamedSnapshot>,
+    ) -> Result<(), DaemonError> {
+        {
+            let vms = self.streams.vms.lock();
+            let is_served = |vm: &StreamingVm| matches!(vm.disks, DiskLink::Serves);
+            if vms.get(vm.name()).is_none_or(is_served) {
+                return Ok(());
+            }
+        }
+        let stream = self.stream_or_complete(snapshot, stream)?;
+        let mut vms = self.streams.vms.lock();
+        let Some(streaming) = vms.get_mut(vm.name()) else {
+            return Ok(());
+        };
+        let path = disk_socket(self.below.registry.state(), vm.name());
+        let listener = match std::mem::replace(&mut streaming.disks, DiskLink::Missing) {
+            DiskLink::Listens(listener) => Ok(listener),
+            DiskLink::Missing | DiskLink::Serves => listen(&path, vm.user()),
+        };
+        let served = listener.and_then(|listener| serve(listener, &stream, &streaming.is_over));
+        served.map_err(|source| SnapshotError::Files { path, source })?;
+        streaming.disks = DiskLink::Serves;
+        Ok(())
+    }
+
+    /// Brings a VM the pages of its memory, unless that is done. Makes a new connection to the
+    /// library in QEMU if there is none, or if it has ended too early.
+    fn bring_again(
+        &self,
+        vm: &Vm,
+        snapshot: &str,
+        stream: Option<&StreamedSnapshot>,
+        pages: &Arc<Mutex<PageLink>>,
+    ) -> Result<(), DaemonError> {
+        if matches!(*pages.lock(), PageLink::InUse | PageLink::Complete) {
+            return Ok(());
+        }
+        let stream = self.stream_or_complete(snapshot, stream)?;
+        let unused = std::mem::take(&mut *pages.lock());
+        let (socket, is_new) = match unused {
+            PageLink::Unused(socket) => (Ok(socket), false),
+            _ => (self.connect_again(vm), true),
+        };
+        let mut vms = self.streams.vms.lock();
+        let Some(streaming) = vms.get_mut(vm.name()) else {
+            return Ok(());
+        };
+        let socket = socket.inspect_err(|error| {
+            let (since, is_told) = streaming.cut_off.get_or_insert((Instant::now(), false));
+            // A QEMU that is ending does not answer either.
+            if !*is_told && since.elapsed() >= CUT_OFF {
+                *is_told = true;
+                warn_of_cut_off(vm.name(), error);
+            }
+        });
+        let socket = socket.map_err(|error| SnapshotError::Impossible(chain(&error)))?;
+        let pieces = restore::pieces(stream.manifest(), &streaming.note.layout(), stream.image());
+        PageLink::begin(pages, &stream, pieces, socket)
+            .map_err(|_| DaemonError::Internal("no thread to bring a VM its memory"))?;
+        streaming.cut_off = None;
+        let is_told = streaming.reconnected.is_some_and(|at| at.elapsed() < QUIET);
+        if is_new && !is_told {
+            streaming.reconnected = Some(Instant::now());
+            warn!(
+                vm = vm.name(),
+                snapshot,
+                "memory of the VM is brought to QEMU over a new connection; the earlier one had failed"
+            );
+        }
+        Ok(())
+    }
+
+    /// Gives the library in a VM's QEMU a new socket, and returns the other end.
+    fn connect_again(&self, vm: &Vm) -> Result<UnixStream, ConnectError> {
+        let machines = self.below.registry.machines();
+        let of_vm = |machine: &&Arc<Machine>| machine.name() == vm.name();
+        let machine = machines.iter().find(of_vm);
+        let Some(machine) = machine.filter(|machine| !machine.has_lost_library()) else {
+            return connect(vm);
+        };
+        // The fold engine has the only connection to the library.
+        let (socket, of_library) = UnixStream::pair()?;
+        let id = machine.id();
+        let order = |answer| Command::Await(id, of_library.into(), answer);
+        let done = self.below.folding.ask(order);
+        let done = done
+            .map_err(|error| error.to_string())
+            .and_then(|done| done);
+        done.map_err(ConnectError::Engine)?;
+        Ok(socket)
+    }
+
     /// Makes a VM, whose snapshot is complete and whose memory is mapped, one like any other.
     fn settle(&self, machine: &Machine, snapshot: &str) -> Result<(), DaemonError> {
         let shelf = &self.below.snapshots;
@@ -486,6 +604,14 @@ impl Snapshots {
         );
         Ok(())
     }
+}
+
+fn warn_of_cut_off(vm: &str, error: &ConnectError) {
+    warn!(
+        vm,
+        error = chain(error),
+        "cannot bring the VM what is missing of its snapshot; retrying until QEMU answers or ends"
+    );
 }
 
 /// Says how far the fetching of a snapshot is, and whether VMs wait.

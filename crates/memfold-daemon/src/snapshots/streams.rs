@@ -11,13 +11,12 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use memfold_snapshot::restore::{PageSource, Piece};
 use memfold_transfer::nbd::{self, Exports};
 use memfold_transfer::{FetchedSnapshot, PullRequest, StreamedSnapshot};
-use memfold_vm::{
-    LibraryError, MachineError, RamBlock, RamLayout, Vm, VmDirectory, VmSpec, overlay,
-};
+use memfold_vm::{LibraryError, QemuUser, RamBlock, RamLayout, Vm, qemu_user};
 use memfold_wire::library::Order;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -38,13 +37,61 @@ pub(super) struct Streams {
 #[derive(Debug)]
 pub(super) struct StreamingVm {
     pub(super) note: Note,
-    /// The connection to the library in QEMU, until a stream uses it.
-    pub(super) unused: Option<(UnixStream, UnixListener)>,
-    pub(super) is_mapped: Arc<AtomicBool>,
+    pub(super) pages: Arc<Mutex<PageLink>>,
+    pub(super) disks: DiskLink,
     /// Whether the VM needs no NBD server any more.
     pub(super) is_over: Arc<AtomicBool>,
+    /// Since when the library in QEMU cannot be connected to, and whether the log tells so.
+    pub(super) cut_off: Option<(Instant, bool)>,
+    /// When the log last told that the library in QEMU was connected to again.
+    pub(super) reconnected: Option<Instant>,
     /// Whether the log tells why the VM cannot be made an ordinary one.
     pub(super) is_told: bool,
+}
+
+/// The connection to the library in QEMU, over which the pages of a VM's memory are brought.
+#[derive(Debug, Default)]
+pub(super) enum PageLink {
+    /// There is none: it could not be made, or has ended too early. It is made again.
+    #[default]
+    Missing,
+    /// No stream uses it yet.
+    Unused(UnixStream),
+    /// A stream brings pages.
+    InUse,
+    /// The library has mapped all pages.
+    Complete,
+}
+
+impl PageLink {
+    /// Begins to bring a VM's pages, and notes in `link` when that ends.
+    pub(super) fn begin(
+        link: &Arc<Mutex<Self>>,
+        stream: &StreamedSnapshot,
+        pieces: Vec<Piece>,
+        socket: UnixStream,
+    ) -> io::Result<()> {
+        *link.lock() = Self::InUse;
+        let of_end = Arc::clone(link);
+        let ended = move |is_complete| {
+            *of_end.lock() = if is_complete {
+                Self::Complete
+            } else {
+                Self::Missing
+            };
+        };
+        let begun = stream.bring(pieces, socket, ended);
+        begun.inspect_err(|_| *link.lock() = Self::Missing)
+    }
+}
+
+/// The NBD server for the disks of a VM.
+#[derive(Debug)]
+pub(super) enum DiskLink {
+    Missing,
+    /// QEMU can connect, and waits for an answer.
+    Listens(UnixListener),
+    Serves,
 }
 
 /// What the next daemon has to know of such a VM: `arriving.json` in the VM's directory.
@@ -82,7 +129,7 @@ pub(super) struct SavedRequest {
 /// A VM that is being started, as the source of its pages.
 pub(super) struct NewVm<'a> {
     pub stream: &'a StreamedSnapshot,
-    pub is_mapped: Arc<AtomicBool>,
+    pub link: Arc<Mutex<PageLink>>,
 }
 
 impl PageSource for NewVm<'_> {
@@ -91,9 +138,7 @@ impl PageSource for NewVm<'_> {
     }
 
     fn begin(&self, pieces: Vec<Piece>, socket: UnixStream) -> io::Result<()> {
-        let is_mapped = Arc::clone(&self.is_mapped);
-        let complete = move || is_mapped.store(true, Ordering::Relaxed);
-        self.stream.bring(pieces, socket, complete)
+        PageLink::begin(&self.link, self.stream, pieces, socket)
     }
 }
 
@@ -129,11 +174,11 @@ pub(super) fn disk_socket(state: &Path, vm: &str) -> PathBuf {
     state.join("arriving").join(format!("{vm}.sock"))
 }
 
-/// Listens at `path` for the QEMU of a VM.
-pub(super) fn listen(path: &Path, spec: &VmSpec) -> io::Result<UnixListener> {
+/// Listens at `path` for the QEMU of a VM. `user`: user that QEMU has switched to.
+pub(super) fn listen(path: &Path, user: Option<QemuUser>) -> io::Result<UnixListener> {
     if let Some(place) = path.parent() {
         fs::create_dir_all(place)?;
-        // A QEMU that runs as a user has to reach its own socket.
+        // A QEMU that runs as a user has to reach its own socket when it connects again.
         fs::set_permissions(place, fs::Permissions::from_mode(0o711))?;
     }
     match fs::remove_file(path) {
@@ -142,7 +187,7 @@ pub(super) fn listen(path: &Path, spec: &VmSpec) -> io::Result<UnixListener> {
     }
     let listener = UnixListener::bind(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
-    overlay::give(path, spec)?;
+    qemu_user::give(path, user)?;
     Ok(listener)
 }
 
@@ -165,34 +210,22 @@ pub(super) fn serve(
 /// Why a VM that runs from a stream cannot be connected to.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectError {
-    #[error("cannot open the VM")]
-    Vm(#[from] MachineError),
     #[error("QEMU runs without memfold's library")]
     NoLibrary,
     #[error(transparent)]
     Library(#[from] LibraryError),
+    #[error("memfold's library in QEMU refused the order: {0}")]
+    Engine(String),
     #[error("cannot make a socket")]
     Socket(#[from] io::Error),
 }
 
-/// Gives the library in a VM's QEMU a new socket, and listens for its disks.
-pub(super) fn connect(
-    state: &Path,
-    directory: &VmDirectory,
-    note: Note,
-) -> Result<StreamingVm, ConnectError> {
-    let vm = Vm::open(directory)?;
-    let spec = vm.spec().ok_or(ConnectError::NoLibrary)?;
-    let listener = listen(&disk_socket(state, &directory.name()), spec)?;
+/// Gives the library in a VM's QEMU a new socket, and returns the other end. The library serves one
+/// connection at a time, so the fold engine must have none.
+pub(super) fn connect(vm: &Vm) -> Result<UnixStream, ConnectError> {
     let mut link = vm.library_link().ok_or(ConnectError::NoLibrary)??;
     let (socket, of_library) = UnixStream::pair()?;
     let order = Order::Await { ranges: Vec::new() };
     link.order(&order, Some(of_library.as_fd()))?;
-    Ok(StreamingVm {
-        note,
-        unused: Some((socket, listener)),
-        is_mapped: Arc::default(),
-        is_over: Arc::default(),
-        is_told: false,
-    })
+    Ok(socket)
 }

@@ -9,7 +9,7 @@ use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
 use memfold_lend::graph::{self, Borrowing, GraphError, Part, Phase, Stripe, Top};
 use memfold_lend::iscsi::bridge;
-use memfold_lend::wire::Wire;
+use memfold_lend::wire::{Wire, patience};
 use memfold_lend::{Durability, Endpoint, Lease, Transport};
 use memfold_units::ByteSize;
 use memfold_vm::{VmDirectory, swap};
@@ -234,7 +234,7 @@ impl SwapDisks {
         write_note(directory, &borrowing).map_err(place)?;
         let mut qmp = machine.monitor();
         begun.heard_on = Some(qmp.connections());
-        graph::build(&mut qmp, &borrowing)?;
+        graph::build(&mut qmp, &borrowing, machine.vm().user())?;
         drop(qmp);
         let asked = Cell::new(Instant::now());
         let give_up = || self.why_to_give_up(&borrowing, begun, &asked);
@@ -269,8 +269,10 @@ impl SwapDisks {
         asked.set(Instant::now());
         let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
         let ids = begun.leases.iter().map(|lease| lease.id);
-        let silent = self.leases.silent_part(borrowing).map(|part| {
-            let lenders = borrowing.parts[part].lenders();
+        let patience = patience(borrowing.durability);
+        let silent = self.leases.silent_parts(borrowing, patience);
+        let silent = silent.first().map(|part| {
+            let lenders = borrowing.parts[*part].lenders();
             format!("a lender is silent ({lenders})")
         });
         let why = self.leases.keep(ids, ttl, false).or(silent);

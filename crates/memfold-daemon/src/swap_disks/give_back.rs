@@ -65,8 +65,7 @@ impl SwapDisks {
         if borrowing.copy_failed && !is_last {
             graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
         }
-        let is_whole = borrowing.has_copy() && !borrowing.copy_unwatched;
-        if is_whole || is_last {
+        if borrowing.has_whole_copy() || is_last {
             // As far as is known, the copy on this host has every write, or nothing else is left.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
@@ -100,7 +99,12 @@ impl SwapDisks {
         let moved = (|| {
             let generation = new_generation(machine)?;
             let mut qmp = machine.monitor();
-            let to = graph::build_on_disk(&mut qmp, generation, &file, borrowing.bytes)?;
+            let to = graph::build_on_disk(
+                &mut qmp,
+                generation,
+                (&file, machine.vm().user()),
+                borrowing.bytes,
+            )?;
             drop(qmp);
             // The caller may be the thread that renews the leases, so the leases are renewed here.
             let kept: Cell<Option<Instant>> = Cell::default();

@@ -35,6 +35,9 @@ pub(crate) struct Watched {
     /// Time until which all leases of the loan hold without renewal, according to the registry's
     /// last answers.
     pub holds: Option<Instant>,
+    /// Reason to suspect that a lender will soon be lost, although its connection still works and
+    /// must not be ended: no other complete copy of the data is known.
+    pub doubt: Option<&'static str>,
     /// Time for which the guest has waited for requests to the swap disk.
     pub waits: Option<Waits>,
 }
@@ -50,6 +53,7 @@ impl Guard {
                 wires,
                 heard_on: None,
                 holds: Some(Instant::now() + ttl),
+                doubt: None,
                 waits: None,
             }),
         })
@@ -74,7 +78,8 @@ impl Guard {
         parts.filter_map(|(_, part)| part.relay.clone()).collect()
     }
 
-    /// Cuts QEMU's connection to a part's relay. QEMU continues without the part at once.
+    /// Cuts QEMU's connection to a part's relay. QEMU continues without the part at once. On a mere
+    /// suspicion, this is allowed only if the part's bytes are elsewhere ([`Self::is_elsewhere`]).
     pub fn cut(&self, part: usize) {
         if let Some(Some(wire)) = self.state.lock().wires.get(part) {
             wire.cut();
@@ -89,13 +94,25 @@ impl Guard {
         parts.map(|(part, _)| part).filter(has_ended).collect()
     }
 
+    /// Returns whether every byte of copy number `part` on lent RAM is elsewhere, too: in the copy
+    /// on this host's disk, if that is known to be complete, or in another copy on lent RAM.
+    pub fn is_elsewhere(&self, part: usize) -> bool {
+        let (ended, borrowing) = (self.ended(), self.borrowing());
+        let mut others = borrowing.reached().filter(|(other, _)| *other != part);
+        borrowing.has_whole_copy() || others.any(|(other, _)| !ended.contains(&other))
+    }
+
     /// Returns the reason to move the lent data to a local disk now; `None` if the data is safe.
-    /// The data is in danger if the death of one lender, or the end of a lease, would lose it.
+    /// The data is in danger if the death of one lender, or the end of a lease, would lose it, or
+    /// if that is suspected ([`Watched::doubt`]).
     pub fn is_in_danger(&self) -> Option<&'static str> {
         let state = self.state.lock();
         let borrowing = &state.borrowing;
         if borrowing.hangs_on_one() {
             return Some("one lender holds the only copy");
+        }
+        if state.doubt.is_some() {
+            return state.doubt;
         }
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
         let is_over = |until: Instant| until.saturating_duration_since(Instant::now()) < ttl / 2;

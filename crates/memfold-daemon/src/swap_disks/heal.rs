@@ -1,20 +1,20 @@
 //! Reacts when a host that lends RAM to a swap disk is lost or wants its memory back: QEMU goes on
 //! without that host.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use memfold_lend::RegistryError;
 use memfold_lend::graph;
 use tracing::{error, info, warn};
 
 use crate::error::DaemonError;
-use crate::leases::{lease_ttl, ms};
+use crate::leases::ms;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::note;
 use crate::swap_disks::relays::{hear_end_of, wait_longer};
+use crate::swap_disks::renew::renew_leases;
 
 impl SwapDisks {
     /// Removes a part of a loan that cannot be reached from QEMU's block nodes. QEMU already
@@ -84,44 +84,7 @@ impl SwapDisks {
 
     /// Renews the leases of a loan, and moves the disk back if a lender recalls its memory.
     pub(super) fn renew(&self, machine: &Machine, guard: &Guard) -> Result<(), DaemonError> {
-        let borrowing = guard.borrowing();
-        let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
-        let mut wanted = false;
-        // Earliest end of all leases, according to the registry.
-        let mut holds: Option<Instant> = None;
-        let mut heard_all = true;
-        for (number, part) in borrowing.reached() {
-            for stripe in part.stripes() {
-                let alone = borrowing.copy_failed;
-                match self.leases.renew_lease(stripe.lease, ttl, alone) {
-                    Ok(lease) => {
-                        wanted |= lease.recall_ms.is_some();
-                        let until = Instant::now() + Duration::from_millis(lease.left_ms);
-                        holds = Some(holds.map_or(until, |holds| holds.min(until)));
-                    }
-                    Err(error @ (RegistryError::NoLease { .. } | RegistryError::State { .. }))
-                        if borrowing.has_copy() =>
-                    {
-                        warn!(vm = machine.name(), %error, "lease ended or unknown to the registry, lender no longer used; swap disk continues on its other copy");
-                        guard.cut(number);
-                    }
-                    // The lease still holds for a while, and its end is also known to the lender.
-                    Err(_) => heard_all = false,
-                }
-            }
-        }
-        if heard_all {
-            guard.state.lock().holds = holds;
-        }
-        if let Some(part) = self.leases.silent_part(&borrowing) {
-            let lenders = borrowing.parts[part].lenders();
-            warn!(
-                vm = machine.name(),
-                lenders,
-                "lender does not answer and is no longer used; check the lender's daemon and network"
-            );
-            guard.cut(part);
-        }
+        let wanted = renew_leases(&self.leases, guard);
         if wanted && !guard.is_stopped() {
             info!(
                 vm = machine.name(),

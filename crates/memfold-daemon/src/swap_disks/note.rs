@@ -9,7 +9,7 @@ use memfold_lend::graph::{Borrowing, GraphError};
 use memfold_vm::VmDirectory;
 use tracing::warn;
 
-use crate::error::{DaemonError, refused};
+use crate::error::DaemonError;
 use crate::machine::Machine;
 
 pub(crate) fn write_note(directory: &VmDirectory, borrowing: &Borrowing) -> std::io::Result<()> {
@@ -41,23 +41,11 @@ pub(crate) fn is_swap_file(path: &Path) -> bool {
 ///
 /// # Errors
 ///
-/// [`GraphError::NoSwapDisk`] if the VM has no swap disk or no directory, [`DaemonError::Refused`]
-/// if QEMU runs as another user.
+/// [`GraphError::NoSwapDisk`] if the VM has no swap disk or no directory.
 pub(crate) fn swap_directory(machine: &Machine) -> Result<&VmDirectory, DaemonError> {
     let spec = machine.vm().spec().filter(|spec| spec.swap.is_some());
-    let (Some(directory), Some(spec)) = (machine.vm().directory(), spec) else {
-        return Err(GraphError::NoSwapDisk(machine.name().to_owned()).into());
-    };
-    if spec.user.is_some() {
-        return Err(refused(
-            format!(
-                "QEMU of VM '{}' has dropped its rights (user = ...) and cannot open a lender's socket or a new file",
-                machine.name()
-            ),
-            "start the VM without --user",
-        ));
-    }
-    Ok(directory)
+    let directory = machine.vm().directory().filter(|_| spec.is_some());
+    directory.ok_or_else(|| GraphError::NoSwapDisk(machine.name().to_owned()).into())
 }
 
 /// Returns the operator's request to borrow for a VM; `None` if there is none.

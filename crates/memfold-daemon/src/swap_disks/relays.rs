@@ -51,7 +51,7 @@ pub(crate) fn connect(
         )
     };
     let wire = connected
-        .map_err(|error| DaemonError::from(graph::GraphError::from(error)))
+        .map_err(DaemonError::from)
         .and_then(|()| Wire::find(machine.vm().process(), &address).map_err(failed))
         .and_then(|wire| wire.ok_or_else(ended));
     if wire.is_err() {

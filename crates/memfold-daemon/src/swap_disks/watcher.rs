@@ -15,6 +15,7 @@ use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::{Comparison, hear};
 use crate::swap_disks::guard::Guard;
+use crate::swap_disks::renew::end_stop;
 use crate::threads;
 
 /// Time between two checks of the connections to relays.
@@ -45,6 +46,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     let mut renewed = Instant::now();
     let mut moved: Option<Instant> = None;
     let mut comparison = Comparison::default();
+    let mut is_stop_told = false;
     // The watch ends when no lent part is left.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
@@ -64,13 +66,9 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
             }
         }
         if stands_still(guard) {
-            warn!(
-                vm,
-                "relay process between QEMU and the lender was stopped (SIGSTOP), so the lender is no longer used; do not stop relay processes"
-            );
-            for (part, _) in guard.borrowing().reached() {
-                guard.cut(part);
-            }
+            end_stop(guard, &mut is_stop_told);
+        } else {
+            is_stop_told = false;
         }
         hear(&machine, guard);
         comparison.step(&machine, guard);

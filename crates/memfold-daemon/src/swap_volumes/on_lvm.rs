@@ -157,9 +157,7 @@ pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
         return off_missing(volume, &disks, disk, is_moving(disk));
     }
     if is_moving(disk) {
-        for source in disks.iter().filter(|d| d.uuid != uuid && is_moving(d)) {
-            tools::stop_move(&source.device)?;
-        }
+        end_moves(volume, disk)?;
     }
     let logical = tools::logical(volume)?;
     if logical.is_mirror() && disk_has(disk, volume) {
@@ -172,6 +170,20 @@ pub(super) fn off_lent(volume: &Volume, uuid: &str) -> Result<(), DaemonError> {
         }
     }
     Ok(tools::remove_disk(&volume.group, &disk.device)?)
+}
+
+/// Ends unfinished moves of extents to or from a lent disk: continues those off the disk, and
+/// undoes those onto it.
+fn end_moves(volume: &Volume, disk: &Physical) -> Result<(), DaemonError> {
+    let moves = tools::moves(&volume.group)?;
+    for unfinished in moves.iter().filter(|m| disk.volumes.contains(&m.name)) {
+        if unfinished.source == disk.device {
+            tools::resume_move(&disk.device)?;
+        } else {
+            tools::stop_move(&unfinished.source)?;
+        }
+    }
+    Ok(())
 }
 
 /// Takes a volume off a lent disk that is missing because its lender does not answer.
@@ -285,4 +297,92 @@ pub(super) fn random() -> [u8; 16] {
         bytes[..8].copy_from_slice(&now.to_ne_bytes());
     }
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::process::Command;
+
+    use super::*;
+
+    /// Imitates the group `vg` with the disks /dev/own and /dev/lent. Files say which moves are
+    /// unfinished (`moving`: the source) and on which disk the volume is (`place`). Like LVM, the
+    /// imitation continues or aborts a move only for the disk that the move comes from.
+    const LVM: &str = r#"#!/bin/sh
+cd "${0%/*}"
+echo "$*" >> calls
+source=$(cat moving)
+row() { printf '{"pv_name":"%s","pv_uuid":"%s","pv_missing":"","pv_free":"4096","lv_name":"%s"}' "$@"; }
+on() {
+    if [ -n "$source" ]; then echo '[pvmove0]'
+    elif [ "$(cat place)" = "$1" ]; then echo swap
+    fi
+}
+case "$*" in
+pvs*)
+    printf '{"report":[{"pvseg":[%s,%s]}]}' "$(row /dev/own own "$(on /dev/own)")" "$(row /dev/lent UUID "$(on /dev/lent)")" ;;
+"lvs --all"*)
+    printf '{"report":[{"lv":[{"lv_name":"swap","move_pv":""},{"lv_name":"[pvmove0]","move_pv":"%s"}]}]}' "$source" ;;
+lvs*)
+    printf '{"report":[{"lv":[{"lv_name":"swap","lv_layout":"linear","lv_size":"4096","vg_extent_size":"4096","lv_active":"active","sync_percent":""}]}]}' ;;
+"pvmove --abort /dev/"*)
+    [ "$source" != "$3" ] || { echo "$source" > place; : > moving; } ;;
+"pvmove "*/dev/lent)
+    if [ -n "$source" ] && [ "$source" != /dev/lent ]; then exit 5; fi
+    echo /dev/own > place; : > moving ;;
+"vgreduce vg /dev/lent")
+    [ -z "$source" ] && [ "$(cat place)" = /dev/own ] || { echo "in use" >&2; exit 5; } ;;
+esac
+"#;
+
+    const ENVIRONMENT: &str = "MEMFOLD_TEST_LVM_SOURCE";
+    const TEST: &str =
+        "swap_volumes::on_lvm::tests::an_interrupted_move_home_continues_and_a_move_out_is_undone";
+
+    #[test]
+    fn an_interrupted_move_home_continues_and_a_move_out_is_undone() {
+        if std::env::var_os(ENVIRONMENT).is_some() {
+            // This process has the imitation as its LVM.
+            off_lent(&"vg/swap".parse().unwrap(), "memfLd-test").unwrap();
+            return;
+        }
+        for (source, wanted) in [
+            ("/dev/lent", "pvmove --yes --interval 1 /dev/lent"),
+            ("/dev/own", "pvmove --abort /dev/own"),
+            (
+                "",
+                "pvmove --yes --interval 1 --atomic --name swap /dev/lent",
+            ),
+        ] {
+            let directory = tempfile::tempdir().unwrap();
+            let path = |name: &str| directory.path().join(name);
+            for (name, text) in [
+                ("lvm", &*LVM.replace("UUID", "memfLd-test")),
+                ("dmsetup", "#!/bin/sh\n"),
+                ("moving", source),
+                ("place", "/dev/lent"),
+            ] {
+                std::fs::write(path(name), text).unwrap();
+            }
+            for program in ["lvm", "dmsetup"] {
+                let mode = std::fs::Permissions::from_mode(0o755);
+                std::fs::set_permissions(path(program), mode).unwrap();
+            }
+            let programs = std::env::var("PATH").unwrap();
+            let programs = format!("{}:{programs}", directory.path().display());
+            let done = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", TEST])
+                .env("PATH", programs)
+                .env(ENVIRONMENT, source)
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&done.stdout);
+            let calls = std::fs::read_to_string(path("calls")).unwrap();
+            assert!(done.status.success(), "{source}: {said}\n{calls}");
+            let moves: Vec<&str> = calls.lines().filter(|c| c.starts_with("pvmove")).collect();
+            assert_eq!(moves, [wanted], "{source}");
+            assert!(calls.contains("vgreduce vg /dev/lent"), "{calls}");
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! Attaches the daemon to QEMU processes that memfold did not start (`memfold vm attach`). Records
 //! these VMs in a file, so that the next daemon attaches to them again.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -74,26 +75,34 @@ impl Vms {
 
     pub(super) fn read_attached(&self) -> Vec<AttachRequest> {
         let bytes = std::fs::read(self.attached_file()).unwrap_or_default();
-        serde_json::from_slice(&bytes).unwrap_or_default()
+        let list: Vec<AttachRequest> = serde_json::from_slice(&bytes).unwrap_or_default();
+        *self.attached.lock() = by_name(list.iter().cloned());
+        list
     }
 
-    /// Records the attached VMs for the next daemon.
+    /// Records the attached VMs for the next daemon, if they have changed.
     pub(super) fn write_attached(&self) {
-        let machines = self.below.registry.machines();
-        let mut list: Vec<AttachRequest> =
-            machines.iter().filter_map(|m| m.attach_request()).collect();
+        // Many VMs are attached at the same time after the daemon's start.
+        let mut written = self.attached.lock();
         // Attached VMs that this daemon has not reached yet are included.
         let arriving = self.below.registry.arrivals().all();
-        let missing = arriving
-            .iter()
-            .filter_map(|arrival| arrival.attach_request());
-        for request in missing {
-            if list.iter().all(|known| known.name != request.name) {
-                list.push(request.clone());
+        let arriving = arriving.iter().filter_map(|a| a.attach_request().cloned());
+        let machines = self.below.registry.machines();
+        let attached = machines.iter().filter_map(|m| m.attach_request());
+        let now = by_name(arriving.chain(attached));
+        if *written == now {
+            return;
+        }
+        match write_json(&self.attached_file(), &now.values().collect::<Vec<_>>()) {
+            Ok(()) => *written = now,
+            Err(error) => {
+                warn!(%error, "cannot record which VMs are attached; free space, and attach these VMs again after the daemon's next start");
             }
         }
-        if let Err(error) = write_json(&self.attached_file(), &list) {
-            warn!(%error, "cannot record which VMs are attached; free space, and attach these VMs again after the daemon's next start");
-        }
     }
+}
+
+fn by_name(list: impl Iterator<Item = AttachRequest>) -> BTreeMap<String, AttachRequest> {
+    list.map(|request| (request.name.clone(), request))
+        .collect()
 }

@@ -62,6 +62,17 @@ impl Vms {
         Ok(machine.info())
     }
 
+    /// Begins a VM's time to live again.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::Refused`] if the VM has none.
+    pub fn extend(&self, name: &str) -> Result<VmInfo, DaemonError> {
+        let machine = self.below.registry.machine(name)?;
+        machine.extend_ttl()?;
+        Ok(machine.info())
+    }
+
     /// Runs a command in a guest. If the guest's clock is about to be set, waits for that first.
     pub fn exec(
         &self,

@@ -17,7 +17,7 @@ use memfold_testkit::wait_for;
 use memfold_units::{Hva, Pfn};
 use memfold_vm::{RamBlock, RamLayout, RamSlot};
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
-use memfold_wire::library::{Advice, Freeze, MapRun, Order, Reply, VERSION};
+use memfold_wire::library::{Advice, Freeze, MapRun, Order, Outcome, Reply, VERSION};
 use rustix::process::Pid;
 
 pub const PAGE: usize = 4096;
@@ -28,7 +28,32 @@ pub struct InProcess {
     live: bool,
     busy: Arc<AtomicBool>,
     pauses: Arc<AtomicU32>,
+    slow_stop: Option<SlowStop>,
     lost: Arc<AtomicBool>,
+}
+
+/// A QEMU whose disks are so slow that the time of a stop suffices for no run.
+#[derive(Clone, Copy)]
+pub struct SlowStop {
+    /// Duration of each stop.
+    pub takes: Duration,
+    /// Whether QEMU answers so late that the library refuses the order.
+    pub is_refused: bool,
+}
+
+impl SlowStop {
+    fn reply(self, runs: usize) -> Reply {
+        std::thread::sleep(self.takes);
+        if self.is_refused {
+            let reason = "QEMU did not stop the VM".to_owned();
+            return Reply::Error { reason };
+        }
+        Reply::Outcomes {
+            outcomes: vec![Outcome::Late; runs],
+            cpu_ns: 0,
+            stopped_ns: u64::try_from(self.takes.as_nanos()).unwrap(),
+        }
+    }
 }
 
 impl Guest for InProcess {
@@ -58,6 +83,9 @@ impl Guest for InProcess {
         };
         assert!(*limit_us > 0);
         self.pauses.fetch_add(1, Ordering::SeqCst);
+        if let Some(slow) = self.slow_stop {
+            return Ok(slow.reply(runs.len()));
+        }
         let order = Order::Fold {
             freeze: Freeze::WriteProtect,
             runs: runs.clone(),
@@ -91,6 +119,8 @@ pub struct Ram {
     skip: usize,
     pub folder: Arc<Folder>,
     pub pauses: Arc<AtomicU32>,
+    /// `None` if stops of the VM take no time. VMs that are added later use it.
+    pub slow_stop: Option<SlowStop>,
     /// Whether QEMU's monitor counts as busy, so that the way to fold again is unknown.
     pub busy: Arc<AtomicBool>,
     /// Whether the connection to memfold's library in the VM counts as broken, so that orders fail.
@@ -111,6 +141,7 @@ impl Ram {
             skip,
             folder,
             pauses: Arc::default(),
+            slow_stop: None,
             busy: Arc::default(),
             lost: Arc::default(),
         }
@@ -122,6 +153,7 @@ impl Ram {
             live,
             busy: self.busy.clone(),
             pauses: self.pauses.clone(),
+            slow_stop: self.slow_stop,
             lost: self.lost.clone(),
         }
     }

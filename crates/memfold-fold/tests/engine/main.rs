@@ -4,6 +4,7 @@
 mod cached;
 mod debt;
 mod harness;
+mod pauses;
 mod snapshots;
 
 use std::sync::atomic::Ordering;
@@ -14,7 +15,7 @@ use harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
 use memfold_fold::{Command, EngineSettings, EngineStats};
 use memfold_units::{ByteSize, Pfn};
 use memfold_vm::{RamBlock, RamSlot};
-use memfold_wire::agent::{FromAgent, HintRun, PfnRun};
+use memfold_wire::agent::{FileFacts, FromAgent, HintRun, PfnRun};
 use memfold_wire::library::{Advice, Order, Reply};
 
 #[test]
@@ -164,6 +165,46 @@ fn pages_that_a_guest_writes_are_unfolded_and_unused_page_store_pages_are_freed(
     });
     assert_eq!(vm(&stats, 1).copied_pages, 0);
     assert!(a.holds(0, 128, 9) && b.holds(0, 128, 9));
+}
+
+#[test]
+fn a_page_that_a_vm_still_shows_is_not_freed_even_if_all_agents_say_that_it_is_gone() {
+    let domain = domain("still-shown");
+    let (mut a, mut b, c) = (Ram::new(), Ram::new(), Ram::new());
+    a.fill(0, 256, 7);
+    b.fill(0, 256, 7);
+    let engine = Running::start();
+    for (id, ram) in [(1, &a), (2, &b), (3, &c)] {
+        engine.add(id, &domain, ram, true);
+    }
+    engine.cached(1, 1, "/f", 0, 256);
+    engine.cached(2, 1, "/f", 0, 256);
+    engine.wait("both folded", |s| folded(s, &[1, 2], 256));
+    // The agents lie: the memory still shows the file's pages. Of one half they say that it caches
+    // other files, of the other half that it caches nothing.
+    for id in [1, 2] {
+        engine.cached(id, 2, &format!("/only-in-{id}"), 0, 128);
+        let gone = PfnRun {
+            pfn: 128,
+            pages: 128,
+        };
+        engine.say(id, FromAgent::Gone(vec![gone]));
+    }
+    // When a VM ends, unneeded store pages are freed at once, without a sync of the others.
+    engine.commands.send(Command::Remove(3)).unwrap();
+    assert_eq!(engine.stats().domains[0].punched_pages, 0);
+    assert!(a.holds(0, 256, 7) && b.holds(0, 256, 7));
+    // The guests overwrite one half, which a report's sync finds.
+    for (ram, seed) in [(&mut a, 70), (&mut b, 71)] {
+        ram.fill(0, 128, seed);
+    }
+    engine.stats();
+    engine.add(3, &domain, &c, true);
+    engine.commands.send(Command::Remove(3)).unwrap();
+    assert_eq!(engine.stats().domains[0].punched_pages, 128);
+    assert!(a.holds(0, 128, 70) && b.holds(0, 128, 71));
+    let rest = |ram: &mut Ram| (128..256).all(|at| ram.page(at) == pattern(7, at));
+    assert!(rest(&mut a) && rest(&mut b));
 }
 
 #[test]
@@ -565,4 +606,44 @@ fn a_full_page_store_keeps_folded_pages_and_takes_new_content_once_space_is_free
     assert!(a.holds(0, 64, 30) && b.holds(0, 64, 31));
     assert!(a.holds(100, 64, 21) && b.holds(100, 64, 21));
     assert_eq!(a.frames(100, 64), b.frames(100, 64));
+}
+
+#[test]
+fn pages_of_a_file_in_descending_order_in_guest_memory_become_one_mapping() {
+    let domain = domain("descending");
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    let place = |page: usize| 500 - page;
+    for ram in [&mut a, &mut b] {
+        (0..128).for_each(|page| ram.fill_page(place(page), 14));
+    }
+    let engine = Running::start();
+    engine.add(1, &domain, &a, true);
+    engine.add(2, &domain, &b, true);
+    let facts = FileFacts {
+        file: 1,
+        path: "/descending".into(),
+        size_bytes: 128 * PAGE as u64,
+    };
+    let run = |page: usize| HintRun {
+        file: 1,
+        page: page as u64,
+        pfn: place(page) as u64,
+        pages: 1,
+    };
+    for id in [1, 2] {
+        engine.say(id, FromAgent::Files(vec![facts.clone()]));
+        engine.say(id, FromAgent::Hints((0..128).map(run).collect()));
+    }
+    engine.wait("both folded", |s| folded(s, &[1, 2], 128));
+    let first = place(127);
+    assert_eq!(a.frames(first, 128), b.frames(first, 128));
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    for ram in [&mut a, &mut b] {
+        let start = ram.hva().add_pages(first as u64).0;
+        let whole = format!("{start:x}-{:x} rw-p", start + 128 * PAGE as u64);
+        assert!(maps.contains(&whole), "no mapping {whole} in {maps}");
+        for at in first..first + 128 {
+            assert!(ram.page(at) == pattern(14, at), "page {at}");
+        }
+    }
 }

@@ -3,19 +3,23 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
 use memfold_fold::{Command, EngineSettings, FoldedOnto};
+use memfold_sys::descriptor;
 use memfold_units::PAGE_SIZE;
 use memfold_wire::agent::FromAgent;
-use memfold_wire::library::MapRun;
+use memfold_wire::encode;
+use memfold_wire::library::{Advice, Arrived, MapRun, Order, Range, Reply};
 
 use super::harness::{RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
 
 /// Creates an image in memory whose page n has the bytes of page n of file `seed`.
-fn image(seed: u64) -> File {
+pub fn image(seed: u64) -> File {
     named("image", seed)
 }
 
@@ -217,4 +221,58 @@ fn each_command_to_share_memory_with_a_fork_stops_the_forked_vm_once_and_tells_w
         };
         assert!(is_right, "page {page}");
     }
+}
+
+#[test]
+fn while_the_memory_of_a_vm_arrives_its_library_gets_a_new_socket_over_the_engines_connection() {
+    let (domain, image) = (domain("arriving"), image(23));
+    let mut ram = Ram::new();
+    let (hva, pages) = (ram.hva().0, RAM_PAGES as u64);
+    let execute = |order: &Order, socket: Option<UnixStream>| {
+        let reply = ram.folder.execute(order, socket.map(OwnedFd::from));
+        assert_eq!(reply, Reply::Ok);
+    };
+    let add = Order::AddRam {
+        hva,
+        pages,
+        advice: Advice::default(),
+    };
+    execute(&add, None);
+    let (first, of_library) = UnixStream::pair().unwrap();
+    let ranges = vec![Range { hva, pages }];
+    execute(&Order::Await { ranges }, Some(of_library));
+    drop(first);
+    let engine = Running::start();
+    let layout = ram.layout();
+    let problem = Some("the VM's snapshot is still being fetched".to_owned());
+    let command = Command::Add {
+        id: 1,
+        name: "vm1".to_owned(),
+        domain: Some(domain),
+        advice: vec![Advice::default()],
+        layout,
+        guest: Box::new(ram.guest(true)),
+        problem: problem.clone(),
+    };
+    engine.commands.send(command).unwrap();
+    let connect = || {
+        let (second, of_library) = UnixStream::pair().unwrap();
+        let (answer, answered) = sync_channel(1);
+        let command = Command::Await(1, of_library.into(), answer);
+        engine.commands.send(command).unwrap();
+        answered.recv().unwrap().map(|()| second)
+    };
+    let second = connect().unwrap();
+    assert_eq!(vm(&engine.stats(), 1).problem, problem);
+    let run = MapRun {
+        hva,
+        pages,
+        file_page: 0,
+    };
+    let frame = encode(&Arrived { runs: vec![run] }).unwrap();
+    descriptor::send(&second, &frame, Some(image.as_fd())).unwrap();
+    assert!(ram.holds(0, RAM_PAGES, 23));
+    ram.lost.store(true, Ordering::SeqCst);
+    assert!(connect().is_err());
+    assert_ne!(vm(&engine.stats(), 1).problem, problem);
 }

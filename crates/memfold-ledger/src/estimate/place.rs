@@ -55,7 +55,14 @@ pub enum PlaceError {
     /// Two fingerprints are of the named host.
     #[error("two fingerprints are of host '{0}'; leave out the older one")]
     Twice(String),
+    /// A fingerprint, whose host is named, has amounts of memory that no host has.
+    #[error("the fingerprint of '{0}' has amounts of memory that no host has; make it again")]
+    Amounts(String),
 }
+
+/// Most bytes that all fingerprints together may name: far more than hosts have, and few enough to
+/// be added.
+const MOST_BYTES: u64 = 1 << 60;
 
 /// Proposed moves of VMs between hosts, and the memory that the moves save.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -136,7 +143,7 @@ impl Model<'_> {
     fn taken(&self, host: usize) -> u64 {
         let host = &self.hosts[host];
         let all = host.others + host.apart;
-        all.saturating_sub(host.common * self.bytes_a_content)
+        all.saturating_sub(host.common.saturating_mul(self.bytes_a_content))
     }
 
     fn put(&mut self, vm: usize, host: usize) {
@@ -240,7 +247,7 @@ impl Model<'_> {
             if (0..2).any(|host| after.lacks[host] > before.lacks[host]) {
                 continue;
             }
-            let least = i128::from(least_bytes * (1 + u64::from(step.back.is_some())));
+            let least = i128::from(least_bytes) * if step.back.is_some() { 2 } else { 1 };
             let lack = |weight: &Weight| i128::from(weight.lacks[0]) + i128::from(weight.lacks[1]);
             let relief = lack(&before) - lack(&after);
             let relieves = relief > 0 && (relief >= least || lack(&after) == 0);
@@ -352,6 +359,16 @@ fn check(prints: &[Fingerprint]) -> Result<(), PlaceError> {
     let (first, rest) = first.ok_or(PlaceError::OneHost)?;
     if let Some(other) = rest.iter().find(|print| print.key != first.key) {
         return Err(PlaceError::Keys(first.host.clone(), other.host.clone()));
+    }
+    let mut all = 0_u64;
+    for print in prints {
+        let vms = (print.vms.iter()).flat_map(|vm| [vm.ram_bytes, vm.beside_bytes]);
+        for bytes in vms.chain([print.memory_bytes, print.others_bytes]) {
+            all = all.saturating_add(bytes);
+        }
+        if all > MOST_BYTES {
+            return Err(PlaceError::Amounts(print.host.clone()));
+        }
     }
     let mut names = BTreeSet::new();
     match prints.iter().find(|print| !names.insert(&print.host)) {
@@ -593,6 +610,10 @@ mod tests {
         );
         let twice = propose(&[one.clone(), one.clone()], 0, 0.0);
         assert_eq!(twice, Err(PlaceError::Twice("a".into())));
+        let mut huge = host("b", 1, vec![web("w")]);
+        huge.vms[0].beside_bytes = u64::MAX;
+        let amounts = propose(&[host("a", 1, vec![]), huge], u64::MAX, 0.0);
+        assert_eq!(amounts, Err(PlaceError::Amounts("b".into())));
         let mut other = host("b", 1, Vec::new());
         other.key = "l".into();
         let keys = propose(&[one.clone(), other.clone()], 0, 0.0);

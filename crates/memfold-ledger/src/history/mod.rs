@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 pub use growth::{Growth, growth};
-pub use series::{HOST_SERIES, Lent, VM_SERIES, host_values, vm_values};
+pub use series::{HOST_SERIES, Lent, VM_SERIES, VmSize, host_values, vm_values};
 pub use store::{History, HistoryError, KEEP_COARSE_S, KEEP_FINE_S};
 
 /// A change on the host that the daemon saw between two samples of the history.

@@ -34,8 +34,8 @@ pub const HOST_SERIES: [&str; 20] = [
 
 /// Names of a VM's figures in the history, in the order of the database's columns; new names are
 /// appended. Those that begin with `guest_` are as the guest reports them; counters count from the
-/// guest's boot.
-pub const VM_SERIES: [&str; 15] = [
+/// guest's boot. The last four are those of right-sizing.
+pub const VM_SERIES: [&str; 19] = [
     "private_bytes",
     "unfolded_bytes",
     "folded_bytes",
@@ -51,6 +51,10 @@ pub const VM_SERIES: [&str; 15] = [
     "guest_swap_used_bytes",
     "guest_workingset_refault_file",
     "guest_psi_some_us",
+    "size_bytes",
+    "working_set_bytes",
+    "target_bytes",
+    "working_set_probed_percent",
 ];
 
 fn milliseconds(seconds: f64) -> i64 {
@@ -67,6 +71,20 @@ pub struct Lent {
     pub lent_bytes: u64,
     /// Bytes of swap disks of this host's VMs that are stored in other hosts' memory.
     pub borrowed_bytes: u64,
+}
+
+/// What right-sizing knows about a VM, which the ledger's report does not contain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VmSize {
+    /// Memory that the guest may use, in bytes.
+    pub size_bytes: u64,
+    /// Memory that the guest would miss, in bytes; `None`: no believable report of the guest.
+    pub working_set_bytes: Option<u64>,
+    /// Size that the VM should have, in bytes; `None` as above.
+    pub target_bytes: Option<u64>,
+    /// Whether the working set was found by taking page cache until the guest read it again; if
+    /// not, it is an upper bound.
+    pub is_probed: bool,
 }
 
 /// Returns the host's values in the order of [`HOST_SERIES`]; `None`: unknown. CPU times are in
@@ -104,10 +122,11 @@ pub fn host_values(
     ]
 }
 
-/// Returns the figures of a VM's account in the order of [`VM_SERIES`]; `None`: the guest does not
-/// report the figure now.
+/// Returns the figures of a VM's account, and those of right-sizing, in the order of [`VM_SERIES`];
+/// `None`: the guest does not report the figure now. `sized`: `None` while right-sizing is off.
 #[must_use]
-pub fn vm_values(vm: &VmAccount) -> [Option<i64>; VM_SERIES.len()] {
+pub fn vm_values(vm: &VmAccount, sized: Option<VmSize>) -> [Option<i64>; VM_SERIES.len()] {
+    let whole = |bytes: u64| signed(ByteSize(bytes));
     let guest = vm.guest.as_ref().filter(|guest| guest.is_fresh());
     let bytes = |figure: fn(&GuestMemory) -> Option<ByteSize>| guest.and_then(figure).map(signed);
     let number = |figure: fn(&GuestMemory) -> Option<u64>| {
@@ -130,5 +149,11 @@ pub fn vm_values(vm: &VmAccount) -> [Option<i64>; VM_SERIES.len()] {
         bytes(|guest| Some(guest.swap_total_bytes? - guest.swap_free_bytes?)),
         number(|guest| guest.workingset_refault_file),
         number(|guest| guest.pressure.map(|pressure| pressure.some_us)),
+        sized.map(|sized| whole(sized.size_bytes)),
+        sized.and_then(|sized| sized.working_set_bytes).map(whole),
+        sized.and_then(|sized| sized.target_bytes).map(whole),
+        sized
+            .filter(|sized| sized.working_set_bytes.is_some())
+            .map(|sized| if sized.is_probed { 100 } else { 0 }),
     ]
 }

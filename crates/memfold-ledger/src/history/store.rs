@@ -22,9 +22,9 @@ const MOST_EVENTS: i64 = 5000;
 /// Size limit of the database file, in pages of 4,096 bytes: 256 MiB.
 const MOST_PAGES: i64 = 65_536;
 /// Version (`user_version`) of the databases that this code reads.
-const VERSION: i64 = 3;
+const VERSION: i64 = 4;
 /// Statements that upgrade a database, each from one version to the next, beginning with version 1.
-const UPGRADES: [&str; 2] = [
+const UPGRADES: [&str; 3] = [
     "ALTER TABLE host ADD COLUMN debt_bytes INTEGER;
     ALTER TABLE host ADD COLUMN debt_absorbable_bytes INTEGER;
     ALTER TABLE host ADD COLUMN lent_bytes INTEGER;
@@ -36,6 +36,10 @@ const UPGRADES: [&str; 2] = [
     ALTER TABLE vms ADD COLUMN guest_swap_used_bytes INTEGER;
     ALTER TABLE vms ADD COLUMN guest_workingset_refault_file INTEGER;
     ALTER TABLE vms ADD COLUMN guest_psi_some_us INTEGER;",
+    "ALTER TABLE vms ADD COLUMN size_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN working_set_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN target_bytes INTEGER;
+    ALTER TABLE vms ADD COLUMN working_set_probed_percent INTEGER;",
 ];
 
 /// Reason why the history cannot be written or read.

@@ -13,6 +13,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
+use memfold_host::private_memory;
 use memfold_vm::{Identity, Process};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::retry_on_intr;
@@ -99,6 +100,7 @@ fn wait_ready(child: &mut Child) -> io::Result<()> {
 /// Runs the bridge process until its iSCSI session or its NBD client ends. `portal`: address of the
 /// lender's tgtd; `key_file`: file with the lease's key; `socket`: path of the NBD socket.
 pub fn serve(portal: SocketAddr, key_file: &Path, socket: &Path) -> io::Result<()> {
+    private_memory::protect_with_children().map_err(at("core dumps"))?;
     let key = Key::read(key_file).map_err(at("its key"))?;
     let secret = key_file.with_extension("secret");
     let _files = Removed(vec![secret.clone(), socket.to_owned()]);

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use memfold_host::private_memory;
 use memfold_sys::locked::LockedFile;
 use memfold_vm::process::is_stopped;
 use memfold_vm::{Identity, Process};
@@ -86,6 +87,7 @@ pub fn ready(files: &Files) -> io::Result<Option<Process>> {
 /// Runs the helper process `target`: serves `bytes` bytes at the address `portal` until the first
 /// session ends. Messages go to standard error.
 pub fn serve(bytes: u64, portal: SocketAddr, files: &Files) -> io::Result<()> {
+    private_memory::protect_with_children().map_err(at("core dumps"))?;
     let key = Key::read(&files.key).map_err(at("its key"))?;
     let memory = allocate(bytes)?;
     let mut process = Owned(start_tgtd(portal, files, &memory)?);
@@ -125,10 +127,9 @@ fn allocate(bytes: u64) -> io::Result<LockedFile> {
             "cannot lock {bytes} bytes: {available} are available on this host"
         )));
     }
-    // When the host runs out of memory, the kernel kills tgtd before the host's own VMs; and no
-    // core dump contains a guest's bytes. Writing these files may be forbidden.
+    // When the host runs out of memory, the kernel kills tgtd before the host's own VMs. Writing
+    // the file may be forbidden.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-    let _ = std::fs::write("/proc/self/coredump_filter", "0");
     LockedFile::new("memfold-lent", bytes)
         .map_err(|error| at("cannot allocate and lock memory")(error.into()))
 }

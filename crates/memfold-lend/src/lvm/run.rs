@@ -1,4 +1,4 @@
-//! Runs programs of LVM and of the iSCSI initiator with a time limit.
+//! Runs programs of LVM, and of the iSCSI initiator.
 
 use std::io;
 use std::process::{Command, Stdio};
@@ -8,12 +8,13 @@ use memfold_host::helper;
 
 use super::error::LvmError;
 
-/// Runs a program from Debian's `package`, waits for its end, and returns its output. An exit
-/// status other than 0 and `accepted` is an error.
+/// Runs a program from Debian's `package`, waits for its end, and returns its output. At the time
+/// `limit`, the program is killed; `None`: it is never killed. An exit status other than 0 and
+/// `accepted` is an error.
 pub(super) fn run(
     (program, package): (&'static str, &'static str),
     words: &[&str],
-    limit: Duration,
+    limit: Option<Duration>,
     accepted: i32,
 ) -> Result<String, LvmError> {
     let failed = |said: String| LvmError::Failed {
@@ -29,7 +30,11 @@ pub(super) fn run(
         .env("LVM_SUPPRESS_FD_WARNINGS", "1")
         .current_dir("/")
         .stdin(Stdio::null());
-    let output = helper::output(&mut command, limit).map_err(|source| match source.kind() {
+    let done = match limit {
+        Some(limit) => helper::output(&mut command, limit),
+        None => helper::output_unlimited(&mut command),
+    };
+    let output = done.map_err(|source| match source.kind() {
         io::ErrorKind::TimedOut => failed(source.to_string()),
         _ => LvmError::Missing {
             program,

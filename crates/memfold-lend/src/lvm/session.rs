@@ -179,7 +179,7 @@ fn node(target: &Target, words: &[&str]) -> Result<(), LvmError> {
 
 fn iscsiadm(words: &[&str]) -> Result<(), LvmError> {
     let program = ("iscsiadm", "open-iscsi");
-    run(program, words, LIMIT, NOTHING_THERE).map(drop)
+    run(program, words, Some(LIMIT), NOTHING_THERE).map(drop)
 }
 
 /// Creates open-iscsi's record of a target. The secret is written into the record's file, which

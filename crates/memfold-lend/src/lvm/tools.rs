@@ -1,10 +1,9 @@
 //! Calls LVM's tools and parses their JSON reports. The program `lvm` contains all tools.
 //!
 //! memfold never kills such a tool, because the tool may have suspended a device and must resume
-//! the device.
+//! the device. So calls have no time limit: moving a volume (`pvmove`) takes as long as copying it.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use serde::Deserialize;
 
@@ -12,9 +11,6 @@ use super::error::LvmError;
 use super::loan::DATA_START;
 use super::run::run;
 use super::volume::Volume;
-
-/// Time limit for a tool, which waits for LVM's locks and for disks.
-const LIMIT: Duration = Duration::from_secs(600);
 
 /// Checks that LVM is installed; an error if not.
 pub fn check() -> Result<(), LvmError> {
@@ -158,7 +154,35 @@ pub fn move_off(volume: &Volume, device: &str, to: Option<&str>) -> Result<(), L
     lvm("pvmove --yes --interval 1 --atomic --name", &values)
 }
 
-/// Aborts an unfinished move off the disk `device` ([`move_off`]).
+/// Continues an unfinished move off the disk `device` ([`move_off`]), whose `pvmove` was ended. The
+/// move goes to the disks that were chosen when it began.
+pub fn resume_move(device: &str) -> Result<(), LvmError> {
+    load("mirror")?;
+    lvm("pvmove --yes --interval 1", &[device])
+}
+
+/// An unfinished move of extents (`pvmove`) in a volume group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Name of the hidden logical volume that has the extents during the move.
+    pub name: String,
+    /// Path of the disk that the extents are moved off.
+    pub source: String,
+}
+
+/// Returns the unfinished moves in a volume group.
+pub fn moves(group: &str) -> Result<Vec<Move>, LvmError> {
+    let select = format!("vg_name=\"{group}\"");
+    report(
+        ("lvs --all", group),
+        &select,
+        "lv_name,move_pv",
+        parse_moves,
+    )
+}
+
+/// Aborts an unfinished move off the disk `device` ([`move_off`]). LVM identifies a move by the
+/// disk that the extents come from: with another disk, this call does nothing and succeeds.
 pub fn stop_move(device: &str) -> Result<(), LvmError> {
     lvm("pvmove --abort", &[device])
 }
@@ -204,7 +228,7 @@ fn lvm(words: &str, values: &[&str]) -> Result<(), LvmError> {
 /// spaces. Returns what the program printed.
 fn said_by(program: &'static str, words: &str, values: &[&str]) -> Result<String, LvmError> {
     let words: Vec<&str> = words.split(' ').chain(values.iter().copied()).collect();
-    run((program, "lvm2"), &words, LIMIT, 0)
+    run((program, "lvm2"), &words, None, 0)
 }
 
 type Row = BTreeMap<String, String>;
@@ -239,7 +263,13 @@ fn is_set(row: &Row, field: &str) -> Result<bool, String> {
     text(row, field).map(|text| !["", "0"].contains(&text))
 }
 
-fn parse_logical(said: &str) -> Result<Option<Logical>, String> {
+/// Parses the report of `lvs` (`--reportformat json`) about one logical volume; `None` if there is
+/// no such volume.
+///
+/// # Errors
+///
+/// The field that is missing or wrong, as text.
+pub fn parse_logical(said: &str) -> Result<Option<Logical>, String> {
     let rows = parse(said, "lv")?;
     let Some(row) = rows.first() else {
         return Ok(None);
@@ -253,7 +283,31 @@ fn parse_logical(said: &str) -> Result<Option<Logical>, String> {
     }))
 }
 
-fn parse_physical(said: &str) -> Result<Vec<Physical>, String> {
+/// Parses the report of `lvs --all` (`--reportformat json`) about the moves in a group.
+///
+/// # Errors
+///
+/// The field that is missing or wrong, as text.
+pub fn parse_moves(said: &str) -> Result<Vec<Move>, String> {
+    let mut moves = Vec::new();
+    for row in &parse(said, "lv")? {
+        let source = text(row, "move_pv")?;
+        if !source.is_empty() {
+            moves.push(Move {
+                name: text(row, "lv_name")?.trim_matches(['[', ']']).to_owned(),
+                source: source.to_owned(),
+            });
+        }
+    }
+    Ok(moves)
+}
+
+/// Parses the report of `pvs` (`--reportformat json`) about the physical volumes of a group.
+///
+/// # Errors
+///
+/// The field that is missing or wrong, as text.
+pub fn parse_physical(said: &str) -> Result<Vec<Physical>, String> {
     let mut all: Vec<Physical> = Vec::new();
     // The report has one row for each allocated segment, and one for each free segment.
     let mut rows = parse(said, "pv")?;
@@ -306,6 +360,17 @@ mod tests {
         ] {
             parse_logical(bad).unwrap_err();
         }
+    }
+
+    #[test]
+    fn unfinished_moves_are_parsed_with_the_disk_that_they_come_from() {
+        let said = r#"{"report": [{"lv": [{"lv_name":"swap", "move_pv":""}, {"lv_name":"[pvmove0]", "move_pv":"/dev/sda"}]}], "log": []}"#;
+        let moved = Move {
+            name: "pvmove0".into(),
+            source: "/dev/sda".into(),
+        };
+        assert_eq!(parse_moves(said), Ok(vec![moved]));
+        parse_moves(&said.replace("move_pv", "move")).unwrap_err();
     }
 
     #[test]

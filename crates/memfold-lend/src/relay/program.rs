@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use memfold_host::private_memory;
 use rustix::mm::{MlockAllFlags, mlockall};
 
 use super::asks::{self, Patience};
@@ -24,8 +25,10 @@ const CLIENT: Duration = Duration::from_secs(10);
 /// Runs the relay process (`memfold relay`), with orders from standard input. Returns whether the
 /// relay ended without a failure.
 pub fn main() -> bool {
-    // Core dumps must contain neither keys nor a guest's bytes. Writing the file may be forbidden.
-    let _ = std::fs::write("/proc/self/coredump_filter", "0");
+    // Core dumps must contain neither keys nor a guest's bytes.
+    if let Err(error) = private_memory::protect_with_children() {
+        memfold_host::say!("cannot keep the relay's memory out of core dumps: {error}");
+    }
     let began = begin();
     let said = match &began {
         Ok(_) => Said::Ready,

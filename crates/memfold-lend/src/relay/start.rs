@@ -142,6 +142,14 @@ impl Running {
         is_stopped(pid) && Process::open(self.process).is_ok()
     }
 
+    /// Resumes a relay process that `SIGSTOP` has stopped. A debugger may keep it stopped.
+    ///
+    /// # Errors
+    /// Fails if the relay has ended.
+    pub fn resume(&self) -> io::Result<()> {
+        Process::open(self.process)?.resume()
+    }
+
     /// Sends a question to the relay and does not wait for the answer.
     ///
     /// # Errors

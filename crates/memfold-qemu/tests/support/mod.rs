@@ -2,6 +2,7 @@
 //! monitor.
 #![allow(dead_code)]
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -227,6 +228,10 @@ pub struct FakeQemu {
     pub running: Arc<AtomicBool>,
     /// Number of connections that the fake monitor ends instead of answering the next `cont`.
     pub hang_ups: Arc<AtomicU32>,
+    /// States that the next answers to `query-status` name, whatever the VM does.
+    pub states: Arc<Mutex<VecDeque<&'static str>>>,
+    /// State of the VM's migration.
+    pub migration: Arc<Mutex<&'static str>>,
     _directory: tempfile::TempDir,
 }
 
@@ -238,11 +243,14 @@ impl FakeQemu {
             commands: Arc::default(),
             running: Arc::new(true.into()),
             hang_ups: Arc::default(),
+            states: Arc::default(),
+            migration: Arc::new(Mutex::new("none")),
             _directory: directory,
         };
         let listener = UnixListener::bind(&fake.path).unwrap();
         let (commands, running) = (fake.commands.clone(), fake.running.clone());
         let hang_ups = fake.hang_ups.clone();
+        let (states, migration) = (fake.states.clone(), fake.migration.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let mut stream = stream.unwrap();
@@ -257,12 +265,17 @@ impl FakeQemu {
                         hang_ups.store(left - 1, Ordering::SeqCst);
                         break;
                     }
+                    let is_running = running.load(Ordering::SeqCst);
+                    let now = if is_running { "running" } else { "paused" };
                     let answer = match command.as_str() {
-                        "query-status" if running.load(Ordering::SeqCst) => {
-                            r#"{"status": "running"}"#
+                        "query-status" => {
+                            let forced = states.lock().unwrap().pop_front();
+                            format!(r#"{{"status": "{}"}}"#, forced.unwrap_or(now))
                         }
-                        "query-status" => r#"{"status": "paused"}"#,
-                        _ => "{}",
+                        "query-migrate" => {
+                            format!(r#"{{"status": "{}"}}"#, migration.lock().unwrap())
+                        }
+                        _ => "{}".to_owned(),
                     };
                     match command.as_str() {
                         "stop" => running.store(false, Ordering::SeqCst),

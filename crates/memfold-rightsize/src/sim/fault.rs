@@ -20,6 +20,9 @@ pub enum Fault {
     TrimsNothing,
     /// A quarter of the RAM is unplugged at this second, from outside.
     Unplugged(u32),
+    /// The guest boots again at this second. The time of its reports goes on, because it is the
+    /// host's, and so does the balloon's target.
+    Reboots(u32),
 }
 
 /// How a guest lies.

@@ -98,6 +98,24 @@ pub struct ModelGuest {
     served_after: Option<f64>,
     /// What the kernel counted.
     pub counters: Counters,
+    /// The counters at the last boot: the guest's own begin there.
+    counters_at_boot: Counters,
+}
+
+impl Counters {
+    /// Returns what was counted after `before`, which are earlier values of these counters.
+    fn since(self, before: Self) -> Self {
+        Self {
+            refaults: self.refaults - before.refaults,
+            swapped_in: self.swapped_in - before.swapped_in,
+            swapped_out: self.swapped_out - before.swapped_out,
+            reclaimed: self.reclaimed - before.reclaimed,
+            stalls: self.stalls - before.stalls,
+            waited: self.waited - before.waited,
+            waited_for_host: self.waited_for_host - before.waited_for_host,
+            kills: self.kills - before.kills,
+        }
+    }
 }
 
 impl ModelGuest {
@@ -129,6 +147,7 @@ impl ModelGuest {
             noise: Random::new(spec.ram.to_bits()),
             served_after: None,
             counters: Counters::default(),
+            counters_at_boot: Counters::default(),
             spec: spec.clone(),
         }
     }
@@ -259,6 +278,12 @@ impl ModelGuest {
             if self.uptime >= f64::from(at) && self.ram >= self.spec.ram {
                 self.ram = self.spec.ram * 0.75;
                 self.balloon_target = self.balloon_target.min(self.ram * 0.75);
+            }
+        }
+        if let Fault::Reboots(at) = self.spec.fault {
+            let at = f64::from(at);
+            if self.uptime >= at && self.uptime - dt < at {
+                self.reboot();
             }
         }
         let is_new = self.next_phase(dt);
@@ -428,6 +453,17 @@ impl ModelGuest {
         self.counters.waited_for_host += seconds;
     }
 
+    /// Boots the guest again within the VM, which keeps the balloon's target.
+    fn reboot(&mut self) {
+        let (target, backed) = (self.balloon_target, self.backed);
+        self.boot_again();
+        (self.balloon_target, self.backed) = (target, backed);
+        for set in &mut self.sets {
+            set.loaded = 0.0;
+        }
+        self.counters_at_boot = self.counters;
+    }
+
     /// Boots the guest again after the host killed it.
     pub fn boot_again(&mut self) {
         self.anonymous = self.anonymous.min(self.spec.workload.base);
@@ -459,6 +495,7 @@ impl ModelGuest {
             plugged: bytes(self.plugged),
             max: bytes(self.spec.virtio_mem_max),
             block: bytes(self.spec.block),
+            has_driver: true,
         });
         let guest = (!is_silent).then(|| self.report());
         Signals {
@@ -477,7 +514,7 @@ impl ModelGuest {
         let free = self.free();
         let reserve = (self.ram * 0.004).min(cache / 2.0);
         let has_agent = matches!(self.spec.source, Source::Agent { .. });
-        let counters = self.counters;
+        let counters = self.counters.since(self.counters_at_boot);
         let agent = |value: f64| has_agent.then_some(count(value));
         let honest = GuestSignals {
             uptime: Duration::from_secs_f64(self.uptime),

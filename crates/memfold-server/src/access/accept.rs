@@ -26,7 +26,8 @@ use super::counts::Why;
 use super::door::TcpDoor;
 use super::peer::{Groups, Peer};
 use super::state::Access;
-use super::unread::Unread;
+use super::unread::{Unread, UnreadLimit};
+use crate::runtimes::on_worker;
 
 /// Largest number of TCP connections; further connections are closed at once.
 const TCP_CONNECTIONS: usize = 256;
@@ -77,7 +78,9 @@ pub(crate) async fn accept_unix(
                 let Ok(slot) = slots.clone().try_acquire_owned() else {
                     continue;
                 };
-                let connection = serve(stream, peer, router.clone(), ending.clone());
+                let stream = unread(stream);
+                let limit = stream.limit.clone();
+                let connection = serve(stream, peer, Some(limit), router.clone(), ending.clone());
                 tokio::spawn(async move {
                     connection.await;
                     drop(slot);
@@ -113,26 +116,31 @@ pub(crate) async fn accept_tcp(
         };
         // This timeout also ends a connection whose receive window stays closed
         // (`TCP_USER_TIMEOUT`, tcp(7)).
-        let unread = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
-        if rustix::net::sockopt::set_tcp_user_timeout(&stream, unread).is_err() {
+        let most_ms = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
+        if rustix::net::sockopt::set_tcp_user_timeout(&stream, most_ms).is_err() {
             continue;
         }
         let (router, ending) = (router.clone(), ending.clone());
-        let acceptor = door.tls.as_ref();
-        let acceptor = acceptor.map(|tls| TlsAcceptor::from(tls.config()));
-        let access = access.clone();
+        let (access, tls) = (access.clone(), door.tls.clone());
         tokio::spawn(async move {
             let _place = place;
             let peer = Peer::Tcp {
                 address,
-                tls: acceptor.is_some(),
+                tls: tls.is_some(),
             };
-            match acceptor {
-                None => serve(stream, peer, router, ending).await,
-                Some(acceptor) => {
+            match tls {
+                None => serve(unread(stream), peer, None, router, ending).await,
+                Some(tls) => {
+                    // The files of the certificate may belong to another user.
+                    let Ok(config) = on_worker(move || tls.config()).await else {
+                        return;
+                    };
+                    let acceptor = TlsAcceptor::from(config);
                     let hello = tokio::time::timeout(HEAD_TIME, acceptor.accept(stream));
                     let why = match hello.await {
-                        Ok(Ok(stream)) => return serve(stream, peer, router, ending).await,
+                        Ok(Ok(stream)) => {
+                            return serve(unread(stream), peer, None, router, ending).await;
+                        }
                         Ok(Err(error)) => error.to_string(),
                         Err(_) => "the client sent nothing in time".to_owned(),
                     };
@@ -195,20 +203,34 @@ async fn accepted<T>(result: io::Result<T>) -> Option<T> {
     result.ok()
 }
 
-async fn serve<S>(stream: S, peer: Peer, router: Router, mut ending: watch::Receiver<bool>)
-where
+fn unread<S>(stream: S) -> Unread<S> {
+    Unread::new(stream, UNREAD_TIME)
+}
+
+/// Serves the requests of one connection. `limit`: the connection's time limit, which the handler
+/// of an upgrade may lift; `None`: the limit stays.
+async fn serve<S>(
+    stream: S,
+    peer: Peer,
+    limit: Option<UnreadLimit>,
+    router: Router,
+    mut ending: watch::Receiver<bool>,
+) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let inner = TowerToHyperService::new(router);
     let service = service_fn(move |mut request: Request<Incoming>| {
         request.extensions_mut().insert(peer.clone());
+        if let Some(limit) = &limit {
+            request.extensions_mut().insert(limit.clone());
+        }
         inner.call(request)
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIME)
         .max_buf_size(HEAD_BYTES)
-        .serve_connection(TokioIo::new(Unread::new(stream, UNREAD_TIME)), service)
+        .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     let mut connection = pin!(connection);
     let ended = tokio::select! {
@@ -226,7 +248,11 @@ where
 
 #[cfg(test)]
 mod tests {
+    use axum::http::StatusCode;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
     use super::*;
+    use crate::access::Upgrade;
 
     #[test]
     fn clients_of_one_ip_address_get_at_most_a_quarter_of_the_tcp_connections() {
@@ -248,5 +274,48 @@ mod tests {
         assert_eq!(many.len(), TCP_CONNECTIONS - OF_ONE_ADDRESS);
         drop((network, many));
         assert!(all.lock().unwrap().is_empty());
+    }
+    /// Number of bytes that the handler below sends over an upgraded connection.
+    const SENT: usize = 2 << 20;
+
+    async fn upgraded(mut request: axum::extract::Request) -> StatusCode {
+        let upgrade = Upgrade::of(&mut request);
+        tokio::spawn(async move {
+            let mut client = upgrade.connection().await.unwrap();
+            // This fails if the time limit ends the connection.
+            let _ = client.write_all(&vec![7; SENT]).await;
+        });
+        StatusCode::SWITCHING_PROTOCOLS
+    }
+
+    #[test]
+    fn a_unix_client_may_leave_the_output_of_a_streamed_command_unread_and_a_tcp_client_not() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        let read = |is_unix: bool| {
+            runtime.block_on(async {
+                let (ours, mut theirs) = tokio::net::UnixStream::pair().unwrap();
+                let peer = Peer::of(&ours, Groups::default()).unwrap();
+                let stream = Unread::new(ours, Duration::from_millis(100));
+                let limit = is_unix.then(|| stream.limit.clone());
+                let router = Router::new().route("/", axum::routing::post(upgraded));
+                let (_ending, of_connection) = watch::channel(false);
+                tokio::spawn(serve(stream, peer, limit, router, of_connection));
+                let request = "POST / HTTP/1.1\r\nhost: memfold\r\nconnection: upgrade\r\n\
+                               upgrade: test\r\ncontent-length: 0\r\n\r\n";
+                theirs.write_all(request.as_bytes()).await.unwrap();
+                let mut first = [0; 12];
+                theirs.read_exact(&mut first).await.unwrap();
+                assert_eq!(&first, b"HTTP/1.1 101");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                let mut rest = Vec::new();
+                theirs.read_to_end(&mut rest).await.unwrap();
+                rest.into_iter().filter(|byte| *byte == 7).count()
+            })
+        };
+        assert_eq!(read(true), SENT);
+        assert!(read(false) < SENT);
     }
 }

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -37,10 +38,10 @@ const REFUSALS_A_MINUTE: u32 = 60;
 /// truth values or short texts.
 const DETAILS: &str = "\
     advisor allow_arguments announce autostart buffer_percent bytes cleartext compress content cover_percent cpu_percent despite_brake \
-    disks domain drop_s durability for_vms force from from_boot_snapshot host input keep keep_clock \
+    disks domain drop_s durability encrypt for_vms force from from_boot_snapshot host input keep keep_clock \
     least_bytes leave_percent listen live max_bytes memory merge min_bytes mode name no_lay one_domain order \
-    pages_per_second parent paused pinned prefetch priority qmp renew reserve role root seconds segment snapshot stream stripes \
-    target_s timeout_s to top_files_bytes transport trust_domain unmerge url vm wait when whole writer";
+    pages_per_second parent paused pinned plain_disks prefetch priority qmp renew reserve role root seconds segment snapshot stream stripes \
+    target_s timeout_s to top_files_bytes transport trust_domain ttl_s unmerge url vm wait when whole writer";
 
 /// Name and role of the session that a login has begun. They are attached to the response for the
 /// audit log.
@@ -213,9 +214,14 @@ impl Audit {
         if std::fs::metadata(&path).is_ok_and(|facts| facts.len() >= FILE_LIMIT) {
             std::fs::rename(&path, self.old_file())?;
         }
+        let mut file = private_file::open(File::options().read(true).append(true), &path)?;
         let mut line = serde_json::to_vec(entry)?;
         line.push(b'\n');
-        private_file::open(File::options().append(true), &path)?.write_all(&line)
+        // A line that did not fit on a full disk must not make this one unreadable.
+        if !ends_with_a_line(&file)? {
+            line.insert(0, b'\n');
+        }
+        file.write_all(&line)
     }
 
     /// Returns the last `count` entries of the audit log, newest first.
@@ -236,6 +242,16 @@ impl Audit {
         }
         Ok(found)
     }
+}
+
+/// Returns whether the last line of a file is complete.
+fn ends_with_a_line(file: &File) -> io::Result<bool> {
+    let Some(last) = file.metadata()?.len().checked_sub(1) else {
+        return Ok(true);
+    };
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, last)?;
+    Ok(byte == *b"\n")
 }
 
 /// Reads a file of the log, up to twice its limit (this program writes no longer files).
@@ -323,6 +339,21 @@ mod tests {
     }
 
     #[test]
+    fn an_entry_after_a_line_that_was_cut_off_by_a_full_disk_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let audit = Audit::new(directory.path().to_owned());
+        done(&audit, "/v1/fold", "{}");
+        let half = &std::fs::read(audit.file()).unwrap()[..20];
+        let mut file = File::options().append(true).open(audit.file()).unwrap();
+        file.write_all(half).unwrap();
+        done(&audit, "/v1/lend", "{}");
+        done(&audit, "/v1/host", "{}");
+        let last = audit.last(10).unwrap();
+        let paths: Vec<&str> = last.iter().map(|entry| entry.path.as_str()).collect();
+        assert_eq!(paths, ["/v1/host", "/v1/lend", "/v1/fold"]);
+    }
+
+    #[test]
     fn query_parameters_of_a_change_request_are_written_to_the_audit_log() {
         let directory = tempfile::tempdir().unwrap();
         let audit = Audit::new(directory.path().to_owned());
@@ -341,7 +372,9 @@ mod tests {
     }
 
     /// Fields that may contain secrets and are never logged.
-    const LEFT_OUT: [&str; 6] = ["key", "script", "secret", "settings", "terminal", "trust"];
+    const LEFT_OUT: [&str; 7] = [
+        "copy", "key", "script", "secret", "settings", "terminal", "trust",
+    ];
 
     #[test]
     fn each_field_of_a_change_request_is_either_audited_or_listed_as_not_audited() {
@@ -377,6 +410,8 @@ mod tests {
             }
         }
         assert!(fields.contains("despite_brake") && fields.contains("trust_domain"));
+        // One name can be harmless in one request and a secret in another one.
+        assert!(LEFT_OUT.iter().all(|field| !is_detail(field)));
         fields.retain(|field| !is_detail(field) && !LEFT_OUT.contains(&&**field));
         assert!(fields.is_empty(), "neither noted nor left out: {fields:?}");
     }

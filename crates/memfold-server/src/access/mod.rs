@@ -23,6 +23,7 @@ mod private_file;
 mod state;
 mod tls;
 mod unread;
+mod upgrade;
 
 pub(super) use accept::{accept_tcp, accept_unix};
 pub use audit::AuditEntry;
@@ -36,3 +37,4 @@ pub use origin::{PublicUrl, PublicUrlError};
 pub use peer::{Groups, GroupsError};
 pub(super) use state::Access;
 pub use tls::{TcpDoorError, TlsFiles};
+pub(super) use upgrade::Upgrade;

@@ -21,5 +21,10 @@ pub(super) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let mut file = open(File::options().write(true).truncate(true), draft.as_ref())?;
     file.write_all(text)?;
     file.sync_all()?;
-    std::fs::rename(&draft, path)
+    std::fs::rename(&draft, path)?;
+    // Otherwise the old file could be back after a power failure.
+    match path.parent() {
+        Some(place) => File::open(place)?.sync_all(),
+        None => Ok(()),
+    }
 }

@@ -1,28 +1,46 @@
 //! Closes connections to the daemon's API whose peer does not read the responses. Otherwise such a
-//! peer would keep its connection forever.
+//! peer would keep its connection forever. On an upgraded connection of the Unix socket, which
+//! carries a streamed command or a console, the daemon waits for its peer without a limit instead.
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
+/// The time limit of an [`Unread`], for the handler of a request that upgrades the connection.
+#[derive(Clone, Debug, Default)]
+pub(super) struct UnreadLimit {
+    is_lifted: Arc<AtomicBool>,
+}
+
+impl UnreadLimit {
+    /// Lets the peer leave data unread for any time from now on.
+    pub fn lift(&self) {
+        self.is_lifted.store(true, Ordering::Relaxed);
+    }
+}
+
 /// A connection that fails when its peer has accepted no data for the time `most`. Without this
 /// limit, such a peer would hold its connection forever.
 pub(super) struct Unread<S> {
     pub(super) stream: S,
     pub(super) most: Duration,
+    pub(super) limit: UnreadLimit,
     /// Timer that ends the connection; `None` while the peer accepts data.
     pub(super) left: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> Unread<S> {
-    pub(super) const fn new(stream: S, most: Duration) -> Self {
+    pub(super) fn new(stream: S, most: Duration) -> Self {
         Self {
             stream,
             most,
+            limit: UnreadLimit::default(),
             left: None,
         }
     }
@@ -32,7 +50,7 @@ impl<S> Unread<S> {
         context: &mut Context<'_>,
         polled: Poll<io::Result<T>>,
     ) -> Poll<io::Result<T>> {
-        if polled.is_ready() {
+        if polled.is_ready() || self.limit.is_lifted.load(Ordering::Relaxed) {
             self.left = None;
             return polled;
         }

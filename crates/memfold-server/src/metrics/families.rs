@@ -12,6 +12,7 @@ use prometheus_client::registry::Unit;
 
 use super::process::Process;
 use crate::access::RefusedCounts;
+use crate::exec_stream::StreamCounts;
 
 /// Data of one metrics scrape, from which all samples are written.
 #[derive(Debug)]
@@ -19,6 +20,7 @@ pub(super) struct Scrape {
     pub figures: Arc<Figures>,
     pub process: Process,
     pub refused: RefusedCounts,
+    pub streams: Arc<StreamCounts>,
 }
 
 /// Labels of a sample: names and values. A value is a word of this program, or a name given by the

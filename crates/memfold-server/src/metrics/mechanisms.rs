@@ -2,6 +2,7 @@
 //! segments and lending.
 
 use std::fmt;
+use std::sync::atomic::Ordering::Relaxed;
 
 use memfold_api::{Borrowed, SwapPlace};
 use memfold_daemon::OnShelf;
@@ -11,6 +12,7 @@ use memfold_lend::LenderStatus;
 use memfold_lend::waits::Waits;
 
 use super::families::{Family, Labels, Samples, Scrape, any, bytes, families, flag, maybe, one};
+use crate::exec_stream::StreamCounts;
 
 pub(super) static FAMILIES: &[Family] = families! {
     Gauge Numbers "memfold_fold_paused" "1: folding is paused by the operator" fold |f| flag(f.paused);
@@ -75,8 +77,32 @@ pub(super) static FAMILIES: &[Family] = families! {
         one |s| s.figures.distrusted as f64;
     Gauge Numbers "memfold_registry_reachable" "1: the registry of leases answers" one |s| flag(s.figures.leases.is_some());
     Gauge Numbers "memfold_leases" "Leases of this host; absent while the registry does not answer" any leases;
+    Gauge Numbers "memfold_streamed_commands" "Streamed commands that run in guests: 'vm exec -i', 'vm cp' and the like"
+        streams |counts| counts.started.load(Relaxed).saturating_sub(counts.ended.load(Relaxed));
+    Counter Numbers "memfold_streamed_commands_started" "Streamed commands that were started" streams |counts| counts.started.load(Relaxed);
+    Counter Bytes "memfold_streamed" "Input that streamed commands got, and output that their clients got" any streamed;
     Counter Numbers "memfold_access_refused" "Connections and requests that were refused, over TCP and the socket" any refused;
 };
+
+fn streams(
+    scrape: &Scrape,
+    out: &mut Samples<'_>,
+    figure: fn(&StreamCounts) -> u64,
+) -> fmt::Result {
+    out.one(figure(&scrape.streams) as f64)
+}
+
+fn streamed(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
+    let counts = &scrape.streams;
+    out.with(
+        &[("direction", "input")],
+        counts.input_bytes.load(Relaxed) as f64,
+    )?;
+    out.with(
+        &[("direction", "output")],
+        counts.output_bytes.load(Relaxed) as f64,
+    )
+}
 
 fn refused(scrape: &Scrape, out: &mut Samples<'_>) -> fmt::Result {
     let mut all = scrape.refused.iter();

@@ -11,6 +11,7 @@ mod families;
 mod host;
 mod mechanisms;
 mod process;
+mod rightsize;
 mod text;
 mod vms;
 
@@ -30,6 +31,7 @@ use prometheus_client::registry::Registry;
 
 use super::access::Access;
 use super::answer::{Failure, Served, blocking};
+use super::exec_stream::StreamCounts;
 
 /// Content type of `OpenMetrics` 1.0.
 const OPEN_METRICS: &str = "application/openmetrics-text";
@@ -40,6 +42,7 @@ fn all() -> impl Iterator<Item = &'static Family> {
         .iter()
         .chain(vms::FAMILIES)
         .chain(mechanisms::FAMILIES)
+        .chain(rightsize::FAMILIES)
 }
 
 impl Collector for Scrape {
@@ -65,6 +68,7 @@ impl Scrape {
 pub(super) async fn metrics(
     daemon: Served,
     Extension(access): Extension<Arc<Access>>,
+    Extension(streams): Extension<Arc<StreamCounts>>,
     headers: HeaderMap,
 ) -> Result<Response, Failure> {
     let accepts = headers.get(header::ACCEPT).and_then(|a| a.to_str().ok());
@@ -75,6 +79,7 @@ pub(super) async fn metrics(
             figures: daemon.reports().figures()?,
             process: Process::now(),
             refused,
+            streams,
         };
         scrape
             .text()

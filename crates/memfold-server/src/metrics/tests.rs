@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_api::{Borrowed, FullReport, SwapPlace, VmInfo};
+use memfold_api::{
+    Borrowed, FullReport, OrderCount, RightsizeMode, RightsizeReport, SwapPlace, VmInfo,
+    VmRightsize,
+};
 use memfold_daemon::{Figures, OnShelf};
 use memfold_fold::{DomainStats, EngineStats, VmStats};
 use memfold_ledger::{
@@ -17,6 +20,7 @@ use memfold_units::ByteSize;
 use super::*;
 
 /// Returns figures of a host on which every metric exists.
+#[allow(clippy::too_many_lines)] // a value for each field
 fn everything() -> Figures {
     let mut ledger = Report::default();
     ledger.host.mem_total_bytes = ByteSize(24 << 30);
@@ -105,6 +109,25 @@ fn everything() -> Figures {
         leases: Some(Vec::new()),
         distrusted: 1,
         lies: 2,
+        rightsizing: RightsizeReport {
+            mode: RightsizeMode::On,
+            rung: Some("lent".into()),
+            orders: vec![OrderCount {
+                kind: "trim".into(),
+                reason: "cache_not_missed".into(),
+                count: 7,
+                failed: 1,
+            }],
+            vms: vec![VmRightsize {
+                vm: "web1".into(),
+                size_bytes: 2 << 20,
+                plugged_bytes: Some(1 << 20),
+                basis: "probed".into(),
+                pressure: Some(0.25),
+                ..VmRightsize::default()
+            }],
+            ..RightsizeReport::default()
+        },
     }
 }
 
@@ -113,6 +136,7 @@ fn scraped(figures: Figures) -> String {
         figures: Arc::new(figures),
         process: Process::now(),
         refused: [("tls", 1), ("credentials", 2), ("rights", 3), ("other", 4)],
+        streams: Arc::default(),
     };
     scrape.text().unwrap()
 }
@@ -240,6 +264,12 @@ fn metrics_are_exported_with_sign_unit_and_labels() {
         r#"memfold_vm_guest_pressure_some_seconds_total{vm="web1",domain="shop"} 2.5"#,
         r#"memfold_vm_guest_refaulted_bytes_total{vm="web1",domain="shop"} 8192.0"#,
         r#"memfold_vm_guest_swap_used_bytes{vm="alone",domain="vm/alone"} 4096.0"#,
+        "memfold_rightsize_mode 2.0",
+        "memfold_rightsize_rung 3.0",
+        r#"memfold_rightsize_orders_total{kind="trim",reason="cache_not_missed"} 7.0"#,
+        r#"memfold_vm_size_bytes{vm="web1",domain="shop"} 2097152.0"#,
+        r#"memfold_vm_plugged_bytes{vm="web1",domain="shop"} 1048576.0"#,
+        r#"memfold_vm_memory_pressure_ratio{vm="web1",domain="shop"} 0.25"#,
         "memfold_ksm_profit_bytes -1.0",
         "memfold_ksm_zero_bytes 8192.0",
         r#"memfold_store_full{domain="shop"} 1.0"#,
@@ -264,6 +294,8 @@ fn metrics_that_a_host_cannot_measure_are_omitted() {
     figures.lending = None;
     figures.leases = None;
     figures.snapshots = None;
+    figures.rightsizing.rung = None;
+    figures.rightsizing.vms[0].basis = "unknown".into();
     let text = scraped(figures);
     for name in [
         "memfold_ksm_shared_bytes",
@@ -271,6 +303,8 @@ fn metrics_that_a_host_cannot_measure_are_omitted() {
         "memfold_lend_lent_bytes",
         "memfold_leases",
         "memfold_snapshots",
+        "memfold_rightsize_rung",
+        "memfold_vm_working_set_bytes",
     ] {
         let sample = |line: &&str| {
             let rest = line.strip_prefix(name);

@@ -135,7 +135,7 @@ fn accounts(
 }
 
 /// Returns the VM's trust domain by the name that folding uses.
-fn domain_of(vm: &VmAccount) -> String {
+pub(super) fn domain_of(vm: &VmAccount) -> String {
     let alone = || format!("vm/{}", vm.name);
     vm.domain.clone().unwrap_or_else(alone)
 }

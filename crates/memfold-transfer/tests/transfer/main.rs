@@ -13,6 +13,7 @@ use memfold_testkit::S3Server;
 use memfold_transfer::{PullRequest, PushRequest, Remote, TransferError, push, remove};
 use serde_json::{Value, json};
 
+mod first_pages;
 mod hosts;
 mod streams;
 

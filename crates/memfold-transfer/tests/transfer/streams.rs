@@ -1,16 +1,23 @@
 //! Tests of snapshots that are fetched while VMs run from them, without VMs.
 
 use std::fs;
+use std::io::Write;
+use std::net::Shutdown;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use memfold_host::progress::Progress;
+use memfold_snapshot::restore::Piece;
 use memfold_testkit::wait_until;
 use memfold_transfer::{
     FetchedSnapshot, PullRequest, PushRequest, Remote, StreamedSnapshot, TransferError, push,
     remove,
 };
+use memfold_wire::encode;
+use memfold_wire::library::Awaited;
 use serde_json::json;
 
 use super::hosts::{Hosts, MIB, overlay, random};
@@ -226,4 +233,47 @@ fn a_read_only_disk_is_fetched_whole_before_vms_run_and_must_not_name_another_fi
     let name = stream.manifest().disks[1].file.path.file_name().unwrap();
     assert!(fs::read(place.join(name)).unwrap() == fs::read(&medium).unwrap());
     assert!(stream.disks(&place).get(1).unwrap().is_none());
+}
+
+/// Begins to bring the snapshot's memory to a library, whose end of the connection is returned, and
+/// how the connection ends.
+fn bring(stream: &StreamedSnapshot) -> (UnixStream, Receiver<bool>) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let piece = Piece {
+        hva: 1 << 40,
+        pages: 64 * MIB / 4096,
+        file: 0,
+        file_page: 0,
+    };
+    let (tell, ended) = channel();
+    let note = move |is_complete| tell.send(is_complete).unwrap();
+    stream.bring(vec![piece], ours, note).unwrap();
+    (theirs, ended)
+}
+
+#[test]
+fn a_connection_to_a_vm_that_ends_on_one_side_ends_and_is_not_taken_for_complete() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let stream = begin(&hosts, None).unwrap();
+    let end = |ended: &Receiver<bool>| ended.recv_timeout(Duration::from_secs(10));
+    // The library closes its socket, for example because no file came with a message.
+    let (library, ended) = bring(&stream);
+    drop(library);
+    assert_eq!(end(&ended), Ok(false));
+    // The daemon cannot send any more. The library waits for more, and must see the end.
+    let (mut library, ended) = bring(&stream);
+    library.shutdown(Shutdown::Read).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| stream.run(&hosts.there, &Progress::default()).unwrap());
+    });
+    assert_eq!(end(&ended), Ok(false));
+    assert!(library.write_all(&[0]).is_err());
+    // The next connection brings everything.
+    let (mut library, ended) = bring(&stream);
+    library
+        .write_all(&encode(&Awaited::Complete).unwrap())
+        .unwrap();
+    assert_eq!(end(&ended), Ok(true));
 }

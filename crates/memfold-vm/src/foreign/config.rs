@@ -15,6 +15,7 @@ use std::path::Path;
 
 use super::options::{self, Named};
 use super::value::Value;
+use crate::qemu_line::escape_text;
 
 /// Key of a value's first word, if the word has no key.
 const IMPLIED: &str = "";
@@ -108,7 +109,7 @@ fn quoted(text: &str) -> Option<&str> {
 }
 
 fn pair(key: &str, value: &str) -> String {
-    format!("{key}={}", value.replace(',', ",,"))
+    format!("{key}={}", escape_text(value))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use memfold_units::ByteSize;
 use serde_json::{Value as Json, json};
 
 use super::rewrite::{self, Copy, Facts, Medium};
-use super::spec::ForeignDisk;
+use super::spec::{Foreign, ForeignDisk};
 use super::view::{View, user};
 use super::{config, files, options};
 use crate::directory::Record;
@@ -53,23 +53,17 @@ pub fn describe(
     let place = format!("/proc/{}", pid.as_raw_nonzero());
     let line = fs::read(format!("{place}/cmdline")).map_err(look)?;
     let refused = ForeignError::Impossible;
-    let no_text = || refused("QEMU's command line is not UTF-8 text".to_owned());
-    let line = words(&line).ok_or_else(no_text)?;
     let user = user(pid).map_err(look)?.map_err(refused)?;
     let is_kvm = qmp.query("query-kvm")?["enabled"] == true;
-    let block = qmp.query("query-block")?;
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let facts = Facts {
+    let answers = Answers {
         machine: machine_type(qmp)?,
         accel: if is_kvm { "kvm" } else { "tcg" }.into(),
-        media: media(&block),
-        sizes: sizes(&nodes),
+        block: qmp.query("query-block")?,
+        nodes: qmp.execute("query-named-block-nodes", json!({ "flat": true }))?,
         view: View::of(pid).map_err(look)?,
     };
-    let read = |path: &Path| files::read_as(path, &facts.view, user.as_deref());
-    let line = options::read(&line).and_then(|line| config::expand(line, read));
-    let mut copy = rewrite::copy(&line.map_err(refused)?, &facts).map_err(refused)?;
-    let files = files::take_out(&mut copy.foreign.words, &facts.view).map_err(refused)?;
+    let read = |path: &Path| files::read_as(path, &answers.view, user.as_deref());
+    let copied = copy_line(&line, &answers, read).map_err(refused)?;
     let memory = qmp.query("query-memory-size-summary")?;
     let cpus = qmp.query("query-cpus-fast")?.as_array().map_or(1, Vec::len);
     let mut spec = VmSpec::new(name, ByteSize(memory["base-memory"].as_u64().unwrap_or(0)));
@@ -80,22 +74,78 @@ pub fn describe(
     } else {
         AccelChoice::Tcg
     };
-    spec.balloon = copy.balloon;
+    spec.balloon = copied.balloon;
     spec.user = user;
-    let disks;
-    (disks, spec.disks) = self::disks(&block, &copy).map_err(refused)?;
+    spec.disks = copied.disks;
     let record = Record {
         process: vm.process().identity(),
         qemu: fs::read_link(format!("{place}/exe")).map_err(look)?,
         version: qmp.version(),
-        machine: facts.machine,
-        accel: facts.accel,
+        machine: answers.machine,
+        accel: answers.accel,
         library: None,
         overlays: Vec::new(),
+        user: None,
     };
-    (copy.foreign.disks, copy.foreign.files) = (disks, files);
-    spec.foreign = Some(copy.foreign);
+    spec.foreign = Some(copied.foreign);
     Ok((spec, record))
+}
+
+/// What QEMU's monitor and the kernel say about a running VM, beside its command line.
+#[derive(Clone, Debug, Default)]
+pub struct Answers {
+    /// Machine type, with its version.
+    pub machine: String,
+    /// Accelerator: `kvm` or `tcg`.
+    pub accel: String,
+    /// Answer to `query-block`.
+    pub block: Json,
+    /// Answer to `query-named-block-nodes`.
+    pub nodes: Json,
+    /// Working directory and mount namespace in which QEMU opens files.
+    pub view: View,
+}
+
+/// A copied command line: the options for another QEMU, and what the description says beside them.
+#[derive(Clone, Debug)]
+pub struct CopiedLine {
+    /// QEMU options that create the same machine, memory and devices.
+    pub foreign: Foreign,
+    /// Disks that a snapshot of the VM includes.
+    pub disks: Vec<DiskSpec>,
+    /// Whether the VM has a balloon device.
+    pub balloon: bool,
+}
+
+/// Copies the command line of a running QEMU, the text of `/proc/PID/cmdline`. `read` returns the
+/// contents of a file that the line names, read with the rights of QEMU's user.
+///
+/// # Errors
+///
+/// The reason why no QEMU with the same devices can be started, as text.
+pub fn copy_line(
+    line: &[u8],
+    answers: &Answers,
+    read: impl Fn(&Path) -> io::Result<String>,
+) -> Result<CopiedLine, String> {
+    let line = words(line).ok_or("QEMU's command line is not UTF-8 text")?;
+    let facts = Facts {
+        machine: answers.machine.clone(),
+        accel: answers.accel.clone(),
+        media: media(&answers.block),
+        sizes: sizes(&answers.nodes),
+        view: answers.view.clone(),
+    };
+    let line = options::read(&line).and_then(|line| config::expand(line, read))?;
+    let mut copy = rewrite::copy(&line, &facts)?;
+    copy.foreign.files = files::take_out(&mut copy.foreign.words, &facts.view)?;
+    let (of_foreign, disks) = disks(&answers.block, &copy)?;
+    copy.foreign.disks = of_foreign;
+    Ok(CopiedLine {
+        foreign: copy.foreign,
+        disks,
+        balloon: copy.balloon,
+    })
 }
 
 /// Splits `/proc/PID/cmdline` into arguments, including empty ones.

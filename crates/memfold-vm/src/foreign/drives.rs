@@ -8,6 +8,7 @@
 
 use super::options::Named;
 use super::value::{Value, parse};
+use crate::qemu_line::escape_text;
 
 /// Keys of `-drive` that affect the device that uses the drive.
 const OF_ITS_DEVICE: [&str; 3] = ["media", "rerror", "werror"];
@@ -33,20 +34,21 @@ impl Drive {
             _ => format!(",bus={},unit={}", self.bus, self.unit),
         };
         let of_device = OF_ITS_DEVICE.iter();
-        let of_device =
-            of_device.filter_map(|key| Some(format!(",{key}={}", self.options.get(key)?)));
+        let of_device = of_device
+            .filter_map(|key| Some(format!(",{key}={}", escape_text(self.options.get(key)?))));
         let of_device: String = of_device.collect();
-        format!(
-            "if={},id={}{place}{of_device}",
-            self.interface, self.backend
-        )
+        let (interface, backend) = (escape_text(&self.interface), escape_text(&self.backend));
+        format!("if={interface},id={backend}{place}{of_device}")
     }
 
     /// Returns the value of `-drive` without a medium; `None` if this drive cannot be empty.
     pub(super) fn empty_option(&self) -> Option<String> {
         match self.interface.as_str() {
             // A drive without an interface becomes an empty CD-ROM drive, whatever it was.
-            "none" => Some(format!("if=none,id={},media=cdrom", self.backend)),
+            "none" => Some(format!(
+                "if=none,id={},media=cdrom",
+                escape_text(&self.backend)
+            )),
             "floppy" => Some(self.option()),
             _ => self.is_cdrom().then(|| self.option()),
         }

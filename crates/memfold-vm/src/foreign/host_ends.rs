@@ -11,6 +11,7 @@ use super::network;
 use super::options::{self, Named};
 use super::value::{Value, parse};
 use crate::forward::Forward;
+use crate::qemu_line::escape_text;
 
 /// Options whose whole value is a character device.
 const CHARACTER: [&str; 6] = [
@@ -268,7 +269,7 @@ fn is_unix_taken(path: &str) -> bool {
 /// Returns a null character device with the name of `chardev`.
 pub(crate) fn null_chardev(chardev: &Value) -> String {
     let shared = if chardev.is_on("mux") { ",mux=on" } else { "" };
-    format!("null,id={}{shared}", chardev.text("id"))
+    format!("null,id={}{shared}", escape_text(&chardev.text("id")))
 }
 
 #[cfg(test)]

@@ -24,10 +24,9 @@ mod spec;
 pub(crate) mod value;
 mod view;
 
-pub use describe::{ForeignError, describe};
+pub use describe::{Answers, CopiedLine, ForeignError, copy_line, describe};
 pub use files::copy_file;
 pub(crate) use host_ends::null_chardev;
 pub use host_ends::{leave_out_taken, of_arguments};
 pub use spec::{Foreign, ForeignDisk};
-pub(crate) use view::user_ids;
 pub use view::{View, root_of};

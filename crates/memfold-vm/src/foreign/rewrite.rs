@@ -29,7 +29,7 @@ use super::spec::Foreign;
 use super::value::{Value, parse};
 use super::view::View;
 use super::{files, host_ends, network};
-use crate::qemu_line::on_or_off;
+use crate::qemu_line::{escape_text, on_or_off};
 
 /// Facts about the running VM, from QEMU's monitor and `/proc`.
 #[derive(Clone, Debug, Default)]
@@ -154,7 +154,10 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
                 has_audio = true;
                 words(audio(text)?)
             }
-            (_, "audiodev") => words(format!("none,id={}", parse("driver", text)?.text("id"))),
+            (_, "audiodev") => {
+                let id = parse("driver", text)?.text("id");
+                words(format!("none,id={}", escape_text(&id)))
+            }
             (_, "blockdev") => media.blockdev(text, facts)?.map_or_else(Vec::new, words),
             (_, name) if drives::is_drive(name) => {
                 let drive = drives.next().ok_or("cannot tell the VM's drives apart")?;
@@ -182,7 +185,7 @@ pub(super) fn copy(options: &[Named], facts: &Facts) -> Result<Copy, String> {
     if !has_machine {
         copy.foreign
             .words
-            .extend(["-machine".into(), facts.machine.clone()]);
+            .extend(["-machine".into(), escape_text(&facts.machine)]);
     }
     if !has_accel {
         copy.foreign
@@ -406,7 +409,9 @@ fn object(value: &str) -> Result<Option<String>, String> {
             _ => format!(",{naming}={}", on_or_off(object.is_on(naming))),
         };
         return Ok(Some(format!(
-            "memory-backend-ram,id={id},size={size}{naming}"
+            "memory-backend-ram,id={},size={}{naming}",
+            escape_text(id),
+            escape_text(&size)
         )));
     }
     match kind {
@@ -496,7 +501,8 @@ impl Media {
         };
         let read_only = on_or_off(node.is_on("read-only"));
         Ok(Some(format!(
-            "driver=null-co,node-name={name},size={size},read-zeroes=on,read-only={read_only}"
+            "driver=null-co,node-name={},size={size},read-zeroes=on,read-only={read_only}",
+            escape_text(name)
         )))
     }
 
@@ -510,8 +516,9 @@ impl Media {
             let size = size.ok_or_else(|| format!("QEMU does not report its firmware '{name}'"))?;
             let read_only = on_or_off(drive.is_read_only());
             return Ok(Some(format!(
-                "if=pflash,unit={},id={name},format=raw,readonly={read_only},file.driver=null-co,file.size={size},file.read-zeroes=on",
-                drive.unit
+                "if=pflash,unit={},id={},format=raw,readonly={read_only},file.driver=null-co,file.size={size},file.read-zeroes=on",
+                drive.unit,
+                escape_text(name)
             )));
         }
         match medium {

@@ -54,44 +54,7 @@ fn refused(text: &str, words: &[&str]) {
     }
 }
 
-const LIBVIRT: &str = r#"-name guest=a,debug-threads=on
-        -S
-        -object {"qom-type":"secret","id":"masterKey0","format":"raw","file":"/gone"}
-        -machine pc-q35-10.0,usb=off,memory-backend=pc.ram,pflash0=fw0,pflash1=fw1,acpi=on
-        -accel tcg
-        -cpu max
-        -m size=524288k
-        -object {"qom-type":"memory-backend-ram","id":"pc.ram","size":536870912}
-        -overcommit mem-lock=off
-        -no-user-config
-        -nodefaults
-        -chardev socket,id=charmonitor,fd=23,server=on,wait=off
-        -mon chardev=charmonitor,id=monitor,mode=control
-        -no-shutdown
-        -blockdev {"driver":"file","filename":"/fw.code","node-name":"fw0-storage","read-only":true}
-        -blockdev {"node-name":"fw0","read-only":true,"driver":"raw","file":"fw0-storage"}
-        -blockdev {"driver":"file","filename":"/fw.vars","node-name":"fw1-storage"}
-        -blockdev {"node-name":"fw1","read-only":false,"driver":"raw","file":"fw1-storage"}
-        -device {"driver":"virtio-serial-pci","id":"virtio-serial0"}
-        -blockdev {"driver":"file","filename":"/base","node-name":"d2-storage","read-only":true}
-        -blockdev {"node-name":"d2","read-only":true,"driver":"raw","file":"d2-storage"}
-        -blockdev {"driver":"file","filename":"/top","node-name":"d1-storage"}
-        -blockdev {"node-name":"d1","driver":"qcow2","file":"d1-storage","backing":"d2"}
-        -device {"driver":"virtio-blk-pci","drive":"d1","id":"virtio-disk0","bootindex":1}
-        -blockdev {"driver":"file","filename":"/cd","node-name":"c-storage","read-only":true}
-        -device {"driver":"ide-cd","drive":"c-storage","id":"sata0-0-0"}
-        -netdev {"type":"tap","fd":"30","vhost":true,"vhostfd":"32","id":"hostnet0"}
-        -device {"driver":"virtio-net-pci","netdev":"hostnet0","id":"net0","mac":"52:54:00:00:00:01"}
-        -chardev pty,id=charserial0
-        -device {"driver":"isa-serial","chardev":"charserial0","id":"serial0","index":0}
-        -chardev socket,id=charchannel0,fd=24,server=on,wait=off
-        -device {"driver":"virtserialport","bus":"virtio-serial0.0","chardev":"charchannel0","id":"channel0","name":"org.memfold.agent.0"}
-        -audiodev {"id":"audio1","driver":"spice"}
-        -vnc 127.0.0.1:0,audiodev=audio1
-        -device {"driver":"vmgenid","guid":"1-2","id":"vmgenid0"}
-        -device {"driver":"virtio-balloon-pci","id":"balloon0","free-page-reporting":true}
-        -sandbox on,obsolete=deny
-        -msg timestamp=on"#;
+const LIBVIRT: &str = include_str!("../fixtures/libvirt.arguments");
 
 /// Facts about the QEMU of [`LIBVIRT`].
 fn libvirt_facts() -> Facts {
@@ -214,43 +177,7 @@ fn a_copy_of_a_vm_that_was_started_by_hand_keeps_its_devices() {
 
 /// A command line as Proxmox VE 9 writes it (`qm showcmd`), from its documentation, not from a real
 /// host.
-const PROXMOX: &str = r#"-id 100
-        -name a,debug-threads=on
-        -no-shutdown
-        -chardev socket,id=qmp,path=/var/run/qemu-server/100.qmp,server=on,wait=off
-        -mon chardev=qmp,mode=control
-        -chardev socket,id=qmp-event,path=/var/run/qmeventd.sock,reconnect-ms=5000
-        -mon chardev=qmp-event,mode=control
-        -pidfile /var/run/qemu-server/100.pid
-        -daemonize
-        -smbios type=1,uuid=4dd8b7f4-0000-4000-8000-000000000000
-        -smp 4,sockets=1,cores=4,maxcpus=4
-        -nodefaults
-        -boot menu=on,strict=on,reboot-timeout=1000,splash=/usr/share/qemu-server/bootsplash.jpg
-        -vnc unix:/var/run/qemu-server/100.vnc,password=on
-        -cpu host,+kvm_pv_eoi,+kvm_pv_unhalt
-        -m 4096
-        -object iothread,id=iothread-virtioscsi0
-        -object {"id":"throttle-drive-scsi0","limits":{},"qom-type":"throttle-group"}
-        -global PIIX4_PM.disable_s3=1
-        -device pci-bridge,id=pci.1,chassis_nr=1,bus=pci.0,addr=0x1e
-        -device vmgenid,guid=54d1c06c-0000-4000-8000-000000000000
-        -device piix3-usb-uhci,id=uhci,bus=pci.0,addr=0x1.0x2
-        -device usb-tablet,id=tablet,bus=uhci.0,port=1
-        -device VGA,id=vga,bus=pci.0,addr=0x2
-        -chardev socket,path=/var/run/qemu-server/100.qga,server=on,wait=off,id=qga0
-        -device virtio-serial,id=qga0,bus=pci.0,addr=0x8
-        -device virtserialport,chardev=qga0,name=org.qemu.guest_agent.0
-        -device virtio-balloon-pci,id=balloon0,bus=pci.0,addr=0x3,free-page-reporting=on
-        -iscsi initiator-name=iqn.1993-08.org.debian:01:a
-        -drive if=none,id=drive-ide2,media=cdrom,aio=io_uring
-        -device ide-cd,bus=ide.1,unit=0,drive=drive-ide2,id=ide2,bootindex=101
-        -device virtio-scsi-pci,id=virtioscsi0,bus=pci.1,addr=0x1,iothread=iothread-virtioscsi0
-        -blockdev {"detect-zeroes":"on","discard":"ignore","driver":"throttle","file":{"cache":{"direct":true,"no-flush":false},"detect-zeroes":"on","discard":"ignore","driver":"raw","file":{"aio":"io_uring","driver":"host_device","filename":"/dev/pve/vm-100-disk-0","node-name":"e0"},"node-name":"f0"},"node-name":"drive-scsi0","throttle-group":"throttle-drive-scsi0"}
-        -device scsi-hd,bus=virtioscsi0.0,channel=0,scsi-id=0,lun=0,drive=drive-scsi0,id=scsi0,rotation_rate=1,bootindex=100
-        -netdev type=tap,id=net0,ifname=tap100i0,script=/usr/libexec/qemu-server/pve-bridge,downscript=/usr/libexec/qemu-server/pve-bridgedown,vhost=on
-        -device virtio-net-pci,mac=BC:24:11:00:00:01,netdev=net0,bus=pci.0,addr=0x12,id=net0,rx_queue_size=1024,tx_queue_size=256
-        -machine type=pc+pve0"#;
+const PROXMOX: &str = include_str!("../fixtures/proxmox.arguments");
 
 #[test]
 fn a_copy_of_a_proxmox_vm_keeps_its_devices_and_no_resources_of_the_host() {
@@ -661,4 +588,27 @@ fn copying_a_damaged_qemu_command_line_never_causes_a_panic() {
     }
     // Both results occurred often.
     assert!(made > 100 && refused > 100, "{made} {refused}");
+}
+
+#[test]
+fn a_name_with_a_comma_on_a_copied_command_line_adds_no_option_of_qemu() {
+    // Another driver or file would be opened with the rights of the second QEMU.
+    let text = r#"-object {"qom-type":"memory-backend-ram","id":"m,share=on","size":"1G,x=y"}
+        -audiodev {"id":"a,driver=wav,path=/x","driver":"spice"}
+        -chardev {"backend":"pty","id":"c,path=/x"}
+        -drive if=none,id=d,,file.filename=/x,media=cdrom
+        -device scsi-cd,drive=d,,file.filename=/x"#;
+    let copy = copy(&line(text), &facts()).unwrap();
+    let words = &copy.foreign.words;
+    for wanted in [
+        "memory-backend-ram,id=m,,share=on,size=1G,,x=y",
+        "none,id=a,,driver=wav,,path=/x",
+        "null,id=c,,path=/x",
+        "if=none,id=d,,file.filename=/x,media=cdrom",
+    ] {
+        assert!(
+            words.iter().any(|word| word == wanted),
+            "no '{wanted}' in {words:?}"
+        );
+    }
 }

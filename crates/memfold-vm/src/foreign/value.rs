@@ -3,6 +3,8 @@
 
 use serde_json::{Map, Value as Json};
 
+use crate::qemu_line::escape_text;
+
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Value {
     /// Key of the first word, which is written without a key.
@@ -132,7 +134,7 @@ impl Value {
         }
         let text = |value: &Json| {
             let word = value.as_str().map_or_else(|| value.to_string(), Into::into);
-            word.replace(',', ",,")
+            escape_text(&word)
         };
         let first = self.pairs.get(self.implied).map(text);
         let rest = self.pairs.iter().filter(|(key, _)| *key != self.implied);

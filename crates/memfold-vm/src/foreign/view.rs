@@ -123,7 +123,7 @@ pub fn root_of(pid: Pid) -> io::Result<PathBuf> {
 }
 
 /// Returns the numbers of a user and of its primary group.
-pub(crate) fn user_ids(name: &str) -> io::Result<(u32, u32)> {
+pub(super) fn user_ids(name: &str) -> io::Result<(u32, u32)> {
     let none = || io::Error::other(format!("no user '{name}' on this host"));
     memfold_sys::peer::user_ids(name)?.ok_or_else(none)
 }

@@ -14,7 +14,7 @@ use crate::agent::{Guest, LONG, hello, link, session};
 fn stream(link: &AgentLink) -> Result<(StreamedCommand, Receiver<StreamEvent>), AgentError> {
     let (sender, events) = channel();
     let request = StreamRequest {
-        script: "cat".into(),
+        task: "cat".into(),
         has_input: true,
         terminal: None,
     };

@@ -3,6 +3,7 @@
 
 mod agent;
 mod agent_stream;
+mod consent;
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
@@ -16,7 +17,7 @@ use memfold_testkit::{patience, wait_for, wait_until};
 use memfold_units::{ByteSize, Gpa, Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_vm::{
     AccelChoice, Aio, CacheMode, DiskSpec, MachineError, Qmp, RamLayout, StopKind, Vm, VmDirectory,
-    VmSpec,
+    VmSpec, balloon, virtio_mem,
 };
 use memfold_wire::library::{Order, Range, Reply};
 use serde_json::json;
@@ -114,6 +115,7 @@ fn prove(vm: &Vm, qmp: &mut Qmp, layout: &RamLayout, gpa: u64) {
         .collect();
     memory.write_all_at(&pattern, hva.0).unwrap();
     let dump = tempfile::NamedTempFile::new().unwrap();
+    memfold_vm::qemu_user::give(dump.path(), vm.user()).unwrap();
     qmp.execute(
         "pmemsave",
         json!({ "val": gpa, "size": PAGE_BYTES, "filename": dump.path() }),
@@ -149,7 +151,7 @@ fn the_memory_layout_of_a_small_vm_equals_the_layout_in_qemu() {
 fn the_memory_layout_of_5_gib_and_a_plugged_dimm_equals_the_layout_in_qemu() {
     let state = tempfile::tempdir().unwrap();
     let mut spec = paused("large", ByteSize(5 * GIB));
-    spec.memory_max = Some(ByteSize(8 * GIB));
+    (spec.memory_max, spec.memory_slots) = (Some(ByteSize(8 * GIB)), 1);
     let vm = Running::start(state.path(), spec);
     let mut qmp = vm.0.qmp().unwrap();
     let before = vm.0.layout(&mut qmp).unwrap();
@@ -177,6 +179,40 @@ fn the_memory_layout_of_5_gib_and_a_plugged_dimm_equals_the_layout_in_qemu() {
     for gpa in [start, start + size - 4096, 4 * GIB + 8192] {
         prove(&vm.0, &mut qmp, &after, gpa);
     }
+}
+
+#[test]
+fn a_vm_that_may_grow_has_a_virtio_mem_device_whose_memory_is_in_the_layout_and_in_no_balloon() {
+    let state = tempfile::tempdir().unwrap();
+    let mut spec = paused("grows", ByteSize::mib(512));
+    spec.memory_max = Some(ByteSize(GIB));
+    let vm = Running::start(state.path(), spec);
+    let mut qmp = vm.0.qmp().unwrap();
+    let layout = vm.0.layout(&mut qmp).unwrap();
+    assert_eq!(layout.blocks.len(), 2);
+    let plugged = layout.slots.iter().find(|s| s.block == 1).unwrap();
+    let start = plugged.pfn.gpa().unwrap().0;
+    assert!(start >= 4 * GIB && plugged.pages == 512 * MIB / 4096);
+    for gpa in [MIB, start, start + 512 * MIB - 4096] {
+        prove(&vm.0, &mut qmp, &layout, gpa);
+    }
+    let read = |qmp: &mut Qmp| virtio_mem::read(qmp).unwrap().unwrap();
+    let device = read(&mut qmp);
+    assert_eq!((device.plugged.0, device.requested.0), (0, 0));
+    assert_eq!(device.max, ByteSize::mib(512));
+    // The guest does not run, so it has no driver and plugs nothing.
+    assert!(!virtio_mem::has_driver(&mut qmp).unwrap());
+    virtio_mem::request(&mut qmp, ByteSize::mib(256)).unwrap();
+    let device = read(&mut qmp);
+    assert_eq!(
+        (device.plugged, device.requested),
+        (ByteSize(0), ByteSize::mib(256))
+    );
+    let odd = ByteSize(device.block.0 + 1);
+    assert!(virtio_mem::request(&mut qmp, odd).is_err());
+    assert!(virtio_mem::request(&mut qmp, ByteSize::mib(514)).is_err());
+    assert_eq!(balloon::full_size(&mut qmp).unwrap(), ByteSize::mib(512));
+    assert_eq!(virtio_mem::plugged(&mut qmp).unwrap(), ByteSize(0));
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use crossterm::terminal::{disable_raw_mode, enable_raw_mode};
 use memfold_api::{CONSOLE_PROTOCOL, Client, VmLogs};
+use tokio::signal::unix::{SignalKind, signal};
 
 use super::context::Context;
 use super::vm_info::segment;
@@ -40,6 +41,9 @@ pub(super) fn console(client: &Client, name: &str) -> anyhow::Result<ExitCode> {
     if is_terminal {
         memfold_host::say!("connected to the console of '{name}'; Ctrl-] ends the connection");
     }
+    if is_terminal {
+        restore_at_signals()?;
+    }
     let raw = is_terminal.then(Raw::set).transpose()?;
     let input = stream.try_clone()?;
     // This thread may wait for a key when the VM has ended; it then ends with the process.
@@ -63,6 +67,37 @@ pub(super) fn console(client: &Client, name: &str) -> anyhow::Result<ExitCode> {
     }
     written?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Starts a thread that restores the terminal and ends this process at a signal, with exit code 128
+/// plus the signal's number. The main thread may wait for the reader of standard output for ever.
+fn restore_at_signals() -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let kinds = [
+        SignalKind::interrupt(),
+        SignalKind::terminate(),
+        SignalKind::hangup(),
+    ];
+    let [mut interrupted, mut terminated, mut hung_up] = {
+        let _inside = runtime.enter();
+        let [first, second, third] = kinds.map(signal);
+        [first?, second?, third?]
+    };
+    std::thread::spawn(move || {
+        let ended_by = runtime.block_on(async {
+            tokio::select! {
+                _ = interrupted.recv() => kinds[0],
+                _ = terminated.recv() => kinds[1],
+                _ = hung_up.recv() => kinds[2],
+            }
+        });
+        // If this fails, the terminal is gone.
+        let _ = disable_raw_mode();
+        std::process::exit(128 + ended_by.as_raw_value());
+    });
+    Ok(())
 }
 
 /// Writes bytes at once. Returns `false` if the reader has closed standard output.

@@ -13,13 +13,13 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
-use memfold_api::{Client, ExecEvent, ExecOrder, ExecStreamRequest};
+use indicatif::{ProgressBar, ProgressStyle};
+use memfold_api::{Client, ExecEvent, ExecOrder, ExecStreamRequest, GuestCopy, GuestCopyKind};
 use memfold_copy::{CopyError, Destination, Summary, pack, unpack};
 use memfold_units::ByteSize;
 use serde::Serialize;
 
 use super::context::Context;
-use super::shell_text::quoted;
 use super::streamed::{Input, Interrupt, Streamed};
 
 /// Most bytes of the guest's messages that are shown.
@@ -97,7 +97,9 @@ pub(super) fn run(
     let source = Side::parse(&arguments.source)?;
     let destination = Side::parse(&arguments.destination)?;
     let copied = match (source, destination) {
-        (Side::Guest { vm, path }, Side::Host(to)) => from_guest(client, &vm, &path, &to)?,
+        (Side::Guest { vm, path }, Side::Host(to)) => {
+            shown(None, |bar| from_guest(client, &vm, &path, &to, bar))?
+        }
         (Side::Guest { vm, path }, Side::Standard) => {
             if context.json {
                 bail!("--json cannot be used with -, because both write to standard output");
@@ -106,7 +108,9 @@ pub(super) fn run(
         }
         (Side::Host(from), Side::Guest { vm, path }) => {
             let name = name_of(&from)?;
-            to_guest(client, &from, &name, &vm, &path)?
+            shown(size_of(&from), |bar| {
+                to_guest(client, &from, &name, &vm, &path, bar)
+            })?
         }
         (Side::Standard, Side::Guest { vm, path }) => stdin_to_guest(client, &vm, &path)?,
         _ => bail!("exactly one side of a copy is in a guest; write it as VM:/PATH"),
@@ -127,6 +131,45 @@ enum Outcome {
     Signal(i32),
 }
 
+/// Runs a copy. Meanwhile, shows on a terminal how far it is. `total`: bytes to copy, if known.
+fn shown(
+    total: Option<u64>,
+    copy: impl FnOnce(&ProgressBar) -> anyhow::Result<Outcome>,
+) -> anyhow::Result<Outcome> {
+    let template = match total {
+        Some(_) => "{wide_bar} {binary_bytes} of {binary_total_bytes}, {eta} left",
+        None => "{spinner} {binary_bytes}, {binary_bytes_per_sec}",
+    };
+    let style = ProgressStyle::with_template(template)?;
+    let bar = match total {
+        Some(total) => ProgressBar::new(total),
+        None => ProgressBar::new_spinner(),
+    };
+    let bar = bar.with_style(style);
+    let result = copy(&bar);
+    bar.finish_and_clear();
+    result
+}
+
+/// Returns the number of bytes of a file, or of all files in a directory. `None`: what cannot be
+/// read, which the copy then tells.
+fn size_of(path: &Path) -> Option<u64> {
+    let found = path.metadata().ok()?;
+    if !found.is_dir() {
+        return Some(found.len());
+    }
+    let mut sum = 0;
+    for entry in path.read_dir().ok()? {
+        let entry = entry.ok()?;
+        let kind = entry.file_type().ok()?;
+        // Links in a directory are copied as links.
+        if !kind.is_symlink() {
+            sum += size_of(&entry.path())?;
+        }
+    }
+    Some(sum)
+}
+
 /// Returns the last component of a path of this host.
 fn name_of(path: &Path) -> anyhow::Result<String> {
     let absolute = path.canonicalize();
@@ -138,13 +181,22 @@ fn name_of(path: &Path) -> anyhow::Result<String> {
     Ok(name.to_owned())
 }
 
-fn start(client: &Client, vm: &str, script: String, input: bool) -> anyhow::Result<Streamed> {
+fn start(client: &Client, vm: &str, copy: GuestCopy, input: bool) -> anyhow::Result<Streamed> {
     let request = ExecStreamRequest {
-        script,
+        script: String::new(),
+        copy: Some(copy),
         input,
         terminal: None,
     };
     Streamed::start(client, vm, &request, Interrupt::Connection)
+}
+
+fn copy(kind: GuestCopyKind, path: &str) -> GuestCopy {
+    GuestCopy {
+        kind,
+        path: path.to_owned(),
+        name: None,
+    }
 }
 
 /// What the guest wrote to its standard error.
@@ -174,17 +226,22 @@ fn is_signal(code: i32) -> bool {
 }
 
 /// Copies from a guest to this host.
-fn from_guest(client: &Client, vm: &str, path: &str, to: &Path) -> anyhow::Result<Outcome> {
+fn from_guest(
+    client: &Client,
+    vm: &str,
+    path: &str,
+    to: &Path,
+    bar: &ProgressBar,
+) -> anyhow::Result<Outcome> {
     let name = Path::new(path).file_name();
     let name = name.with_context(|| format!("{path} has no last component"))?;
     // A destination that cannot be used is refused before anything is read.
     let destination = Destination::new(name, to)?;
-    let script = format!("exec \"$MEMFOLD_AGENT\" --send {}", quoted(path));
-    let streamed = start(client, vm, script, false)?;
+    let streamed = start(client, vm, copy(GuestCopyKind::SendArchive, path), false)?;
     let mut said = Said::default();
     let (sender, receiver) = sync_channel(PIECES);
     let (code, unpacked) = std::thread::scope(|scope| {
-        let unpacking = scope.spawn(|| unpack(Pieces::new(receiver), &destination));
+        let unpacking = scope.spawn(|| unpack(bar.wrap_read(Pieces::new(receiver)), &destination));
         let code = streamed.finish(|event| {
             match event {
                 ExecEvent::Stdout(bytes) => {
@@ -244,7 +301,7 @@ impl Read for Pieces {
 
 /// Writes a file of a guest to standard output.
 fn to_stdout(client: &Client, vm: &str, path: &str) -> anyhow::Result<ExitCode> {
-    let streamed = start(client, vm, format!("exec cat -- {}", quoted(path)), false)?;
+    let streamed = start(client, vm, copy(GuestCopyKind::SendFile, path), false)?;
     let mut said = Said::default();
     let mut out = io::stdout().lock();
     let code = streamed.finish(|event| match event {
@@ -268,15 +325,19 @@ fn to_guest(
     name: &str,
     vm: &str,
     path: &str,
+    bar: &ProgressBar,
 ) -> anyhow::Result<Outcome> {
-    let (name, path) = (quoted(name), quoted(path));
-    let script = format!("exec \"$MEMFOLD_AGENT\" --receive {name} {path}");
-    let streamed = start(client, vm, script, true)?;
+    let copy = GuestCopy {
+        name: Some(name.to_owned()),
+        ..copy(GuestCopyKind::ReceiveArchive, path)
+    };
+    let streamed = start(client, vm, copy, true)?;
     let connection = streamed.connection.clone();
     let mut said = Said::default();
     let (code, packed) = std::thread::scope(|scope| {
         let packing = scope.spawn(|| {
-            let out = io::BufWriter::with_capacity(1 << 16, Input(connection.clone()));
+            let input = bar.wrap_write(Input(connection.clone()));
+            let out = io::BufWriter::with_capacity(1 << 16, input);
             let packed = pack(from, out);
             match &packed {
                 Ok(_) => drop(connection.send(&ExecOrder::EndInput)),
@@ -312,11 +373,14 @@ fn stdin_to_guest(client: &Client, vm: &str, path: &str) -> anyhow::Result<Outco
         bail!("standard input becomes a file in the guest; name the file: VM:/PATH");
     }
     let mut stored = tempfile::tempfile().context("cannot create a temporary file")?;
-    io::copy(&mut io::stdin().lock(), &mut stored).context("cannot store standard input")?;
+    let size = io::copy(&mut io::stdin().lock(), &mut stored);
+    let size = size.context("cannot store standard input")?;
     stored.set_permissions(std::fs::Permissions::from_mode(0o644))?;
     // The file has no name; opened by this path, it is read from its begin.
     let from = format!("/proc/self/fd/{}", stored.as_raw_fd());
-    to_guest(client, Path::new(&from), "", vm, path)
+    shown(Some(size), |bar| {
+        to_guest(client, Path::new(&from), "", vm, path, bar)
+    })
 }
 
 #[cfg(test)]

@@ -76,7 +76,11 @@ fn render(report: &DebtReport) -> String {
         ""
     };
     let sums = table("  >", sums);
-    let mut parts = vec![format!("brake: {}{held}\n{sums}", report.level)];
+    let rung = match (&report.rung, &report.rung_why) {
+        (Some(rung), Some(why)) => format!("rung: {rung}: {why}\n"),
+        _ => String::new(),
+    };
+    let mut parts = vec![format!("brake: {}{held}\n{rung}{sums}", report.level)];
     if report.vms.iter().any(|vm| vm.total_bytes() > 0) {
         let vms = report.vms.iter().map(|vm| {
             [
@@ -120,6 +124,8 @@ mod tests {
             debt_bytes: 3 << 30,
             cover_percent: 50.0,
             limited_by: Some("/sys/fs/cgroup/machine.slice".into()),
+            rung: Some("trim".into()),
+            rung_why: Some("2.00 GiB are available".into()),
             vms: vec![VmDebt {
                 name: "web".into(),
                 snapshot_bytes: 3 << 30,
@@ -139,6 +145,7 @@ mod tests {
             "brake: warning; folding and KSM share no more memory until the level is ok",
             "3.00 GiB",
             "(50 %)",
+            "rung: trim: 2.00 GiB are available",
             "available in control group /sys/fs/cgroup/machine.slice",
             "web",
             "s ago: ok -> BRAKED",
@@ -147,7 +154,7 @@ mod tests {
         }
         let empty = render(&DebtReport::default());
         assert!(
-            empty.contains("brake: ok") && !empty.contains("VM "),
+            empty.contains("brake: ok") && !empty.contains("VM ") && !empty.contains("rung"),
             "{empty}"
         );
     }

@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
 use clap::Subcommand;
 use memfold_api::{
     AutostartRequest, ChangedSetting, Client, DefinitionInfo, SetReport, SetRequest, SetWhen,
@@ -50,12 +50,12 @@ pub(super) enum Arguments {
         despite_brake: bool,
     },
     /// Change settings of a VM: at once where a running VM allows it (folding, going on after a
-    /// full disk), and in its definition, for its next start
+    /// full disk, limits of its size), and in its definition, for its next start
     Set {
         /// Name of the VM
         name: String,
-        /// Fields of a definition with their new values, such as fold=false or vcpus=4; without a
-        /// value, the field gets its default
+        /// Fields of a definition with their new values, such as fold=false or sizing.min=1G;
+        /// without a value, the field gets its default
         #[arg(required = true, value_name = "FIELD=VALUE", value_parser = setting)]
         settings: Vec<(String, String)>,
         /// Change only the running VM, until it ends
@@ -238,13 +238,20 @@ fn edit(context: &Context, client: &Client, name: &str) -> anyhow::Result<ExitCo
     if std::fs::read_to_string(copy.path()).is_ok_and(|now| now == before) {
         return context.print(&info, |info| format!("{} was not changed", info.name));
     }
-    match store(client, name, copy.path()) {
+    let stored = match client.get::<DefinitionInfo>(&place(name)?) {
+        Ok(now) if now.definition == info.definition => store(client, name, copy.path()),
+        Ok(_) => Err(anyhow!(
+            "another command has changed it while the editor was open, see 'memfold vm show {name}'"
+        )),
+        Err(error) => Err(error.into()),
+    };
+    match stored {
         Ok(info) => context.print(&info, |info| format!("changed {}", in_words(info))),
         Err(error) => {
             let (_, path) = copy.keep()?;
             let path = path.display();
             Err(error.context(format!(
-                "the definition of '{name}' is unchanged; correct {path}, and run 'memfold vm define {path}'"
+                "the edited definition of '{name}' was not stored; correct {path}, and run 'memfold vm define {path}'"
             )))
         }
     }

@@ -11,7 +11,7 @@ use super::context::{Context, write_on};
 
 /// Time between two attempts to reach a daemon that is being restarted.
 const AGAIN: Duration = Duration::from_secs(1);
-/// Longest time for which the daemon may be away.
+/// Longest time for which the daemon may be away or refuse the stream.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Args, Debug)]
@@ -89,7 +89,7 @@ fn follow(context: &Context, client: &Client, count: u32) -> anyhow::Result<Exit
                     }
                 }
             }
-            Err(error @ ClientError::NoDaemon { .. }) if was_connected => Some(error),
+            Err(error) if was_connected && is_passing(&error) => Some(error),
             Err(error) => return Err(error.into()),
         };
         let since = *away.get_or_insert_with(Instant::now);
@@ -98,6 +98,17 @@ fn follow(context: &Context, client: &Client, count: u32) -> anyhow::Result<Exit
         }
         std::thread::sleep(AGAIN);
     }
+}
+
+/// Returns whether a later attempt may succeed: the daemon is being restarted, or other clients
+/// have all streams.
+const fn is_passing(error: &ClientError) -> bool {
+    matches!(
+        error,
+        ClientError::NoDaemon { .. }
+            | ClientError::Http(_)
+            | ClientError::Refused { status: 503, .. }
+    )
 }
 
 /// Prints a sent event. Returns `false` if the reader has closed standard output.

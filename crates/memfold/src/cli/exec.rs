@@ -57,6 +57,7 @@ pub(super) fn run(
     }
     let request = ExecStreamRequest {
         script,
+        copy: None,
         input: arguments.interactive,
         terminal: arguments
             .tty

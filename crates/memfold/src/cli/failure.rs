@@ -11,7 +11,7 @@ pub(super) const IMPOSSIBLE_HERE: u8 = 3;
 /// Prints an error with its causes and a hint, and returns the exit code.
 pub(super) fn fail(error: &anyhow::Error) -> ExitCode {
     memfold_host::say!("memfold: {error:#}");
-    if let Some(ClientError::Refused(body)) = error.downcast_ref::<ClientError>() {
+    if let Some(ClientError::Refused { body, .. }) = error.downcast_ref::<ClientError>() {
         if let Some(hint) = &body.hint {
             memfold_host::say!("hint: {hint}");
         }
@@ -20,4 +20,25 @@ pub(super) fn fail(error: &anyhow::Error) -> ExitCode {
         }
     }
     ExitCode::FAILURE
+}
+
+/// Separates the successes and the failures of a command that does the same for several names, so
+/// that a failure neither stops the command nor hides what it has done.
+pub(super) fn separate<T>(
+    results: impl IntoIterator<Item = anyhow::Result<T>>,
+) -> (Vec<T>, Vec<anyhow::Error>) {
+    let (mut done, mut errors) = (Vec::new(), Vec::new());
+    for result in results {
+        match result {
+            Ok(one) => done.push(one),
+            Err(error) => errors.push(error),
+        }
+    }
+    (done, errors)
+}
+
+/// Prints the errors, and returns the exit code of the first one; `success` if there is none.
+pub(super) fn fail_each(errors: &[anyhow::Error], success: ExitCode) -> ExitCode {
+    let codes: Vec<ExitCode> = errors.iter().map(fail).collect();
+    codes.first().copied().unwrap_or(success)
 }

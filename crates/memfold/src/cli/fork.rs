@@ -1,5 +1,6 @@
 //! `memfold fork`: starts VMs that continue a running VM from this instant, while that VM goes on.
 
+use std::num::NonZeroU32;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -52,6 +53,10 @@ pub(super) struct ForkArguments {
     /// for each fork; several allowed
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
+    /// Switch each fork off when so many seconds have passed since its start, or since its time to
+    /// live was last set ('vm set')
+    #[arg(long, value_name = "SECONDS")]
+    ttl: Option<NonZeroU32>,
 }
 
 /// Result of a fork, as it is printed.
@@ -91,6 +96,7 @@ pub(super) fn run(context: &Context, arguments: &ForkArguments) -> anyhow::Resul
         force: arguments.force,
         despite_brake: arguments.despite_brake,
         forwards: arguments.forwards.clone(),
+        ttl_s: arguments.ttl,
         ..RestoreRequest::new("")
     };
     let of = (report.snapshot.as_str(), "forked");

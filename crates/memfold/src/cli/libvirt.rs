@@ -9,6 +9,7 @@ use memfold_api::{ClientError, LibvirtRequest, VmInfo};
 use memfold_libvirt::{self as libvirt, Change, DomainStatus};
 
 use super::context::Context;
+use super::failure;
 use super::table::table as format_table;
 use super::vm_info::describe;
 
@@ -60,8 +61,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
     }
 }
 
-/// Applies `work` (to `verb`: enable or disable) to the names in order. If one fails, earlier
-/// changes stay.
+/// Applies `work` (to `verb`: enable or disable) to all names in order. If it fails for some, the
+/// other changes are made and printed, then the errors.
 fn each(
     context: &Context,
     names: &[String],
@@ -69,8 +70,12 @@ fn each(
     work: impl Fn(&String) -> Result<Change, libvirt::LibvirtError>,
 ) -> anyhow::Result<ExitCode> {
     let one = |name| work(name).with_context(|| format!("cannot {verb} '{name}'"));
-    let changes: Vec<Change> = names.iter().map(one).collect::<anyhow::Result<_>>()?;
-    context.print(&changes, |list| words(list, verb))
+    let (changes, errors) = failure::separate(names.iter().map(one));
+    let mut code = ExitCode::SUCCESS;
+    if !changes.is_empty() {
+        code = context.print(&changes, |list| words(list, verb))?;
+    }
+    Ok(failure::fail_each(&errors, code))
 }
 
 fn words(changes: &[Change], verb: &str) -> String {
@@ -102,7 +107,7 @@ fn rows(context: &Context) -> anyhow::Result<Vec<DomainStatus>> {
     let vms: Result<Vec<VmInfo>, ClientError> = context.client()?.get("/v1/vms");
     // Without a daemon, the list of enabled domains is still useful.
     let vms = match vms {
-        Err(ClientError::Refused(body)) => return Err(ClientError::Refused(body).into()),
+        Err(error @ ClientError::Refused { .. }) => return Err(error.into()),
         vms => vms.ok(),
     };
     let vms: Option<Vec<_>> = vms.map(|vms| vms.iter().filter_map(VmInfo::of_libvirt).collect());

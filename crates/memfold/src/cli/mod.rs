@@ -1,6 +1,7 @@
 //! The command line of `memfold`. Each command has a module. Commands get their data from the
 //! daemon, or examine the host themselves ([`memfold_host`]).
 
+mod advise;
 mod bench;
 mod config;
 mod console;
@@ -100,6 +101,8 @@ enum Command {
     /// Show the memory that guests could claim by writing to shared memory, the memory available
     /// for it, and the brake
     Debt(debt::Arguments),
+    /// Advise what memory each VM should be given, from its recorded history
+    Advise(advise::Arguments),
     /// Right-sizing: show and change how much memory VMs have
     #[command(subcommand)]
     Rightsize(rightsize::Arguments),
@@ -186,6 +189,7 @@ pub fn main() -> ExitCode {
         Command::Estimate(arguments) => estimate::run(&context, &arguments),
         Command::Debt(arguments) => debt::run(&context, &arguments),
         Command::Fold(arguments) => fold::run(&context, &arguments),
+        Command::Advise(arguments) => advise::run(&context, &arguments),
         Command::Rightsize(arguments) => rightsize::run(&context, &arguments),
         Command::Ksm(arguments) => ksm::run(&context, arguments),
         Command::Snapshot(arguments) => snapshot::run(&context, arguments),

@@ -107,7 +107,7 @@ fn rows(context: &Context, node: &Node, only: Option<u32>) -> anyhow::Result<Vec
     let vms: Result<Vec<VmInfo>, ClientError> = context.client()?.get("/v1/vms");
     // Without a daemon, the list of enabled VMs is still useful.
     let vms = match vms {
-        Err(ClientError::Refused(body)) => return Err(ClientError::Refused(body).into()),
+        Err(error @ ClientError::Refused { .. }) => return Err(error.into()),
         vms => vms.ok(),
     };
     let listed = || anyhow::Ok([node.vms()?, node.marked()?].concat());

@@ -6,20 +6,30 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::{Args, Subcommand};
 
-use memfold_api::{RightsizeEvent, RightsizeMode, RightsizeReport, RightsizeRequest, Sizing};
+use memfold_api::{
+    RightsizeEvent, RightsizeMode, RightsizeReport, RightsizeRequest, Sizing, VmRightsize,
+};
 use memfold_units::ByteSize;
 
 use super::context::Context;
 use super::table::table;
 
-/// Number of the last orders that the text shows.
-const EVENTS: usize = 10;
+/// Number of the last orders that are shown by default.
+const EVENTS: u32 = 10;
+
+/// Number of the last changes of the rung that the text shows.
+const RUNGS: usize = 3;
 
 #[derive(Subcommand, Debug)]
 pub(super) enum Arguments {
-    /// Show how much memory each VM should have, and the last orders
-    Status,
-    /// Size VMs: trim page caches of guests, and move their balloons
+    /// Show how much memory each VM should have, the host's rung, and the last orders with their
+    /// reasons
+    Status {
+        /// Number of the last orders to show, at most 1000
+        #[arg(long, value_name = "NUMBER", default_value_t = EVENTS, value_parser = clap::value_parser!(u32).range(0..=1000))]
+        events: u32,
+    },
+    /// Size VMs: trim page caches of guests, move their balloons, and plug memory
     On,
     /// Say what would be done, and do nothing
     Watch,
@@ -35,7 +45,7 @@ pub(super) struct SetArguments {
     /// Smallest size of the VM (a quarter of its RAM by default, but at least 256 MiB)
     #[arg(long, value_name = "SIZE")]
     min: Option<ByteSize>,
-    /// Largest size of the VM (all of its RAM by default)
+    /// Largest size of the VM (by default all of its RAM, and what can be plugged)
     #[arg(long, value_name = "SIZE")]
     max: Option<ByteSize>,
     /// Memory beyond the working set, in percent of it (20 by default)
@@ -55,7 +65,10 @@ pub(super) struct SetArguments {
 pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let client = context.client()?;
     let mode = match arguments {
-        Arguments::Status => return context.print(&client.get("/v1/rightsize")?, render),
+        Arguments::Status { events } => {
+            let path = format!("/v1/rightsize?events={events}");
+            return context.print(&client.get(&path)?, render);
+        }
         Arguments::Set(set) => {
             let request = Sizing {
                 min_bytes: set.min.map(|size| size.0),
@@ -118,7 +131,7 @@ fn render(report: &RightsizeReport) -> String {
         let vms = report.vms.iter().map(|vm| {
             [
                 vm.vm.clone(),
-                ByteSize(vm.size_bytes).to_string(),
+                size(vm),
                 ByteSize(vm.working_set_bytes).to_string(),
                 ByteSize(vm.target_bytes).to_string(),
                 vm.pressure
@@ -132,21 +145,42 @@ fn render(report: &RightsizeReport) -> String {
             vms,
         ));
     }
-    let first = report.events.len().saturating_sub(EVENTS);
-    let events: Vec<String> = report.events[first..].iter().map(event).collect();
-    if !events.is_empty() {
-        parts.push(events.join("\n"));
+    let first = report.rungs.len().saturating_sub(RUNGS);
+    let rungs = report.rungs[first..].iter();
+    let rungs: Vec<String> = rungs
+        .map(|change| {
+            let (rung, why) = (&change.rung, &change.why);
+            format!("{}: rung {rung}: {why}", ago(change.at_unix_s))
+        })
+        .collect();
+    let events: Vec<String> = report.events.iter().map(event).collect();
+    for lines in [rungs, events].iter().filter(|lines| !lines.is_empty()) {
+        parts.push(lines.join("\n"));
     }
     parts.join("\n\n")
 }
 
-fn event(event: &RightsizeEvent) -> String {
+/// Formats a VM's size, and what of it is plugged.
+fn size(vm: &VmRightsize) -> String {
+    let size = ByteSize(vm.size_bytes);
+    match vm.plugged_bytes {
+        None | Some(0) => size.to_string(),
+        Some(plugged) => format!("{size} ({} plugged)", ByteSize(plugged)),
+    }
+}
+
+/// Says how long ago a moment was.
+fn ago(unix_s: f64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let now = now.map_or(0.0, |now| now.as_secs_f64());
+    format!("{:.0} s ago", (now - unix_s).max(0.0))
+}
+
+fn event(event: &RightsizeEvent) -> String {
     let result = event.result.as_ref();
     format!(
-        "{:.0} s ago: '{}': {}, because {}{}",
-        (now - event.at_unix_s).max(0.0),
+        "{}: '{}': {}, because {}{}",
+        ago(event.at_unix_s),
         event.vm,
         event.order,
         event.reason,
@@ -157,7 +191,7 @@ fn event(event: &RightsizeEvent) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use memfold_api::VmRightsize;
+    use memfold_api::RungChange;
 
     #[test]
     fn memfold_rightsize_shows_size_need_and_reason_of_each_vm_and_the_last_orders() {
@@ -168,6 +202,7 @@ mod tests {
             vms: vec![VmRightsize {
                 vm: "db".into(),
                 size_bytes: 2 << 30,
+                plugged_bytes: Some(1 << 29),
                 working_set_bytes: 1 << 30,
                 target_bytes: 3 << 29,
                 pressure: Some(0.0012),
@@ -182,13 +217,19 @@ mod tests {
                 result: Some("16.0 MiB reclaimed".into()),
                 ..RightsizeEvent::default()
             }],
+            rungs: vec![RungChange {
+                rung: "ample".into(),
+                why: "the host recovers".into(),
+                ..RungChange::default()
+            }],
             ..RightsizeReport::default()
         };
         let text = render(&report);
         for words in [
             "watch; nothing is changed",
             "rung ample: the host has room",
-            "2.00 GiB",
+            "s ago: rung ample: the host recovers",
+            "2.00 GiB (512 MiB plugged)",
             "0.12 %",
             "trim 64.0 MiB of page cache  page cache grew",
             "'db': trim 16.0 MiB of page cache, because it was not missed; 16.0 MiB reclaimed",

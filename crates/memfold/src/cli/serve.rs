@@ -7,19 +7,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use anyhow::Context as _;
 use clap::Args;
 use memfold_api::{
     DEFAULT_DEFINITIONS, DEFAULT_RECORDS, DEFAULT_SOCKET, DEFAULT_STATE, LendRequest, RightsizeMode,
 };
 use memfold_daemon::{BorrowWhen, Daemon, DaemonOptions};
 use memfold_fold::EngineSettings;
+use memfold_host::{private_memory, privileges};
 use memfold_ledger::{BrakePolicy, Reserve};
 use memfold_lend::place::PlaceError;
 use memfold_lend::registry::check_name;
 use memfold_lend::{RegistryAt, RegistryError, RegistryFiles, Transport};
 use memfold_libvirt::DEFAULT_RUN;
-use memfold_server::{Doors, Groups, PublicUrl, TcpDoor, TcpDoorError, TlsFiles};
-use memfold_snapshot::DEFAULT_SHELF;
+use memfold_server::{
+    Doors, Groups, HTTP_THREAD, PublicUrl, REQUEST_THREAD, Runtimes, TcpDoor, TcpDoorError,
+    TlsFiles,
+};
+use memfold_snapshot::keys::KeySource;
+use memfold_snapshot::{DEFAULT_SHELF, KeyError, Keys, NamedKey};
 use memfold_units::ByteSize;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
@@ -53,9 +59,10 @@ pub(super) struct Arguments {
     /// Directory for files and sockets of VMs
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
-    /// CPU limit of folding over time, in percent of one core
-    #[arg(long, default_value_t = 5.0, value_name = "PERCENT", value_parser = percent)]
-    cpu: f64,
+    /// CPU limit of folding over time, in percent of one core (by default 1 for each core of this
+    /// host, but at least 5 and at most 100)
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    cpu: Option<f64>,
     /// Most pages that folding may examine a second (no limit by default)
     #[arg(long, value_name = "PAGES")]
     pages_per_second: Option<u64>,
@@ -91,6 +98,11 @@ pub(super) struct Arguments {
     /// Directory of snapshots
     #[arg(long, env = "MEMFOLD_SNAPSHOTS", default_value = DEFAULT_SHELF, value_name = "DIR")]
     snapshots: PathBuf,
+    /// Key for encrypted snapshots ('snapshot save --encrypt'), 64 hexadecimal digits:
+    /// NAME=file:PATH (mode 0600), NAME=credential:NAME (of the systemd unit), or
+    /// NAME='command:PROGRAM ARGUMENT ...' (its output); several allowed
+    #[arg(long, value_name = "NAME=SOURCE")]
+    snapshot_key: Vec<NamedKey>,
     /// Directory of segments
     #[arg(long, env = "MEMFOLD_SEGMENTS", default_value = memfold_segment::DEFAULT_SHELF, value_name = "DIR")]
     segments: PathBuf,
@@ -285,6 +297,15 @@ impl Arguments {
         })
     }
 
+    /// Returns what is wrong with the first key of snapshots that cannot be used. Programs are not
+    /// run, and credentials are there only in the unit.
+    fn wrong_key(&self) -> Option<KeyError> {
+        let is_file = |key: &&NamedKey| matches!(key.source, KeySource::File(_));
+        let files = self.snapshot_key.iter().filter(is_file).cloned();
+        let all = Keys::new(self.snapshot_key.iter().cloned());
+        all.err().or_else(|| Keys::new(files).ok()?.unusable())
+    }
+
     /// Returns the fields whose file or group does not exist, or which this host cannot support,
     /// with the reason. Changes nothing, and contacts no other host.
     pub(super) fn unusable(&self) -> Vec<(&'static str, String)> {
@@ -329,6 +350,7 @@ impl Arguments {
             group("operate_group", &None, &access.operate_group),
             registry,
             lending.lend().err().map(|error| ("lend", error)),
+            self.wrong_key().map(|error| ("snapshot_key", error.into())),
         ];
         let failed = failed.into_iter().flatten();
         failed
@@ -404,6 +426,7 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
         memfold_host::say!("memfold: {refusal}");
         return Ok(ExitCode::from(IMPOSSIBLE_HERE));
     }
+    keep_secrets()?;
     let mut socket = context.socket.clone();
     arguments.for_user(&mut socket)?;
     let arguments = &arguments;
@@ -412,7 +435,9 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
     let options = DaemonOptions {
         state: arguments.state.clone(),
         settings: EngineSettings {
-            cpu_share: arguments.cpu / 100.0,
+            cpu_share: arguments
+                .cpu
+                .map_or(EngineSettings::default().cpu_share, |p| p / 100.0),
             pages_per_second: arguments.pages_per_second.filter(|&n| n > 0),
             settle: arguments.settle,
             store_cap: arguments.store_cap,
@@ -427,6 +452,7 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
         },
         rightsize: arguments.rightsize,
         shelf: arguments.snapshots.clone(),
+        snapshot_keys: Keys::new(arguments.snapshot_key.iter().cloned())?,
         segments: arguments.segments.clone(),
         definitions: arguments.definitions(),
         host: arguments.lending.host.clone(),
@@ -440,21 +466,28 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
             .or_else(|| arguments.own(DEFAULT_RUN)),
         pve: arguments.pve.clone().or_else(|| arguments.own("/")),
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()?;
+    // Threads inherit what this thread gave up.
+    if let Err(error) = privileges::drop_unneeded() {
+        warn!(%error, "cannot drop the capabilities that the daemon does not need, so it keeps them; allow capset(2) and prctl(2) where the daemon runs");
+    }
+    let runtimes = Runtimes::start()?;
     end_with_threads();
     let daemon = Daemon::start(&options)?;
     info!(socket = %socket.display(), state = %arguments.state.display(), "serving");
-    runtime.spawn(systemd::watch(daemon.clone()));
+    runtimes.workers.spawn(systemd::watch(daemon.clone()));
     let served = daemon.clone();
-    let done = runtime.block_on(memfold_server::serve(daemon.clone(), &doors, async move {
+    let Runtimes { http, workers } = runtimes;
+    let ending = workers.handle().clone();
+    // A signal that comes as soon as the socket listens ends the daemon in the usual way, too.
+    let (mut terminate, mut interrupt) = {
         use tokio::signal::unix::{SignalKind, signal};
-        let [terminate, interrupt] = [SignalKind::terminate(), SignalKind::interrupt()].map(signal);
-        let (Ok(mut terminate), Ok(mut interrupt)) = (terminate, interrupt) else {
-            return std::future::pending().await;
-        };
+        let _inside = http.enter();
+        (
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::interrupt())?,
+        )
+    };
+    let done = http.block_on(memfold_server::serve(daemon.clone(), &doors, async move {
         // systemd is notified after the socket has begun to listen.
         systemd::ready(&served);
         tokio::select! {
@@ -465,7 +498,7 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
         // The daemon still serves here, because borrowers may need its registry to return memory.
         let hurry = Arc::new(AtomicBool::new(false));
         let told = hurry.clone();
-        let mut given_back = tokio::task::spawn_blocking(move || {
+        let mut given_back = ending.spawn_blocking(move || {
             served.lending().end(&|| told.load(Ordering::Relaxed));
         });
         tokio::select! {
@@ -485,7 +518,9 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
     info!("daemon ends; VMs go on, and shared (folded) pages stay shared");
     daemon.shut_down();
     // Unfinished requests to other hosts are abandoned.
-    runtime.shutdown_timeout(Duration::from_millis(200));
+    for runtime in [http, workers] {
+        runtime.shutdown_timeout(Duration::from_millis(100));
+    }
     done?;
     Ok(ExitCode::SUCCESS)
 }
@@ -518,6 +553,14 @@ const END_LIMIT: Duration = Duration::from_secs(4);
 /// Exit code after a panic (`EX_SOFTWARE`, sysexits(3)).
 const BROKEN: i32 = 70;
 
+/// Keeps the daemon's secrets from child processes, core dumps and debuggers. Called before any
+/// thread starts.
+fn keep_secrets() -> anyhow::Result<()> {
+    memfold_transfer::take_credentials()
+        .context("cannot take credentials of object stores out of the environment")?;
+    private_memory::protect().context("cannot keep the daemon's memory out of core dumps")
+}
+
 /// Ends the process after `limit`, even if threads still wait.
 fn end_within(limit: Duration, code: i32) {
     let thread = std::thread::Builder::new()
@@ -546,7 +589,7 @@ fn end_with_threads() {
         let place = panic
             .location()
             .map_or_else(String::new, ToString::to_string);
-        let is_caught = name == REQUESTS || memfold_host::caught::is_caught();
+        let is_caught = REQUESTS.contains(&name.as_str()) || memfold_host::caught::is_caught();
         error!(
             thread = name,
             place,
@@ -560,8 +603,8 @@ fn end_with_threads() {
     }));
 }
 
-/// Name that tokio gives to the threads that execute requests.
-const REQUESTS: &str = "tokio-runtime-worker";
+/// Names of the threads that execute requests.
+const REQUESTS: [&str; 2] = [HTTP_THREAD, REQUEST_THREAD];
 
 #[cfg(test)]
 mod tests {
@@ -603,7 +646,9 @@ mod tests {
     #[test]
     fn unless_it_is_caught_or_in_a_request_a_panic_ends_the_daemon() {
         assert_eq!(code_of_a_panic("fold-engine"), Some(BROKEN));
-        assert_eq!(code_of_a_panic(REQUESTS), Some(0));
+        for request in REQUESTS {
+            assert_eq!(code_of_a_panic(request), Some(0));
+        }
         assert_eq!(code_of_a_panic("caught"), Some(0));
     }
 

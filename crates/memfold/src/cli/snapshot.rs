@@ -1,6 +1,7 @@
 //! `memfold snapshot` and `memfold clone`: save VMs as snapshots, restore and clone VMs from
 //! snapshots, and list, verify and remove snapshots.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -39,6 +40,21 @@ pub(super) enum Arguments {
         /// before the first VM runs from it
         #[arg(long, conflicts_with = "parent")]
         compress: bool,
+        /// Encrypt memory and device state with a key of the daemon (serve --snapshot-key): the one
+        /// named KEY, or the only one. The snapshot has all pages, and is decrypted into memory
+        /// before the first VM runs from it
+        #[arg(
+            long,
+            value_name = "KEY",
+            num_args = 0..=1,
+            require_equals = true,
+            default_missing_value = "",
+            conflicts_with = "parent"
+        )]
+        encrypt: Option<String>,
+        /// Accept that the encrypted snapshot holds disks and other files unencrypted
+        #[arg(long, requires = "encrypt")]
+        plain_disks: bool,
         /// Save only pages that differ from snapshot PARENT, and refer to PARENT for all others; by
         /// default, the snapshot that the VM runs from
         #[arg(long)]
@@ -86,6 +102,10 @@ pub(super) enum Arguments {
         /// port; several allowed. By default, the saved VM's ports that are free
         #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
         forwards: Vec<Forward>,
+        /// Switch the VM off when so many seconds have passed since its start, or since its time to
+        /// live was last set ('vm set')
+        #[arg(long, value_name = "SECONDS")]
+        ttl: Option<NonZeroU32>,
     },
     /// Copy a snapshot to an object store; chunks that are there already are not sent
     Push(Push),
@@ -174,6 +194,10 @@ pub(super) struct CloneArguments {
     /// for each clone, which several clones need; several allowed
     #[arg(long = "forward", value_name = "HOST-PORT:GUEST-PORT")]
     forwards: Vec<Forward>,
+    /// Switch each clone off when so many seconds have passed since its start, or since its time to
+    /// live was last set ('vm set')
+    #[arg(long, value_name = "SECONDS")]
+    ttl: Option<NonZeroU32>,
 }
 
 /// Time for which `clone` waits for the agents of the clones. The next constant: additional time
@@ -196,6 +220,8 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             keep,
             live,
             compress,
+            encrypt,
+            plain_disks,
             parent,
             whole,
             drop_timeout,
@@ -211,6 +237,10 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 whole,
                 drop_s: drop_timeout,
                 keep_clock,
+                encrypt: encrypt.is_some(),
+                // Without a name, the option has an empty value.
+                key: encrypt.filter(|name| !name.is_empty()),
+                plain_disks,
             };
             let manifest: Manifest = watched(context, &request.name, || {
                 Ok(client.post("/v1/snapshots", &request)?)
@@ -226,6 +256,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             keep_clock,
             disks,
             forwards,
+            ttl,
         } => {
             let manifest: Manifest = client.get(&path(&name)?)?;
             let vm = vm.unwrap_or(manifest.vm);
@@ -237,6 +268,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
                 // The path is made absolute, because the daemon has another working directory.
                 disks: disks.map(std::path::absolute).transpose()?,
                 forwards,
+                ttl_s: ttl,
                 ..RestoreRequest::new(vm)
             };
             let mut info = watched(context, &name, || restore(&client, &name, &request))?;
@@ -362,6 +394,7 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
         prefetch: arguments.prefetch,
         keep_clock: arguments.keep_clock,
         forwards: arguments.forwards.clone(),
+        ttl_s: arguments.ttl,
         ..RestoreRequest::new("")
     };
     let mut clones = start_clones(context, &client, (snapshot, "cloned"), names, &request)?;
@@ -510,6 +543,17 @@ fn saved(m: &Manifest) -> String {
     ] {
         lines.extend(why.iter().map(|why| format!("{what}: {why}")));
     }
+    if let Some(of) = &m.encryption {
+        let rest = if of.plain_disks {
+            "; disks and other files in the snapshot are not encrypted"
+        } else {
+            ""
+        };
+        lines.push(format!(
+            "memory and device state are encrypted with key '{}'{rest}",
+            of.key
+        ));
+    }
     if !m.of_one_vm.is_empty() {
         lines.push(format!(
             "one VM alone can have these, or none of a snapshot: another VM of it lacks them, or those that are taken then (see --forward): {}",
@@ -521,7 +565,7 @@ fn saved(m: &Manifest) -> String {
 
 /// Describes what a snapshot's image consists of, as text.
 fn held(manifest: &Manifest) -> String {
-    let saved = manifest.counts.saved_pages * PAGE_SIZE;
+    let saved = manifest.counts.saved_pages.saturating_mul(PAGE_SIZE);
     let all = manifest.counts.pages * PAGE_SIZE;
     let referred = manifest.references.as_ref().map_or(0, |r| r.pages) * PAGE_SIZE;
     let mut parts = vec![format!("{} of {}", ByteSize(saved), ByteSize(all))];
@@ -540,7 +584,12 @@ fn held(manifest: &Manifest) -> String {
     }
     if let Some(packed) = &manifest.packed {
         let rest = ByteSize(saved - referred);
-        parts.push(format!("{rest} compressed to {}", ByteSize(packed.bytes)));
+        let how = match &manifest.encryption {
+            None => "compressed to",
+            Some(of) if of.compressed => "compressed and encrypted to",
+            Some(_) => "encrypted to",
+        };
+        parts.push(format!("{rest} {how} {}", ByteSize(packed.bytes)));
     }
     parts.join(", ")
 }
@@ -579,12 +628,13 @@ fn snapshots(list: &[SnapshotInfo], is_tree: bool) -> String {
             snapshot.parent.as_ref().map_or_else(String::new, |parent| {
                 format!("{} {parent}", ByteSize(snapshot.parent_bytes))
             }),
+            snapshot.key.clone().unwrap_or_default(),
             snapshot.users.join(", "),
             snapshot.problem.clone().unwrap_or_default(),
         ]
     });
     table(
-        "NAME  VM  DOMAIN  RAM  ON DISK  IN PARENT  RUNS IN  PROBLEM",
+        "NAME  VM  DOMAIN  RAM  ON DISK  IN PARENT  KEY  RUNS IN  PROBLEM",
         rows,
     )
 }

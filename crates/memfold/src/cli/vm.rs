@@ -1,17 +1,21 @@
 //! `memfold vm`: runs, defines, lists, stops, resumes, reboots and attaches VMs, and runs commands
 //! in guests.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use clap::{Args, Subcommand};
 
-use memfold_api::{AttachRequest, Client, RebootRequest, StopReport, StopRequest, VmInfo};
+use memfold_api::{
+    AttachRequest, Client, ClientError, RebootRequest, StopReport, StopRequest, VmInfo,
+};
 use memfold_units::ByteSize;
 use memfold_vm::{
-    DiskFormat, DiskSpec, Forward, MacAddress, MergeChoice, Network, SegmentSpec, VmSpec,
+    DiskFormat, DiskSpec, Forward, MacAddress, MergeChoice, Network, Permission, SegmentSpec,
+    SizingSpec, VmSpec,
 };
 
 use super::console;
@@ -19,6 +23,7 @@ use super::context::Context;
 use super::cp;
 use super::definitions;
 use super::exec;
+use super::failure;
 use super::table::table;
 use super::vm_info::{describe, segment};
 
@@ -104,6 +109,10 @@ pub(super) struct RunArguments {
     /// RAM, such as 512M or 4G
     #[arg(long, required_unless_present = "file", value_name = "SIZE")]
     memory: Option<ByteSize>,
+    /// Size up to which RAM can be plugged into the running VM (virtio-mem): right-sizing plugs it
+    /// when the guest needs it, and unplugs it when it is idle
+    #[arg(long, value_name = "SIZE")]
+    memory_max: Option<ByteSize>,
     /// Virtual CPUs
     #[arg(long)]
     vcpus: Option<u32>,
@@ -130,8 +139,8 @@ pub(super) struct RunArguments {
     /// Command line of the kernel
     #[arg(long, value_name = "TEXT", requires = "kernel")]
     cmdline: Option<String>,
-    /// User that QEMU switches to after it has opened its files, so that a QEMU under a hostile
-    /// guest's control has few rights
+    /// User that QEMU switches to after it has opened its files [default: a user of its own, with
+    /// no other rights]; 'root' keeps the daemon's rights
     #[arg(long)]
     user: Option<String>,
     /// Save the VM as NAME-boot as soon as it has booted, for 'vm reboot --from-boot-snapshot'
@@ -154,6 +163,11 @@ pub(super) struct RunArguments {
     /// Whether KSM may merge the VM's memory: if the VM has a trust domain (domain), or never
     #[arg(long, value_enum, value_name = "WHEN")]
     merge: Option<MergeChoice>,
+    /// Limits of the VM's size for right-sizing: min and max (sizes), buffer (percent beyond the
+    /// working set), priority (VMs with a small one give memory first), pinned (the size never
+    /// changes)
+    #[arg(long, value_name = "LIMIT=VALUE[,...]")]
+    sizing: Option<SizingSpec>,
     /// Start the VM even if the brake is on: guests could claim more memory than this host has
     /// available (see 'memfold debt')
     #[arg(long)]
@@ -162,6 +176,10 @@ pub(super) struct RunArguments {
     /// disk's file system
     #[arg(long)]
     resume_when_room: bool,
+    /// Switch the VM off when so many seconds have passed since its start, or since its time to
+    /// live was last set ('vm set')
+    #[arg(long, value_name = "SECONDS")]
+    ttl: Option<NonZeroU32>,
     /// Do not preload memfold's library; the VM's RAM is then not folded
     #[arg(long)]
     no_fold: bool,
@@ -211,6 +229,7 @@ impl RunArguments {
         };
         spec.name = self.name.unwrap_or(spec.name);
         spec.memory = self.memory.unwrap_or(spec.memory);
+        spec.memory_max = self.memory_max.or(spec.memory_max);
         spec.vcpus = self.vcpus.unwrap_or(spec.vcpus);
         spec.cpu = self.cpu.or(spec.cpu);
         spec.domain = self.domain.or(spec.domain);
@@ -234,9 +253,11 @@ impl RunArguments {
             .extend(self.segments.into_iter().map(SegmentSpec::new));
         spec.segment_slots = self.segment_slots.unwrap_or(spec.segment_slots);
         spec.merge = self.merge.unwrap_or(spec.merge);
+        spec.sizing = spec.sizing.with(self.sizing.unwrap_or_default());
         spec.fold &= !self.no_fold;
         spec.boot_snapshot |= self.boot_snapshot;
         spec.resume_when_room |= self.resume_when_room;
+        spec.ttl_s = self.ttl.or(spec.ttl_s);
         if !self.qemu_args.is_empty() {
             spec.qemu_args.extend(self.qemu_args);
             spec.qemu_directory = Some(std::env::current_dir()?);
@@ -278,25 +299,17 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             all,
             timeout,
         } => {
-            let reports = if all {
+            let (reports, errors) = if all {
                 stop_all(&client, timeout)?
             } else {
-                let stopped = names.iter().map(|name| stop(&client, name, timeout));
-                stopped.collect::<Result<_, _>>()?
+                failure::separate(names.iter().map(|name| stop(&client, name, timeout)))
             };
-            let names: Vec<&str> = reports.iter().map(|report| report.name.as_str()).collect();
-            let stopped = serde_json::json!({ "stopped": names, "vms": reports });
-            let mut lines: Vec<String> = reports.iter().map(how_it_stopped).collect();
-            if lines.is_empty() {
-                lines.push("no VM started by memfold is running".to_owned());
-            }
-            let printed = context.print(&stopped, |_| lines.join("\n"))?;
-            let overdue = reports.iter().any(|report| report.overdue);
-            Ok(if overdue {
-                ExitCode::from(SWITCHED_OFF)
+            let code = if reports.is_empty() && !errors.is_empty() {
+                ExitCode::SUCCESS
             } else {
-                printed
-            })
+                print_stopped(context, &reports)?
+            };
+            Ok(failure::fail_each(&errors, code))
         }
         Arguments::Pause { name } => {
             let info: VmInfo = client.post(&format!("/v1/vms/{}/pause", segment(&name)?), &())?;
@@ -351,36 +364,68 @@ fn how_it_stopped(report: &StopReport) -> String {
     }
 }
 
+/// Prints how the VMs were stopped. Returns the exit code.
+fn print_stopped(context: &Context, reports: &[StopReport]) -> anyhow::Result<ExitCode> {
+    let names: Vec<&str> = reports.iter().map(|report| report.name.as_str()).collect();
+    let stopped = serde_json::json!({ "stopped": names, "vms": reports });
+    let mut lines: Vec<String> = reports.iter().map(how_it_stopped).collect();
+    if lines.is_empty() {
+        lines.push("no VM started by memfold is running".to_owned());
+    }
+    let printed = context.print(&stopped, |_| lines.join("\n"))?;
+    let overdue = reports.iter().any(|report| report.overdue);
+    Ok(if overdue {
+        ExitCode::from(SWITCHED_OFF)
+    } else {
+        printed
+    })
+}
+
 /// Stops all VMs that memfold started, at the same time, so that a host's shutdown waits only for
-/// the slowest VM.
-///
-/// # Errors
-///
-/// All failures together; no reports are then returned.
-fn stop_all(client: &Client, timeout_s: f64) -> anyhow::Result<Vec<StopReport>> {
+/// the slowest VM. Returns the reports of the stopped VMs, and the errors of the others. A VM that
+/// has ended by itself meanwhile is in neither.
+fn stop_all(
+    client: &Client,
+    timeout_s: f64,
+) -> anyhow::Result<(Vec<StopReport>, Vec<anyhow::Error>)> {
     let vms: Vec<VmInfo> = client.get("/v1/vms")?;
     let own = vms.into_iter().filter(|vm| vm.origin == "started");
     let names: Vec<String> = own.map(|vm| vm.name).collect();
-    let (mut stopped, mut problems) = (Vec::new(), Vec::new());
-    std::thread::scope(|scope| {
-        let stops = names.iter();
-        let stops = stops.map(|name| scope.spawn(move || stop(client, name, timeout_s)));
+    let stop_own = |name| {
+        let stopped = stop(client, name, timeout_s);
+        let error = stopped
+            .as_ref()
+            .err()
+            .and_then(|error| error.downcast_ref());
+        let has_ended = matches!(error, Some(ClientError::Refused { status: 404, .. }));
+        (!has_ended).then_some(stopped)
+    };
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let stops = names.iter().map(|name| scope.spawn(move || stop_own(name)));
+        let stops: Vec<_> = stops.collect();
         // The panic of a thread was already reported.
-        for end in stops
-            .collect::<Vec<_>>()
-            .into_iter()
-            .flat_map(std::thread::ScopedJoinHandle::join)
-        {
-            match end {
-                Ok(report) => stopped.push(report),
-                Err(why) => problems.push(format!("{why:#}")),
-            }
-        }
+        let ends = stops.into_iter();
+        let ends = ends.flat_map(std::thread::ScopedJoinHandle::join);
+        ends.flatten().collect()
     });
-    if problems.is_empty() {
-        return Ok(stopped);
-    }
-    bail!("{}", problems.join("; "))
+    Ok(failure::separate(results))
+}
+
+/// Returns what the list shows of a guest's agent: the kernel, and what the owner does not allow.
+fn agent(vm: &VmInfo) -> Option<String> {
+    let kernel = vm.agent.clone()?;
+    let Some(allowed) = &vm.allowed else {
+        return Some(kernel);
+    };
+    let words = Permission::ALL.into_iter().map(Permission::word);
+    let missing: Vec<&str> = words
+        .filter(|word| !allowed.iter().any(|a| a == word))
+        .collect();
+    Some(if missing.is_empty() {
+        kernel
+    } else {
+        format!("{kernel}, without {}", missing.join(" "))
+    })
 }
 
 fn overview(vms: &[VmInfo]) -> String {
@@ -408,7 +453,7 @@ fn overview(vms: &[VmInfo]) -> String {
                 vm.pid.to_string()
             },
             ByteSize(vm.ram_bytes).to_string(),
-            vm.agent.clone().unwrap_or_else(|| no_agent.into()),
+            agent(vm).unwrap_or_else(|| no_agent.into()),
             folding,
         ]
     });

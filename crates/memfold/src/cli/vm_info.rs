@@ -22,6 +22,9 @@ pub(super) fn describe(what: &str, vm: &VmInfo) -> String {
     if let (Some(network), Some(mac)) = (&vm.network, &vm.mac) {
         lines.push(format!("network: {network}, MAC address {mac}"));
     }
+    if let Some(left) = vm.ttl_left_s {
+        lines.push(format!("switched off in {left:.0} s unless it is extended"));
+    }
     lines.extend(vm.clock.as_ref().and_then(clock));
     let folding = if vm.fold_problems.is_empty() {
         let at_pauses = "folded pages are folded again only at short pauses";

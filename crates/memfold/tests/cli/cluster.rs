@@ -15,7 +15,7 @@ use crate::lending::{self, Swapping, export, wait_free};
 use crate::support::{Daemon, code, err, out, program, refusals, refused, server, wait};
 
 /// The certificate authority of one test, which signs certificates of servers and hosts.
-struct Authority {
+pub struct Authority {
     directory: tempfile::TempDir,
 }
 
@@ -30,7 +30,7 @@ fn openssl(directory: &Path, arguments: &str) {
 
 impl Authority {
     /// Creates the authority; `None` if openssl is missing.
-    fn new() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         if Command::new("openssl").arg("version").output().is_err() {
             return memfold_testkit::reports_skip("openssl is not installed");
         }
@@ -46,7 +46,7 @@ impl Authority {
 
     /// Makes a certificate for 127.0.0.1 and its key. With `days` below 0, the certificate has
     /// expired.
-    fn issue(&self, name: &str, days: i32) {
+    pub fn issue(&self, name: &str, days: i32) {
         let place = self.directory.path();
         openssl(
             place,
@@ -67,7 +67,7 @@ impl Authority {
     }
 
     /// Writes a token to a file that only its owner can read, and returns the path.
-    fn token(&self, name: &str, token: &str) -> String {
+    pub fn token(&self, name: &str, token: &str) -> String {
         let path = self.path(name);
         write(&path, token).unwrap();
         set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
@@ -75,7 +75,7 @@ impl Authority {
     }
 
     /// Returns the arguments of a daemon that serves over TLS with this certificate.
-    fn serving(&self, name: &str) -> Vec<String> {
+    pub fn serving(&self, name: &str) -> Vec<String> {
         let words = ["--listen", "127.0.0.1:0", "--tls-cert", "--tls-key"];
         let [listen, address, cert, key] = words.map(str::to_owned);
         let certificate = self.path(&format!("{name}.crt"));
@@ -90,7 +90,7 @@ impl Authority {
     }
 
     /// Returns the arguments of a daemon that uses the registry at `url`.
-    fn asking(&self, url: &str, token: &str) -> Vec<String> {
+    pub fn asking(&self, url: &str, token: &str) -> Vec<String> {
         let words = [
             "--registry",
             url,
@@ -103,12 +103,12 @@ impl Authority {
     }
 }
 
-fn strs(words: &[String]) -> Vec<&str> {
+pub fn strs(words: &[String]) -> Vec<&str> {
     words.iter().map(String::as_str).collect()
 }
 
 /// Returns the token for a host, and the URL of the registry.
-fn admit(registry: &Daemon, host: &str) -> (String, String) {
+pub fn admit(registry: &Daemon, host: &str) -> (String, String) {
     let made = registry.json(&["host", "add", host]);
     assert_eq!(made["host"], host);
     let url = made["urls"][0].as_str().unwrap();

@@ -5,7 +5,7 @@ use super::support::{code, err, out, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-pub const COMMANDS: [(&[&str], &[&str], bool); 77] = [
+pub const COMMANDS: [(&[&str], &[&str], bool); 78] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -110,7 +110,12 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 77] = [
     (&["debt"], &["shared memory", "--reserve", "--cover"], true),
     (
         &["rightsize", "status"],
-        &["how much memory each VM should have"],
+        &["how much memory each VM should have", "--events"],
+        true,
+    ),
+    (
+        &["advise"],
+        &["what memory each VM should be given", "--days"],
         true,
     ),
     (&["rightsize", "on"], &["trim page caches"], true),

@@ -107,7 +107,11 @@ fn a_defined_vm_is_listed_shown_started_edited_and_undefined() {
     let copy = err(&wrong);
     let (_, copy) = copy.split_once("vm define ").unwrap();
     let (copy, _) = copy.split_once('\'').unwrap();
-    refused(&wrong, 1, &["'web' is unchanged", "line 2", "ordre", copy]);
+    refused(
+        &wrong,
+        1,
+        &["'web' was not stored", "line 2", "ordre", copy],
+    );
     assert!(fs::read_to_string(copy).unwrap().contains("ordre = 9"));
     refused(
         &edit("sed -i 's/^name = .*/name = \"db\"/'"),
@@ -115,6 +119,16 @@ fn a_defined_vm_is_listed_shown_started_edited_and_undefined() {
         &["'db'", "'web'"],
     );
     refused(&edit("false"), 1, &["'false' failed"]);
+    // Another command changes the definition while the editor is open.
+    let meanwhile = format!(
+        "{} --socket {} vm autostart web --disable > /dev/null; sed -i 's/^order = .*/order = 7/'",
+        env!("CARGO_BIN_EXE_memfold"),
+        daemon.socket().display()
+    );
+    let words = ["'web' was not stored", "another command has changed it"];
+    refused(&edit(&meanwhile), 1, &words);
+    let shown = daemon.json(&["vm", "show", "web"]);
+    assert_eq!(shown["definition"]["autostart"], false);
     assert!(out(&edit("true")).contains("web was not changed"));
     assert_eq!(
         daemon.json(&["vm", "show", "web"])["definition"]["order"],

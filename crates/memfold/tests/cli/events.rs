@@ -1,11 +1,14 @@
 //! Tests of the stream of events, without VMs: the events are pauses of folding.
 
+use std::io::{BufRead as _, BufReader};
+use std::process::Stdio;
 use std::time::Duration;
 
 use memfold_api::{Client, ClientError, EventGap, EventParser, SentEvent};
 use memfold_ledger::history::Event;
 use memfold_testkit::wait_until;
 
+use crate::fake_daemon::{self, FakeDaemon, Reaction};
 use crate::support::{Daemon, code, err};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -54,7 +57,9 @@ fn a_stream_of_events_continues_after_the_last_event_of_the_client() {
     );
 
     let error = client.stream(STREAM, Some("x")).unwrap_err();
-    assert!(matches!(&error, ClientError::Refused(body) if body.error.contains("last-event-id")));
+    assert!(
+        matches!(&error, ClientError::Refused { body, .. } if body.error.contains("last-event-id"))
+    );
 
     // The command shows the same events, oldest first.
     wait_until("both events are shown", LIMIT, || {
@@ -65,4 +70,39 @@ fn a_stream_of_events_continues_after_the_last_event_of_the_client() {
             && lines[0].ends_with(" began")
             && lines[1].contains("! folding   -: paused")
     });
+}
+
+#[test]
+fn events_follow_continues_after_a_lost_connection_and_after_a_refused_stream() {
+    let stream = |id: u32| {
+        Reaction::Answer(format!(
+            "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\n\
+             event: event\nid: {id}\ndata: {{\"number\":{id}}}\n\n"
+        ))
+    };
+    let full = serde_json::json!({ "error": "too many streams", "hint": null });
+    let refused = fake_daemon::json(503, &full);
+    let daemon = FakeDaemon::start(vec![stream(1), Reaction::Close, refused, stream(2)]);
+    let mut command = daemon.command(&["events", "--follow", "--json"]);
+    let mut follows = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(follows.stdout.take().unwrap()).lines();
+    let lines: Vec<String> = lines.take(2).map(Result::unwrap).collect();
+    // The command tries to connect again for a minute.
+    let _ = follows.kill();
+    let output = follows.wait_with_output().unwrap();
+    assert_eq!(
+        lines,
+        ["{\"number\":1}", "{\"number\":2}"],
+        "{}",
+        err(&output)
+    );
+
+    // A command that was never connected fails at once.
+    let daemon = FakeDaemon::start(vec![fake_daemon::json(503, &full)]);
+    let output = daemon.command(&["events", "--follow"]).output().unwrap();
+    crate::support::refused(&output, 1, &["too many streams"]);
 }

@@ -78,7 +78,7 @@ impl Memory {
     }
 
     #[track_caller]
-    fn holds(&self, at: u64, bytes: &[u8]) {
+    pub fn holds(&self, at: u64, bytes: &[u8]) {
         let mut now = vec![0; bytes.len()];
         self.file.read_exact_at(&mut now, self.start + at).unwrap();
         let wrong = now.iter().zip(bytes).position(|(now, then)| now != then);
@@ -405,4 +405,37 @@ fn the_tree_of_snapshots_says_that_a_layer_saved_after_a_fork_is_built_on_the_la
     assert!(place(above, hidden) < place(above + 1, "kept"), "{tree}");
     // It goes with the snapshot that needs it, and not before.
     refused(&daemon.run(&["snapshot", "remove", hidden]), 1, &["in use"]);
+}
+
+#[test]
+fn a_snapshot_is_removed_together_with_layers_of_its_forks_that_no_vm_uses_any_more() {
+    let daemon = Daemon::start();
+    run(&daemon, "root", &[]);
+    Memory::of(&daemon, "root").write(AT, &random(1, MIB));
+    daemon.json(&["snapshot", "save", "root", "kept"]);
+    daemon.json(&["vm", "stop", "root", "--timeout", "0"]);
+    let restored = restore(&daemon, "kept", "parent");
+    assert_eq!(code(&restored), 0, "{}", err(&restored));
+    for (of, name) in [("parent", "child"), ("child-1", "grandchild")] {
+        Memory::of(&daemon, of).write(AT, &random(2, MIB));
+        done(
+            &fork(&daemon, of, name, &["--wait-shared"])
+                .output()
+                .unwrap(),
+        );
+    }
+    let layers = || daemon.json(&["snapshot", "list"]).as_array().unwrap().len();
+    assert_eq!(layers(), 3);
+    for used in ["parent", "child-1"] {
+        daemon.json(&["vm", "stop", used, "--timeout", "0"]);
+    }
+    // The grandchild needs both layers.
+    refused(
+        &daemon.run(&["snapshot", "remove", "kept"]),
+        1,
+        &["grandchild-1"],
+    );
+    daemon.json(&["vm", "stop", "grandchild-1", "--timeout", "0"]);
+    daemon.json(&["snapshot", "remove", "kept"]);
+    assert_eq!(layers(), 0);
 }

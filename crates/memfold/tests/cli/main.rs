@@ -2,14 +2,19 @@
 //! VMs in these tests are paused from the start.
 
 mod access;
+mod advise;
 mod bench;
 mod cluster;
 mod commands;
+mod console_signals;
 mod debt;
 mod definitions;
 mod definitions_need;
+mod encrypted_snapshots;
 mod estimate;
 mod events;
+mod fake_daemon;
+mod fake_libvirt;
 mod fake_node;
 mod flood;
 mod forks;
@@ -17,23 +22,30 @@ mod hangs;
 mod iscsi;
 mod ksm;
 mod lending;
+mod libvirt;
 mod lines;
 mod metrics;
 mod networks;
 mod overlays;
 mod paths;
+mod privileges;
 mod proxy;
 mod pve;
 mod python;
 mod relays;
 mod rightsize;
+mod secrets;
 mod service;
 mod settings;
+mod several_names;
 mod snapshots;
+mod soak;
+mod streamed;
 mod support;
 mod symbols;
 mod top;
 mod transfers;
+mod ttl;
 mod user_mode;
 mod vm_logs;
 
@@ -416,10 +428,11 @@ fn after_a_timeout_a_vm_is_folded_again_once_the_preload_library_in_its_qemu_ans
     let status = || daemon.json(&["fold", "status"]);
     let problem = || status()["vms"][0]["problem"].clone();
     assert_eq!(problem(), Value::Null);
-    // A host that swaps QEMU out has the same effect.
+    // A host that swaps QEMU out has the same effect. The process stops when it is scheduled next.
     kill_process(pid, Signal::STOP).unwrap();
-    let words = problem().to_string();
-    assert!(words.contains("is stopped"), "{words}");
+    support::wait("the VM's problem is its stopped process", || {
+        problem().to_string().contains("is stopped")
+    });
     // While the engine waits for the library, old figures are shown; when it has given the library
     // up, the present ones are.
     support::wait("the engine waits", || status()["age_s"] != 0.0);

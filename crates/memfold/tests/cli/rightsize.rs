@@ -75,7 +75,7 @@ fn limits_of_a_vms_size_survive_a_daemon_restart_and_wrong_limits_are_refused() 
     );
 
     let too_large = daemon.run(&["rightsize", "set", "sized", "--min", "1G"]);
-    refused(&too_large, 1, &["min is 1.00 GiB", "64.0 MiB of RAM"]);
+    refused(&too_large, 1, &["min is 1.00 GiB", "can have 64.0 MiB"]);
     refused(
         &daemon.run(&["rightsize", "set", "nobody", "--pin"]),
         1,
@@ -90,4 +90,54 @@ fn limits_of_a_vms_size_survive_a_daemon_restart_and_wrong_limits_are_refused() 
         let output = run(wrong);
         assert_eq!(code(&output), 2, "{wrong:?}: {}", err(&output));
     }
+}
+
+#[test]
+fn limits_of_a_vms_size_come_from_its_description_and_vm_set_changes_them_now_and_for_later() {
+    let daemon = Daemon::start();
+    let file = daemon.directory.path().join("web.toml");
+    let text = "name = 'web'\nmemory = '64M'\nqemu_args = ['-S']\n\
+                [sizing]\nmin = '48M'\npriority = 7\n";
+    std::fs::write(&file, text).unwrap();
+    daemon.json(&["vm", "define", file.to_str().unwrap()]);
+    daemon.json(&["vm", "start", "web"]);
+    daemon.run(&["vm", "resume", "web"]);
+    let sizing = |name: &str| vm(&daemon, name).map(|vm| vm["sizing"].clone());
+    wait("right-sizing shows the VM", || sizing("web").is_some());
+    let described = json!({ "min_bytes": 48_u64 << 20, "priority": 7 });
+    assert_eq!(sizing("web"), Some(described));
+
+    let said = daemon.run(&["vm", "set", "web", "sizing.pinned=true", "sizing.min="]);
+    let lines = "sizing.min=: now and at later starts\n\
+                 sizing.pinned=true: now and at later starts\n";
+    assert_eq!(out(&said), lines, "{}", err(&said));
+    let changed = Some(json!({ "priority": 7, "pinned": true }));
+    wait("right-sizing knows the new limits", || {
+        sizing("web") == changed
+    });
+    let definition = daemon.json(&["vm", "show", "web"])["definition"]["vm"]["sizing"].clone();
+    assert_eq!(Some(definition), changed);
+
+    for (wrong, words) in [
+        ("sizing.min=1G", "min is 1.00 GiB"),
+        ("sizing.least=1G", "there is no limit 'least'"),
+        ("sizing.priority=0", "priority is not 1 to 10000"),
+    ] {
+        refused(&daemon.run(&["vm", "set", "web", wrong]), 1, &[words]);
+    }
+    assert_eq!(sizing("web"), changed);
+
+    let flags = ["--sizing", "max=32M,buffer=30"];
+    daemon.paused_vm("flags", &flags);
+    daemon.run(&["vm", "resume", "flags"]);
+    let wanted = Some(json!({ "max_bytes": 32_u64 << 20, "buffer_percent": 30 }));
+    wait("right-sizing shows the limits of the flag", || {
+        sizing("flags") == wanted
+    });
+    let run = |sizing| {
+        let vm = ["vm", "run", "--name", "x", "--memory", "64M"];
+        daemon.run(&[&vm[..], &["--sizing", sizing]].concat())
+    };
+    refused(&run("min=1G"), 1, &["sizing: min is 1.00 GiB"]);
+    refused(&run("min=lots"), 2, &["'lots' is not a size"]);
 }

@@ -333,8 +333,13 @@ fn log_lines_for_the_systemd_journal_have_a_level_prefix_and_no_timestamp() {
     let text = logged(&[], true);
     assert!(text.lines().count() >= 3, "{text}");
     for line in text.lines() {
-        assert!(line.starts_with("<6>"), "{line}");
-        assert!(!line.contains('\u{1b}') && !line.contains("20"), "{line}");
+        // A timestamp would begin with the year.
+        let said = line.strip_prefix("<6>").unwrap_or_else(|| panic!("{line}"));
+        assert!(
+            said.starts_with(|c: char| c.is_ascii_alphabetic()),
+            "{line}"
+        );
+        assert!(!line.contains('\u{1b}'), "{line}");
     }
     assert!(logged(&[], false).starts_with("20"), "elsewhere with time");
     assert_eq!(logged(&["--log", "warn"], true), "");
@@ -405,13 +410,28 @@ fn the_systemd_unit_is_valid_and_has_the_documented_settings() {
     ] {
         assert!(text.lines().any(|line| line == setting), "{setting}");
     }
-    for setting in ["PrivateTmp=", "MemoryMax=", "ProtectKernelTunables="] {
+    // The daemon gives up the other capabilities by itself, too.
+    let kept: BTreeSet<String> = memfold_host::privileges::kept()
+        .iter_names()
+        .map(|(name, _)| format!("CAP_{name}"))
+        .collect();
+    let bounding = text
+        .lines()
+        .find_map(|line| line.strip_prefix("CapabilityBoundingSet="))
+        .unwrap();
+    let bounding: BTreeSet<String> = bounding.split(' ').map(str::to_owned).collect();
+    assert_eq!(bounding, kept);
+    for setting in ["PrivateTmp=", "MemoryMax="] {
         assert!(
             !text.lines().any(|line| line.starts_with(setting)),
             "{setting}"
         );
     }
     let Ok(version) = Command::new("systemd-analyze").arg("--version").output() else {
+        assert!(
+            std::env::var_os("MEMFOLD_REAL").is_none(),
+            "no systemd-analyze to rate the unit's exposure; install package systemd (scripts/setup tests)"
+        );
         memfold_testkit::skip!("no systemd-analyze");
     };
     assert!(version.status.success());
@@ -432,10 +452,10 @@ fn the_systemd_unit_is_valid_and_has_the_documented_settings() {
     // The output also mentions other units of this host.
     let said = err(&verify);
     assert!(!said.contains("memfold.service"), "{said}");
-    // systemd rates exposure in tenths, at most 100. The unit's comment names the reasons for what
-    // remains.
+    // systemd rates exposure in tenths, at most 100. docs/operating/hardening.md names the reasons
+    // for what remains.
     let security = Command::new("systemd-analyze")
-        .args(["security", "--offline=true", "--threshold=65"])
+        .args(["security", "--offline=true", "--threshold=54"])
         .arg(&copy)
         .output()
         .unwrap();

@@ -133,3 +133,33 @@ fn a_setting_that_cannot_take_effect_is_refused_with_the_reason_and_nothing_chan
         json!([{ "name": "resume_when_room", "value": "true", "now": true, "next_start": false }])
     );
 }
+
+#[test]
+fn two_commands_that_change_one_definition_at_once_both_take_effect() {
+    let daemon = Daemon::start();
+    define(&daemon, "web");
+    for round in 1..=50 {
+        let is_on = round % 2 == 1;
+        let autostart = json!({ "autostart": is_on }).to_string();
+        let order = json!({ "settings": { "order": round.to_string() } }).to_string();
+        let statuses = std::thread::scope(|scope| {
+            [
+                ("PUT", "/v1/definitions/web/autostart", &autostart),
+                ("POST", "/v1/vms/web/settings", &order),
+            ]
+            .map(|(method, path, body)| {
+                let daemon = &daemon;
+                scope.spawn(move || daemon.http(method, path, body.as_bytes()).0)
+            })
+            .map(|request| request.join().unwrap())
+        });
+        assert_eq!(statuses, [200, 200]);
+        let (_, shown) = daemon.http("GET", "/v1/definitions", b"");
+        let shown: Value = serde_json::from_str(&shown).unwrap();
+        let definition = &shown[0]["definition"];
+        assert_eq!(
+            [&definition["autostart"], &definition["order"]],
+            [&json!(is_on), &json!(round)]
+        );
+    }
+}

@@ -97,6 +97,15 @@ pub struct Daemon {
     namespace: Option<String>,
 }
 
+/// Creates a directory for a daemon's files, in which QEMUs, which run as users of their own, can
+/// open theirs.
+fn open_directory() -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o711);
+    std::fs::set_permissions(directory.path(), mode).unwrap();
+    directory
+}
+
 impl Daemon {
     pub fn start() -> Self {
         Self::start_with(&[])
@@ -104,11 +113,17 @@ impl Daemon {
 
     /// Starts a daemon with a log of its own.
     pub fn start_logging(log: Stdio, more: &[&str]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        Self::start_in(&[], log, more)
+    }
+
+    /// Starts a daemon with a log of its own and more environment variables.
+    pub fn start_in(environment: &[(&str, &str)], log: Stdio, more: &[&str]) -> Self {
+        let directory = open_directory();
         let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
-        let child = spawn_in(directory.path(), &more, program(), log);
+        let mut command = program();
+        command.envs(environment.iter().copied());
         let daemon = Self {
-            child,
+            child: spawn_in(directory.path(), &more, command, log),
             directory,
             more,
             qemu: None,
@@ -120,7 +135,7 @@ impl Daemon {
 
     /// Starts a daemon whose QEMU gets additional arguments from a file.
     pub fn start_with_words(file: &Path) -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        let directory = open_directory();
         let wrapper = directory.path().join("qemu");
         let text = format!(
             "#!/bin/sh\nexec qemu-system-x86_64 \"$@\" $(cat {})\n",
@@ -144,13 +159,29 @@ impl Daemon {
 
     /// Starts a daemon in a network namespace that `ip netns add` has made.
     pub fn start_in_namespace(name: &str) -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        let directory = open_directory();
         let daemon = Self {
             child: spawn_in(directory.path(), &[], program_in(name), log()),
             directory,
             more: Vec::new(),
             qemu: None,
             namespace: Some(name.to_owned()),
+        };
+        daemon.wait_serving();
+        daemon
+    }
+
+    /// Starts a daemon with variables in its environment.
+    pub fn start_with_environment(environment: &[(&str, &str)]) -> Self {
+        let directory = open_directory();
+        let mut command = program();
+        command.envs(environment.iter().copied());
+        let daemon = Self {
+            child: spawn_in(directory.path(), &[], command, log()),
+            directory,
+            more: Vec::new(),
+            qemu: None,
+            namespace: None,
         };
         daemon.wait_serving();
         daemon
@@ -317,7 +348,7 @@ pub struct Foreign {
 
 impl Foreign {
     pub fn start(environment: &[(&str, &Path)]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        let directory = open_directory();
         let socket = |name: &str| {
             format!(
                 "unix:{},server=on,wait=off",

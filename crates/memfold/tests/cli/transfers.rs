@@ -13,11 +13,11 @@ use crate::forks::{AT, MIB, Memory, random, run, stop};
 use crate::support::{Daemon, code, dose, err, out, wait};
 
 /// Bytes of the VM's memory that do not compress, in MiB.
-const RANDOM_MIB: u64 = 24;
+pub const RANDOM_MIB: u64 = 24;
 
 /// Saves a VM as snapshot `warm`, and ends the VM. Returns the URL and the directory of an object
 /// store.
-fn save(daemon: &Daemon) -> (String, PathBuf) {
+pub fn save(daemon: &Daemon) -> (String, PathBuf) {
     run(daemon, "web", &[]);
     Memory::of(daemon, "web").write(AT, &random(1, RANDOM_MIB * MIB));
     daemon.json(&["snapshot", "save", "web", "warm"]);
@@ -27,7 +27,7 @@ fn save(daemon: &Daemon) -> (String, PathBuf) {
     (format!("file://{}", store.display()), store)
 }
 
-fn kill(daemon: &mut Daemon) {
+pub fn kill(daemon: &mut Daemon) {
     kill_process(Pid::from_child(&daemon.child), Signal::KILL).unwrap();
     daemon.child.wait().unwrap();
 }
@@ -67,7 +67,7 @@ fn killed_at_many_moments(
 }
 
 /// Runs a command, which must succeed, and returns how long it took.
-fn succeeds(daemon: &Daemon, words: &[&str]) -> Duration {
+pub fn succeeds(daemon: &Daemon, words: &[&str]) -> Duration {
     let began = Instant::now();
     let output = daemon.run(words);
     assert_eq!(code(&output), 0, "{words:?}: {}", err(&output));
@@ -117,7 +117,7 @@ fn a_push_or_pull_whose_daemon_is_killed_at_any_moment_shows_no_part_and_the_nex
 }
 
 /// Moves the chunks that hold random bytes away, and returns where they are.
-fn take_large_chunks(store: &Path) -> PathBuf {
+pub fn take_large_chunks(store: &Path) -> PathBuf {
     let aside = store.with_extension("aside");
     fs::create_dir(&aside).unwrap();
     for directory in fs::read_dir(store.join("chunks")).unwrap().flatten() {
@@ -130,7 +130,7 @@ fn take_large_chunks(store: &Path) -> PathBuf {
     aside
 }
 
-fn put_back(store: &Path, aside: &Path) {
+pub fn put_back(store: &Path, aside: &Path) {
     for chunk in fs::read_dir(aside).unwrap().flatten() {
         let name = chunk.file_name().into_string().unwrap();
         let place = store.join("chunks").join(&name[..2]);

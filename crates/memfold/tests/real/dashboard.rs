@@ -595,6 +595,7 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
         "vms",
         "vm",
         "swap",
+        "rightsize",
         "sharing",
         "snapshots",
         "segments",
@@ -612,6 +613,7 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
             "swap" | "vms" => ["lent by neighbour", "64.0 MiB"],
             "host" => ["Copy-on-write debt", "brake: ok"],
             "doctor" => ["debt", "the brake is off"],
+            "rightsize" => ["The ladder", "Watch: say what would be done"],
             "events" => ["swap disk is on 64.0 MiB of neighbour", "'warm' was made"],
             _ => continue,
         } {

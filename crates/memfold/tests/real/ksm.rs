@@ -86,7 +86,7 @@ fn start(client: &Client, domain: Option<&str>) -> Overview {
 
 #[track_caller]
 fn refused(result: Result<Overview, ClientError>, words: &[&str]) {
-    let Err(ClientError::Refused(body)) = result else {
+    let Err(ClientError::Refused { body, .. }) = result else {
         panic!("{result:?}");
     };
     let text = format!("{} {}", body.error, body.hint.unwrap_or_default());
@@ -522,7 +522,7 @@ fn it_stands_still_while_a_process_hangs(client: &Client) {
 
 fn chain(error: &ClientError) -> String {
     match error {
-        ClientError::Refused(body) => body.error.clone(),
+        ClientError::Refused { body, .. } => body.error.clone(),
         error => error.to_string(),
     }
 }

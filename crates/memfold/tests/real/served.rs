@@ -65,7 +65,10 @@ impl<'a> Served<'a> {
     }
 
     /// Uses a separate directory for temporary overlays, because other tests use the common one.
-    pub const fn temporary(mut self, directory: &'a Path) -> Self {
+    /// Lets QEMUs, which run as users of their own, open files in it.
+    pub fn temporary(mut self, directory: &'a Path) -> Self {
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o711);
+        std::fs::set_permissions(directory, mode).unwrap();
         self.temporary = Some(directory);
         self
     }

@@ -187,7 +187,7 @@ fn a_terminal_has_its_type_and_size_and_ctrl_c_interrupts_its_foreground_program
 fn a_new_size_of_the_terminal_reaches_the_program_and_the_end_of_input_is_ctrl_d() {
     let commands = Commands::new().unwrap();
     let mut heard = Heard::default();
-    let script = "trap 'echo now $(stty size)' WINCH; echo ready; while :; do read line && echo got $line || break; done; cat; exit 4";
+    let script = "trap new=yes WINCH; echo ready; until [ $new ]; do sleep 0.1; done; echo now $(stty size); cat; exit 4";
     start(&commands, 1, script, Some((11, 22)));
     heard.wait(&commands, "the program is ready", |h| {
         h.text().contains("ready")

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_api::{BorrowRequest, Client, LendRequest, SwapPlace, VmInfo};
+use memfold_api::{BorrowRequest, Client, LendRequest, RightsizeReport, SwapPlace, VmInfo};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_lend::judge::Judge;
@@ -98,8 +98,8 @@ struct SmallHost {
     holder: Child,
     ended: Arc<AtomicBool>,
     least: Arc<AtomicU64>,
-    /// Whether almost no memory is left, whatever runs.
-    gone: Arc<AtomicBool>,
+    /// Most bytes that are available, whatever runs.
+    most: Arc<AtomicU64>,
 }
 
 impl SmallHost {
@@ -108,16 +108,12 @@ impl SmallHost {
         let file = File::create(&path).unwrap();
         let ended = Arc::new(AtomicBool::new(false));
         let least = Arc::new(AtomicU64::new(u64::MAX));
-        let gone = Arc::new(AtomicBool::new(false));
+        let most = Arc::new(AtomicU64::new(u64::MAX));
         Self::write(&file, u64::MAX);
-        let (is_over, lowest, is_gone) = (ended.clone(), least.clone(), gone.clone());
+        let (is_over, lowest, limit) = (ended.clone(), least.clone(), most.clone());
         std::thread::spawn(move || {
             while !is_over.load(Ordering::Acquire) {
-                let most = if is_gone.load(Ordering::Acquire) {
-                    NEXT_TO_NOTHING
-                } else {
-                    u64::MAX
-                };
+                let most = limit.load(Ordering::Acquire);
                 lowest.fetch_min(Self::write(&file, most), Ordering::Relaxed);
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -135,7 +131,7 @@ impl SmallHost {
             holder,
             ended,
             least,
-            gone,
+            most,
         }
     }
 
@@ -254,14 +250,87 @@ fn if_a_local_vm_grows_lent_memory_is_recalled_before_the_host_runs_out_of_memor
     borrow_again();
     let ended = status().ended;
     let began = Instant::now();
-    host.gone.store(true, Ordering::Release);
+    host.most.store(NEXT_TO_NOTHING, Ordering::Release);
     wait("its export has ended", || status().lent_bytes == 0);
     println!("{lent} free again after {:?}", began.elapsed());
     assert_eq!(status().ended, ended + 1);
     let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
     assert!(log.contains("host almost out of memory"), "{log}");
-    host.gone.store(false, Ordering::Release);
+    host.most.store(u64::MAX, Ordering::Release);
     goes_on();
+    lab.stop("v").unwrap();
+}
+
+/// Reserve of the host in the test of the ladder. The lender itself keeps only a half of it.
+const RESERVE: &str = "1G";
+
+/// Available bytes at which right-sizing calls lent RAM back: less than its reserve, and more than
+/// the lender takes back by itself.
+const BELOW_RESERVE: u64 = 800 << 20;
+
+/// RAM that is lent in the test of the ladder.
+const LENT: ByteSize = ByteSize::mib(256);
+
+#[test]
+fn at_the_rung_lent_right_sizing_recalls_a_lease_and_the_borrowers_vm_goes_on_with_its_copy() {
+    let Some(_turn) = support::turn_ahead() else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let state = directory.path();
+    let host = SmallHost::start(state);
+    let more = ["--rightsize", "on", "--reserve", RESERVE];
+    let mut served = Served::new(state, &[]).with(&more).inside(host.holder.id());
+    served.start();
+    let client = served.answers();
+    let request = LendRequest {
+        max_bytes: LENT.0,
+        listen: Some([127, 0, 0, 1].into()),
+        announce: None,
+        ports: None,
+        transport: Transport::Nbd,
+        cleartext: false,
+    };
+    client
+        .post::<_, LenderStatus>("/v1/lend", &request)
+        .unwrap();
+    let status = || {
+        let status: Option<LenderStatus> = client.get("/v1/lend").unwrap();
+        status.unwrap()
+    };
+    let sizing = || -> RightsizeReport { client.get("/v1/rightsize").unwrap() };
+    wait("it has so much to spare", || status().offer_bytes >= LENT.0);
+    let lab = Lab::with_registry(EngineSettings::default(), &state.join("s")).unwrap();
+    swapping(&lab, LENT);
+    let done = lab
+        .daemon()
+        .swap_disks()
+        .borrow_memory("v", &BorrowRequest::default())
+        .unwrap();
+    assert_eq!(done.place, SwapPlace::Lent);
+    // As long as the host has room, nothing is recalled.
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(status().lent_bytes, LENT.0);
+    assert_eq!(sizing().rung.as_deref(), Some("ample"));
+
+    host.most.store(BELOW_RESERVE, Ordering::Release);
+    let began = Instant::now();
+    wait("nothing is lent any more", || status().lent_bytes == 0);
+    println!("{LENT} free again after {:?}", began.elapsed());
+    let report = sizing();
+    println!("{:?}\n{:?}", report.rungs, status());
+    let lent = report.rungs.iter().find(|change| change.rung == "lent");
+    let why = &lent.expect("the rung 'lent'").why;
+    assert!(why.contains("lent RAM is called back"), "{why}");
+    let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
+    assert!(!log.contains("host almost out of memory"), "{log}");
+    // The borrower goes on with its copy.
+    let (checked, wrong, longest) = heard(&lab);
+    assert_eq!(wrong, 0);
+    wait("it checks on", || heard(&lab).0 > checked);
+    println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+    // What was called back is not offered again.
+    assert_eq!(status().offer_bytes, 0);
     lab.stop("v").unwrap();
 }
 

@@ -38,7 +38,10 @@ fn agents_that_send_false_hints_change_no_byte_and_folding_of_other_vms_continue
         lab.start_warm(spec).unwrap();
     }
     // The liar has a free port, into which the disk with its lies is plugged.
-    lab.start_warm(segments::spec(LIAR, &[], SLOTS)).unwrap();
+    let mut spec = segments::spec(LIAR, &[], SLOTS);
+    // QEMU has to open the disk with the lies.
+    spec.user = Some("root".into());
+    lab.start_warm(spec).unwrap();
     for name in NAMES {
         lab.wait_ready(name, BOOT).unwrap();
     }

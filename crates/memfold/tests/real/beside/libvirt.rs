@@ -458,7 +458,7 @@ fn an_enabled_libvirt_domain_is_folded_with_a_vm_of_memfold_and_survives_both_da
         let stop = serde_json::json!({ "timeout_s": 1.0 });
         let refused = client.post::<_, Value>(&format!("/v1/vms/{VM}/stop"), &stop);
         match refused.unwrap_err() {
-            ClientError::Refused(body) => {
+            ClientError::Refused { body, .. } => {
                 assert!(body.error.contains("not started by memfold"), "{body:?}");
             }
             error => panic!("{error}"),

@@ -13,6 +13,7 @@ mod daemon_killed;
 mod defined;
 mod disks;
 mod domains;
+mod encrypted_snapshots;
 #[path = "../../cli/fake_node.rs"]
 mod fake_node;
 mod forks;
@@ -36,4 +37,5 @@ mod segments_killed;
 mod snapshots;
 mod streamed;
 mod streams;
+mod taken_over;
 mod vm_killed;

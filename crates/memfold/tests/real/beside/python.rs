@@ -20,7 +20,7 @@ const STORY: &str = r#"
 import asyncio, memfold, sys
 from memfold.aio import AsyncClient
 
-name, store = sys.argv[1:]
+name, store, clones = sys.argv[1:]
 client = memfold.Client()
 vm = client.vm(name)
 vm.wait_agent()
@@ -64,6 +64,9 @@ async def both():
     await asyncio.gather(one(client), one(client))
 
 asyncio.run(both())
+for number in range(int(clones)):
+    with client.clone("warm") as clone:
+        assert clone.exec(f"cat /run/kept; echo {number}").stdout == f"kept\n{number}\n"
 with client.restore("warm", "again") as again:
     assert again.exec(["cat", "/run/kept"]).stdout == "kept\n"
 assert [vm.name for vm in client.vms()] == [name]
@@ -115,7 +118,8 @@ fn the_examples_of_the_python_client_run_with_real_guests_and_leave_no_guest() {
     wait_agent(&api, VM);
 
     let store = format!("file://{}", disks.path().display());
-    python(state, &["-c", STORY, VM, &store]);
+    let clones = support::dose("MEMFOLD_PYTHON_CLONES", 2).to_string();
+    python(state, &["-c", STORY, VM, &store, &clones]);
 
     let write = |name: &str, text: &str| {
         let path = state.join(name);

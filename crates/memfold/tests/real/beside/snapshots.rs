@@ -326,6 +326,8 @@ fn known_vm() -> Option<(support::Turn, Lab, String)> {
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let mut spec = Lab::spec("first", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     spec.network = Network::User;
+    // Tests let QEMU open files of theirs.
+    spec.user = Some("root".into());
     lab.start_warm(spec).unwrap();
     lab.wait_ready("first", BOOT).unwrap();
     lab.fold(true).unwrap();

@@ -1,7 +1,8 @@
 //! Test of VMs that run from a snapshot while it is being fetched from an HTTP server that is slow,
 //! lies and goes away.
 
-use std::path::Path;
+use std::fs::{read_dir, read_link, read_to_string};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use memfold_api::{ErrorBody, SaveRequest, VerifyReport, VmInfo};
@@ -10,6 +11,7 @@ use memfold_snapshot::{Manifest, SnapshotInfo};
 use memfold_testkit::wait_until;
 use memfold_transfer::{PullReport, PushReport};
 use memfold_units::ByteSize;
+use memfold_vm::{Qmp, Vm, VmDirectory, log_tail};
 
 use super::disks::{CHECK_DISKS, write_to};
 use super::object_store::memfold;
@@ -37,6 +39,56 @@ fn vms(state: &Path) -> Vec<VmInfo> {
     memfold(state, &["vm", "list"]).unwrap()
 }
 
+/// If the test fails, prints what can explain VMs that stand still: the daemon's warnings, QEMU's
+/// state and log, and the numbers of threads that wait for pages.
+struct Explain<'a>(&'a Path);
+
+impl Drop for Explain<'_> {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            return;
+        }
+        let log = read_to_string(self.0.join("daemon.log")).unwrap_or_default();
+        let is_warning = |line: &&str| line.contains("WARN") || line.contains("ERROR");
+        for line in log.lines().filter(is_warning) {
+            eprintln!("{line}");
+        }
+        for name in CLONES {
+            let Ok(vm) = Vm::find(self.0, name) else {
+                eprintln!("VM {name} does not run");
+                continue;
+            };
+            // QEMU's main loop may be what stands still.
+            let qmp = Qmp::connect(&VmDirectory::of(self.0, name).qmp(), Duration::from_secs(5));
+            let status = qmp.and_then(|mut qmp| qmp.query("query-status"));
+            eprintln!("VM {name}: query-status: {status:?}");
+            if let Some(directory) = vm.directory() {
+                eprintln!("VM {name}: QEMU said: {}", log_tail(directory));
+            }
+            let process = PathBuf::from(format!("/proc/{}", vm.pid().as_raw_nonzero()));
+            for entry in read_dir(process.join("fd")).into_iter().flatten().flatten() {
+                let file = read_link(entry.path()).unwrap_or_default();
+                if !file.to_string_lossy().contains("userfaultfd") {
+                    continue;
+                }
+                let facts = read_to_string(process.join("fdinfo").join(entry.file_name()));
+                let facts = facts.unwrap_or_default();
+                // `userfaultfd_show_fdinfo` in fs/userfaultfd.c: `pending` faults are not read yet.
+                let waiting = facts.lines().filter(|line| {
+                    ["pending:", "total:"]
+                        .iter()
+                        .any(|word| line.starts_with(word))
+                });
+                let waiting: Vec<&str> = waiting.collect();
+                eprintln!(
+                    "VM {name}: userfaultfd {:?}: {waiting:?}",
+                    entry.file_name()
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_away() {
     let Some(_turn) = support::turn_beside() else {
@@ -49,8 +101,9 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
         place
     };
     let (here, there, objects) = (place("here"), place("there"), place("store"));
-    let mut first = Served::new(&here, &["web"]);
+    let mut first = Served::new(&here, &["web", "seen"]);
     let mut second = Served::new(&there, &CLONES);
+    let _explain = Explain(&there);
     first.start();
     let client = first.answers();
     let spec = Lab::spec("web", "trixie-a", ByteSize::mib(320), DiskMode::Buffered).unwrap();
@@ -60,6 +113,12 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
     let disk = "truncate -s 48M /var/tmp/direct; ".to_owned() + &write_to("/var/tmp/direct");
     exec(&client, "web", &disk);
     let _: Manifest = memfold(&here, &["snapshot", "save", "web", "warm"]).unwrap();
+    // This VM shows which pages VMs touch at once.
+    let restore = ["snapshot", "restore", "warm", "--as", "seen"];
+    let _: serde_json::Value = memfold(&here, &restore).unwrap();
+    let set = here.join("snapshots/warm/working-set");
+    let limit = Duration::from_secs(60);
+    wait_until("touched pages are known", limit, || set.exists());
     let url = format!("file://{}", objects.display());
     let pushed: PushReport = memfold(&here, &["snapshot", "push", "warm", &url]).unwrap();
     drop(first);
@@ -92,9 +151,16 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
         ByteSize(store.sent_bytes()),
         ByteSize(pushed.sent_bytes),
     );
+    // Both VMs used the pages that are stored together, which were fetched once.
+    let parts = std::fs::read_dir(objects.join("first-pages")).unwrap();
+    let parts = parts.map(|part| part.unwrap().metadata().unwrap().len());
+    let first_bytes: u64 = parts.sum();
+    assert!(first_bytes > 0, "the push stored no first pages");
+    assert_eq!(store.sent_first_bytes(), first_bytes);
     // Nothing of a chunk with a wrong byte is used.
     store.set(StoreMode::Lies);
-    let is_told = || problem(&there).is_some_and(|why| why.contains("do not match"));
+    let is_told =
+        || problem(&there).is_some_and(|why| why.contains("in the object store is damaged"));
     wait_until("the lie is told", Duration::from_secs(30), is_told);
     store.set(StoreMode::Gone);
     let waits = || {
@@ -134,6 +200,8 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
     };
     wait_until("all is here", Duration::from_secs(120), is_complete);
     println!("all is here after {:.1} s", began.elapsed().as_secs_f64());
+    // The second daemon knew them from the first one.
+    assert_eq!(store.sent_first_bytes(), first_bytes);
     // The VMs are like any others: they share the snapshot's memory, and read its disks.
     for vm in vms(&there) {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", vm.pid)).unwrap();

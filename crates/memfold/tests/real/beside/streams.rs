@@ -3,6 +3,7 @@
 use std::fs::{self, File, Permissions};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
@@ -369,6 +370,53 @@ fn trees_and_files_are_copied_both_ways(state: &Path) {
     assert!(output.stdout == bytes, "{} bytes", output.stdout.len());
 }
 
+fn a_terminal_shows_how_far_a_copy_is(state: &Path) {
+    let file = state.join("large");
+    std::fs::write(&file, noise(8 << 20)).unwrap();
+    let file = file.to_str().unwrap();
+    let guest = format!("{VM}:/srv/large");
+    let (mut typed, _) = Typed::start(memfold(state, &["vm", "cp", file, &guest]));
+    typed.shows("of 8.00 MiB");
+    typed.shows("copied 1 files, 8.00 MiB");
+    assert!(typed.child.wait().unwrap().success());
+    // The size of what a guest has is not known before.
+    let back = format!("{file}-back");
+    let (mut typed, _) = Typed::start(memfold(state, &["vm", "cp", &guest, &back]));
+    typed.shows("MiB/s");
+    typed.shows("copied 1 files, 8.00 MiB");
+    assert!(typed.child.wait().unwrap().success());
+}
+
+/// Returns a sample of the daemon's metrics.
+#[track_caller]
+fn metric(state: &Path, name: &str) -> f64 {
+    let mut stream = UnixStream::connect(state.join("s")).unwrap();
+    stream
+        .write_all(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        .unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let prefix = format!("{name} ");
+    let sample = text.lines().find_map(|line| line.strip_prefix(&prefix));
+    sample
+        .unwrap_or_else(|| panic!("no {name}: {text}"))
+        .parse()
+        .unwrap()
+}
+
+fn metrics_count_streamed_bytes(state: &Path) {
+    for direction in ["input", "output"] {
+        let name = format!("memfold_streamed_bytes_total{{direction=\"{direction}\"}}");
+        let bytes = metric(state, &name);
+        assert!(bytes >= BYTES as f64, "{name} {bytes}");
+    }
+    let started = metric(state, "memfold_streamed_commands_started_total");
+    assert!(started >= 10.0, "{started} streamed commands");
+    wait_until("no streamed command runs", LIMIT, || {
+        metric(state, "memfold_streamed_commands") == 0.0
+    });
+}
+
 #[test]
 fn commands_and_copies_stream_to_and_from_a_real_guest_and_leave_no_process_in_it() {
     let Some(_turn) = support::turn_beside() else {
@@ -391,5 +439,7 @@ fn commands_and_copies_stream_to_and_from_a_real_guest_and_leave_no_process_in_i
     signals_reach_the_command(state);
     a_killed_client_leaves_no_process(state);
     trees_and_files_are_copied_both_ways(state);
+    a_terminal_shows_how_far_a_copy_is(state);
     many_bytes_pass_unchanged(state);
+    metrics_count_streamed_bytes(state);
 }

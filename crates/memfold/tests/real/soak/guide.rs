@@ -56,7 +56,7 @@ struct HowTo {
 const HOW_TOS: [HowTo; 8] = [
     HowTo {
         page: "density-homelab",
-        before: "guest/describe trixie-a web > web.toml",
+        before: "memfold vm run --name other --memory 64M; guest/describe trixie-a web > web.toml",
         after: "memfold report --json=report.json > /dev/null
                 python3 -c 'import json; assert json.load(open(\"report.json\"))[\"ledger\"][\"host\"][\"saved_by_folding_bytes\"] > 32 << 20'",
     },

@@ -1,14 +1,19 @@
 //! Long tests, and tests that depend on chance. `make test` leaves them out. scripts/soak.txt has a
 //! line for each, and for longer runs of the other tests.
 
+mod apparmor;
 mod chaos;
 mod churn;
+mod console_guest;
 mod estimate;
 mod guide;
 mod hosts;
+mod idle_cost;
 mod iscsi;
 mod lvm;
 mod migration;
 mod nodes;
 mod plan;
+mod plugged;
 mod self_test;
+mod sized_faults;

@@ -3,14 +3,13 @@
 
 use std::io::Write as _;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 use memfold_ksm::{Cause, Explanation};
 
+use super::console_guest::{self, Machine, run};
 use crate::support;
 
-const IMAGE: &str = "trixie-a";
 const MIB: u64 = 1 << 20;
 
 /// MiB of memory in which each page occurs twice, once on each node.
@@ -58,25 +57,8 @@ done
 printf '\nall %s said\n' is
 "#;
 
-struct Machine(Child);
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn run(command: &mut Command) {
-    let done = command.output().unwrap();
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{command:?}: {said}");
-}
-
-/// Boots the guest. Returns the machine, and the file of its console output.
-fn boot(directory: &Path) -> (Machine, std::path::PathBuf) {
-    let images = memfold_host::guest_images().unwrap();
-    let image = &images[IMAGE];
+/// Boots the guest, on a machine with two nodes.
+fn boot(directory: &Path) -> Machine {
     let payload = directory.join("payload");
     std::fs::create_dir(&payload).unwrap();
     let own = env!("CARGO_BIN_EXE_memfold");
@@ -86,58 +68,15 @@ fn boot(directory: &Path) -> (Machine, std::path::PathBuf) {
         .arg(own));
     std::fs::write(payload.join("process.py"), PROCESS).unwrap();
     std::fs::write(payload.join("script"), SCRIPT).unwrap();
-    let disk = directory.join("payload.img");
-    run(Command::new("mke2fs")
-        .args(["-q", "-t", "ext4", "-d"])
-        .args([&payload, &disk])
-        .arg("128M"));
-    let console = directory.join("console");
-    let drive = |file: &Path| format!("if=virtio,format=raw,snapshot=on,file={}", file.display());
-    let child = Command::new("qemu-system-x86_64")
-        .args(["-nodefaults", "-no-user-config", "-display", "none"])
-        .args([
-            "-accel",
-            "tcg,thread=multi",
-            "-cpu",
-            "max",
-            "-smp",
-            "2",
-            "-m",
-            "512",
-        ])
-        .args(["-object", "memory-backend-ram,id=n0,size=256M"])
-        .args(["-object", "memory-backend-ram,id=n1,size=256M"])
-        .args(["-numa", "node,nodeid=0,cpus=0,memdev=n0"])
-        .args(["-numa", "node,nodeid=1,cpus=1,memdev=n1"])
-        .args(["-machine", "q35,mem-merge=off", "-kernel"])
-        .arg(&image.kernel)
-        .arg("-initrd")
-        .arg(&image.initrd)
-        .args([
-            "-append",
-            "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check",
-        ])
-        .args(["-drive", &drive(&image.disk), "-drive", &drive(&disk)])
-        .args(["-serial", "stdio"])
-        .stdout(std::fs::File::create(&console).unwrap())
-        .stdin(Stdio::piped())
-        .spawn()
-        .unwrap();
-    (Machine(child), console)
-}
-
-/// Waits until the console output contains `words`. Returns the whole output.
-fn says(console: &Path, words: &str) -> String {
-    let end = Instant::now() + Duration::from_secs(900);
-    loop {
-        let said = std::fs::read(console).unwrap_or_default();
-        let said = String::from_utf8_lossy(&said).into_owned();
-        if said.contains(words) {
-            return said;
-        }
-        assert!(Instant::now() < end, "no '{words}' in: {said}");
-        std::thread::sleep(Duration::from_millis(500));
-    }
+    let machine = [
+        ["-m", "512"],
+        ["-object", "memory-backend-ram,id=n0,size=256M"],
+        ["-object", "memory-backend-ram,id=n1,size=256M"],
+        ["-numa", "node,nodeid=0,cpus=0,memdev=n0"],
+        ["-numa", "node,nodeid=1,cpus=1,memdev=n1"],
+        ["-machine", "q35,mem-merge=off"],
+    ];
+    console_guest::boot(&payload, "128M", &machine.concat(), "")
 }
 
 #[test]
@@ -146,11 +85,10 @@ fn without_ksms_setting_merge_across_nodes_equal_pages_on_two_numa_nodes_are_not
         return;
     };
     let directory = tempfile::tempdir().unwrap();
-    let (mut machine, console) = boot(directory.path());
-    says(&console, "root@trixie-a:~# ");
-    let mut keys = machine.0.stdin.take().unwrap();
+    let mut machine = boot(directory.path());
+    let mut keys = machine.child.stdin.take().unwrap();
     writeln!(keys, "mount -o ro /dev/vdb /mnt; sh /mnt/script").unwrap();
-    let said = says(&console, "all is said");
+    let said = machine.says("all is said");
     let explained: Vec<Explanation> = said
         .lines()
         .filter_map(|line| line.strip_prefix("explained "))

@@ -144,7 +144,9 @@ fn grows(lab: &Lab, name: &str) {
         let report = lab.report().unwrap();
         let host = host_values(&report.ledger, &report.fold, Lent::default());
         let vms = report.ledger.vms.iter();
-        let vms: Vec<_> = vms.map(|vm| (vm.name.clone(), vm_values(vm))).collect();
+        let vms: Vec<_> = vms
+            .map(|vm| (vm.name.clone(), vm_values(vm, None)))
+            .collect();
         history.add(now(), &host, &vms, &[]).unwrap();
         std::thread::sleep(Duration::from_secs(1));
     }

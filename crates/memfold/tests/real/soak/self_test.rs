@@ -21,6 +21,9 @@ fn self_test(place: &TempDir, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
     command.args(["self-test", "--report"]);
     command.arg(place.path().join("report.json"));
+    // QEMUs run as users of their own, and open their overlays there.
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o711);
+    fs::set_permissions(place.path(), mode).unwrap();
     command.args(arguments).env("TMPDIR", place.path());
     command
 }

@@ -425,6 +425,9 @@ impl Testbed {
             .tempdir_in("/var/tmp")
             .unwrap();
         let root = directory.path().to_owned();
+        // QEMUs run as users of their own, and open their overlays there.
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o711);
+        std::fs::set_permissions(&root, mode).unwrap();
         let state = FileSystem::in_memory(root.join("state"), 64);
         let overlays = FileSystem::in_memory(root.join("overlays"), 3072);
         let snapshots = FileSystem::in_file(root.join("snapshots"), 4096);

@@ -1,0 +1,464 @@
+//! The study `memfold bench rightsize`: VMs with changing work in one memory budget, sized by
+//! nobody, by free page reporting alone, by Proxmox VE's rule for balloons, and by memfold.
+//!
+//! | VM | work |
+//! |---|---|
+//! | `idle` | reads files once, then does nothing |
+//! | `build` | compiles again and again |
+//! | `db` | `PostgreSQL` with pgbench |
+//! | `web` | Apache under load |
+//! | `leak` | a program that takes more and more memory, and ends |
+//! | `spike` | a program that takes much memory at once |
+//!
+//! Each VM works for a while, rests, and works again, the VMs one after the other. Meanwhile the
+//! study samples the memory that the VMs take on the host. With `--quick`, only `build`, `web` and
+//! `spike` run.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use memfold_api::{DebtRequest, RightsizeMode};
+use memfold_fold::EngineSettings;
+use memfold_lab::{DiskMode, Lab, at_once};
+use memfold_rightsize::sim::{BalloonedVm, autoballoon};
+use memfold_units::ByteSize;
+use serde_json::{Value, json};
+
+use crate::figure::{self, Axis, Figure, Series, number};
+use crate::record::{Found, mib};
+use crate::study::Options;
+
+/// Ways to size VMs, in the order in which they are measured.
+const ARMS: [&str; 4] = ["nothing", "reporting", "proxmox", "memfold"];
+
+const IMAGE: &str = "trixie-a";
+
+/// Time between two samples of the host's memory.
+const SAMPLE: Duration = Duration::from_secs(2);
+
+/// Time between two runs of Proxmox VE's rule, its part of the budget that is to be used, and its
+/// largest change of a balloon (`pvestatd`).
+const PROXMOX_EVERY: Duration = Duration::from_secs(10);
+const PROXMOX_GOAL: f64 = 0.8;
+const PROXMOX_CHANGE: f64 = 100.0 * 1024.0 * 1024.0;
+
+/// Longest time that a guest may need for anything.
+const LIMIT: Duration = Duration::from_secs(1800);
+
+/// Reads the counters that each VM is compared by.
+const COUNTERS: &str = "awk '/^workingset_refault_file |^pswpin |^pswpout |^oom_kill / \
+    {n[$1] = $2} END {print n[\"workingset_refault_file\"] + 0, n[\"pswpin\"] + n[\"pswpout\"] + 0, \
+    n[\"oom_kill\"] + 0}' /proc/vmstat";
+
+/// Sizes of a study.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    vms: &'static [&'static str],
+    memory: ByteSize,
+    /// Memory of all VMs together, as a part of their RAM.
+    budget: f64,
+    rounds: u32,
+    work_s: u64,
+    rest_s: u64,
+    spike_mib: u64,
+}
+
+const QUICK: Plan = Plan {
+    vms: &["build", "web", "spike"],
+    memory: ByteSize::mib(512),
+    budget: 0.75,
+    rounds: 1,
+    work_s: 60,
+    rest_s: 60,
+    spike_mib: 128,
+};
+
+const FULL: Plan = Plan {
+    vms: &["idle", "build", "db", "web", "leak", "spike"],
+    memory: ByteSize::mib(1024),
+    budget: 0.75,
+    rounds: 3,
+    work_s: 180,
+    rest_s: 180,
+    spike_mib: 512,
+};
+
+/// What one VM did.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Done {
+    /// Work in units of its own kind.
+    work: f64,
+    /// 99th percentile of the time of a transaction, or the time of a spike, in milliseconds.
+    p99_ms: Option<f64>,
+    refaults: f64,
+    swapped_pages: f64,
+    oom_kills: f64,
+}
+
+/// Runs the study `rightsize`. Returns its JSON record, with the parts `results` and `samples`.
+pub fn run(options: &Options) -> anyhow::Result<Value> {
+    options.check_arms("rightsize", &ARMS)?;
+    let plan = options.pick(QUICK, FULL);
+    let mut found = Found::default();
+    for arm in ARMS.into_iter().filter(|arm| options.is_wanted(arm)) {
+        found.add(measure(arm, plan).with_context(|| format!("arm '{arm}'"))?);
+    }
+    compare(&mut found.results);
+    let vms = plan.vms.iter();
+    found.vms = vms
+        .map(
+            |name| json!({"name": name, "image": IMAGE, "memory_bytes": plan.memory.0, "vcpus": 1}),
+        )
+        .collect();
+    Ok(json!(found))
+}
+
+/// Measures one way to size VMs.
+fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
+    let lab = Lab::new(EngineSettings::default())?;
+    for name in plan.vms {
+        let mut spec = Lab::spec(name, IMAGE, plan.memory, DiskMode::Buffered)?;
+        spec.balloon = arm != "nothing";
+        lab.start_warm(spec)?;
+    }
+    for name in plan.vms {
+        lab.wait_ready(name, LIMIT)?;
+        lab.exec(name, prepare(name), LIMIT)?;
+    }
+    let ram = plan.memory.0 as f64 * plan.vms.len() as f64;
+    let budget = ram * plan.budget;
+    if arm == "memfold" {
+        set_reserve(&lab, plan, budget)?;
+        lab.daemon().rightsizing().set_mode(RightsizeMode::On);
+    }
+    let (over, began) = (AtomicBool::new(false), Instant::now());
+    let (samples, done) = std::thread::scope(|scope| {
+        let sampler = scope.spawn(|| sample(&lab, plan, &over, began));
+        let sizer = scope.spawn(|| match arm {
+            "proxmox" => follow_proxmox(&lab, plan, budget, &over),
+            _ => Ok(()),
+        });
+        let done = at_once(plan.vms.iter().enumerate(), |(index, name)| {
+            work(&lab, name, index as u64, plan)
+        });
+        over.store(true, Ordering::Relaxed);
+        let panicked = |_| anyhow::anyhow!("a thread of the study panicked");
+        sizer.join().map_err(panicked)??;
+        let samples = sampler.join().map_err(panicked)??;
+        anyhow::Ok((samples, done?))
+    })?;
+    let memory: Vec<f64> = samples.iter().map(|(_, bytes)| *bytes).collect();
+    let mean = memory.iter().sum::<f64>() / memory.len().max(1) as f64;
+    let sum = |part: fn(&Done) -> f64| done.iter().map(part).sum::<f64>();
+    eprintln!("{arm}: {:.0} MiB on average", mib(mean));
+    let mut results = json!({
+        format!("{arm}_mean_memory_mib"): mib(mean),
+        format!("{arm}_refaults"): sum(|done| done.refaults),
+        format!("{arm}_swapped_pages"): sum(|done| done.swapped_pages),
+        format!("{arm}_oom_kills"): sum(|done| done.oom_kills),
+    });
+    for (name, done) in plan.vms.iter().zip(&done) {
+        results[format!("{arm}_work_{name}")] = json!(done.work);
+        if let Some(ms) = done.p99_ms {
+            results[format!("{arm}_p99_{name}_ms")] = json!(ms);
+        }
+    }
+    Ok(Found {
+        samples: vec![json!({
+            "arm": arm,
+            "budget_bytes": budget,
+            "at_s": samples.iter().map(|(at, _)| *at).collect::<Vec<f64>>(),
+            "memory_bytes": memory,
+        })],
+        results,
+        ..Found::default()
+    })
+}
+
+/// Compares memfold with the other arms: memory and refaults of each, and the least work of a VM.
+fn compare(results: &mut Value) {
+    let of = |key: &str| results[key].as_f64();
+    let mut ratios = Vec::new();
+    for other in ARMS.into_iter().filter(|arm| *arm != "memfold") {
+        let less =
+            |key: &str| Some(of(&format!("memfold_{key}"))? / of(&format!("{other}_{key}"))?);
+        if let Some(ratio) = less("mean_memory_mib").filter(|ratio| ratio.is_finite()) {
+            ratios.push((
+                format!("memory_saving_percent_vs_{other}"),
+                (1.0 - ratio) * 100.0,
+            ));
+        }
+        let works = FULL
+            .vms
+            .iter()
+            .filter_map(|name| less(&format!("work_{name}")));
+        let works: Vec<f64> = works.filter(|ratio| ratio.is_finite()).collect();
+        if let Some(least) = works.iter().copied().reduce(f64::min) {
+            ratios.push((format!("least_work_ratio_vs_{other}"), least));
+        }
+        if let Some(ratio) = less("p99_db_ms").filter(|ratio| ratio.is_finite()) {
+            ratios.push((format!("p99_db_ratio_vs_{other}"), ratio));
+        }
+    }
+    for (key, value) in ratios {
+        results[key] = json!(value);
+    }
+}
+
+/// Makes memfold believe that its host has only `budget` bytes for the VMs: the rest of what is
+/// available now is the reserve.
+fn set_reserve(lab: &Lab, plan: Plan, budget: f64) -> anyhow::Result<()> {
+    let report = lab.report()?.ledger;
+    let used = vms_bytes(lab, plan)?;
+    let left = (budget - used).max(0.0);
+    let reserve = report.host.mem_available_bytes.0 as f64 - left;
+    // The reserve is below the host's memory.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let reserve = reserve.max(0.0) as u64;
+    let request = DebtRequest {
+        reserve: Some(reserve.to_string()),
+        cover_percent: None,
+    };
+    lab.daemon().brake().set_debt(&request)?;
+    Ok(())
+}
+
+/// Returns the memory that all VMs take on the host: the PSS of their QEMU processes, in bytes.
+fn vms_bytes(lab: &Lab, plan: Plan) -> anyhow::Result<f64> {
+    let mut sum = 0;
+    for name in plan.vms {
+        let path = format!("/proc/{}/smaps_rollup", lab.pid(name)?);
+        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("Pss:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        sum += kib.with_context(|| format!("{path} has no Pss"))? << 10;
+    }
+    Ok(sum as f64)
+}
+
+/// Samples the memory of all VMs until `over`: seconds since `began`, and bytes.
+fn sample(
+    lab: &Lab,
+    plan: Plan,
+    over: &AtomicBool,
+    began: Instant,
+) -> anyhow::Result<Vec<(f64, f64)>> {
+    let mut samples = Vec::new();
+    while !over.load(Ordering::Relaxed) {
+        samples.push((began.elapsed().as_secs_f64(), vms_bytes(lab, plan)?));
+        std::thread::sleep(SAMPLE);
+    }
+    Ok(samples)
+}
+
+/// Sizes the VMs by Proxmox VE's rule until `over`.
+fn follow_proxmox(lab: &Lab, plan: Plan, budget: f64, over: &AtomicBool) -> anyhow::Result<()> {
+    let mut next = Instant::now();
+    while !over.load(Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_millis(200));
+        if Instant::now() < next {
+            continue;
+        }
+        next = Instant::now() + PROXMOX_EVERY;
+        let accounts = lab.report()?.ledger.vms;
+        let mut vms = Vec::new();
+        for name in plan.vms {
+            let account = accounts.iter().find(|vm| vm.name == *name);
+            let guest = account.and_then(|vm| vm.guest.as_ref());
+            let free = guest.and_then(|guest| guest.mem_free_bytes);
+            vms.push(BalloonedVm {
+                balloon: lab.daemon().vms().balloon_size(name)?.0 as f64,
+                min: plan.memory.0 as f64 / 4.0,
+                max: plan.memory.0 as f64,
+                shares: 1000.0,
+                free: free.map_or(0.0, |bytes| bytes.0 as f64),
+            });
+        }
+        let goal = budget * PROXMOX_GOAL - vms_bytes(lab, plan)?;
+        let new = autoballoon(&vms, goal, PROXMOX_CHANGE);
+        for ((name, vm), size) in plan.vms.iter().zip(&vms).zip(new) {
+            // Sizes are between `min` and `max`.
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+            let target = ByteSize((size as u64) & !0xfff);
+            if (size - vm.balloon).abs() >= 4096.0 {
+                lab.daemon().vms().set_balloon(name, Some(target))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Lets one VM rest and work, and says what it did. VMs begin one after the other.
+fn work(lab: &Lab, name: &str, index: u64, plan: Plan) -> anyhow::Result<Done> {
+    let before = counters(lab, name)?;
+    let mut done = Done::default();
+    let step = plan.work_s / plan.vms.len() as u64;
+    std::thread::sleep(Duration::from_secs(index * step));
+    for _ in 0..plan.rounds {
+        std::thread::sleep(Duration::from_secs(plan.rest_s));
+        let said = lab.exec(name, &script(name, plan), LIMIT)?;
+        let (work, p99_ms) = parse(&said).with_context(|| format!("VM '{name}' said {said:?}"))?;
+        done.work += work;
+        done.p99_ms = match (done.p99_ms, p99_ms) {
+            (Some(before), Some(now)) => Some(f64::max(before, now)),
+            (before, now) => before.or(now),
+        };
+    }
+    let after = counters(lab, name)?;
+    let grown = |index: usize| after[index] - before[index];
+    (done.refaults, done.swapped_pages, done.oom_kills) = (grown(0), grown(1), grown(2));
+    eprintln!("  {name}: {done:?}");
+    Ok(done)
+}
+
+/// Reads refaults, swapped pages and killed processes of a guest.
+fn counters(lab: &Lab, name: &str) -> anyhow::Result<[f64; 3]> {
+    let said = lab.exec(name, COUNTERS, LIMIT)?;
+    let numbers: Vec<f64> = said.split_whitespace().flat_map(str::parse).collect();
+    let all = <[f64; 3]>::try_from(numbers).ok();
+    all.with_context(|| format!("VM '{name}' has no counters: {said:?}"))
+}
+
+/// Parses the last line of a script: its work, and a time in milliseconds or `-`.
+fn parse(said: &str) -> Option<(f64, Option<f64>)> {
+    let (work, ms) = said.lines().last()?.split_once(' ')?;
+    Some((work.parse().ok()?, ms.trim().parse().ok()))
+}
+
+/// Returns the script that prepares a VM for its work.
+fn prepare(name: &str) -> &'static str {
+    match name {
+        "build" => BUILD,
+        "db" => {
+            "systemctl start postgresql@17-main && cd /tmp && su postgres -c 'createdb bench && pgbench -q -i -s 10 bench'"
+        }
+        "web" => {
+            "for n in $(seq 96); do head -c 1048576 /dev/urandom > /var/www/html/$n; done && sync && systemctl start apache2"
+        }
+        _ => "cat /usr/lib/x86_64-linux-gnu/*.so* > /dev/null",
+    }
+}
+
+/// Writes a program of 200 functions.
+const BUILD: &str = r#"{ echo '#include <stdio.h>'; echo '#include <stdlib.h>'
+for n in $(seq 200); do echo "int f$n(int x) { for (int i = 0; i < x; i++) x += i * $n; return x; }"; done
+} > /var/tmp/work.c"#;
+
+/// Takes memory at once, again and again, and prints how often, and the longest time in ms.
+const SPIKE: &str = r"python3 - <<'END'
+import time
+times, end = [], time.monotonic() + SECONDS
+while time.monotonic() < end:
+    began = time.monotonic()
+    held = bytearray(MIB << 20)
+    for page in range(0, len(held), 4096): held[page] = 1
+    times.append((time.monotonic() - began) * 1000)
+    del held
+    time.sleep(20)
+print(len(times), max(times))
+END";
+
+/// Returns the script with which a VM works. Its last line is what [`parse`] reads.
+fn script(name: &str, plan: Plan) -> String {
+    let seconds = plan.work_s;
+    let until = format!("end=$(( $(date +%s) + {seconds} )); n=0; while [ $(date +%s) -lt $end ]");
+    match name {
+        "build" => format!(
+            "{until}; do gcc -O2 -c /var/tmp/work.c -o /var/tmp/work.o; n=$((n+1)); done; echo $n -"
+        ),
+        "web" => format!(
+            "{until}; do curl -s -o /dev/null http://127.0.0.1/$(( n % 96 + 1 )) || exit 1; n=$((n+1)); done; echo $n -"
+        ),
+        "db" => format!(
+            "rm -f /tmp/pgl.*; cd /tmp && n=$(su postgres -c 'pgbench -T {seconds} -c 2 -l --log-prefix=/tmp/pgl bench'              | awk '/transactions actually processed/ {{print $6 + 0}}');              ms=$(cat /tmp/pgl.* | awk '{{print $3}}' | sort -n | awk '{{a[NR] = $1}} END {{print a[int(NR * 0.99 + 0.5)] / 1000}}');              echo $n $ms"
+        ),
+        "leak" => {
+            let steps = plan.memory.0 >> 21;
+            let pause = seconds as f64 / steps as f64;
+            format!(
+                "python3 - <<'END'\nimport time\nheld = []\nfor step in range({steps}):\n    \
+                 held.append(b'x' * 1048576)\n    time.sleep({pause:.3})\nprint(len(held), '-')\nEND"
+            )
+        }
+        "spike" => SPIKE
+            .replace("SECONDS", &seconds.to_string())
+            .replace("MIB", &plan.spike_mib.to_string()),
+        _ => format!("sleep {seconds}; echo 0 -"),
+    }
+}
+
+/// Draws the figure of the study `rightsize` from its record `study`: the memory of all VMs over
+/// time.
+pub fn figures(study: &Value) -> Vec<Figure> {
+    let lines = figure::samples(study).iter().filter_map(|sample| {
+        let (at, bytes) = (
+            sample["at_s"].as_array()?,
+            sample["memory_bytes"].as_array()?,
+        );
+        let points = at.iter().zip(bytes);
+        let points = points.map(|(at, bytes)| (number(at) / 60.0, mib(number(bytes))));
+        Some(Series {
+            name: sample["arm"].as_str()?.to_owned(),
+            points: points.collect(),
+            dashed: sample["arm"] != "memfold",
+        })
+    });
+    let (x, y) = (Axis::Linear("minutes"), Axis::Linear("MiB of all VMs"));
+    let lines: Vec<Series> = lines.collect();
+    figure::drawn(
+        "rightsize",
+        "Memory of VMs with changing work",
+        x,
+        y,
+        &lines,
+    )
+    .into_iter()
+    .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_line_of_a_guests_output_has_its_work_and_a_time_if_it_measures_one() {
+        assert_eq!(parse("noise\n12 -\n"), Some((12.0, None)));
+        assert_eq!(parse("7 3.5\n"), Some((7.0, Some(3.5))));
+        assert_eq!(parse(""), None);
+        assert_eq!(parse("nothing\n"), None);
+        for name in FULL.vms {
+            assert!(!prepare(name).is_empty());
+            let script = script(name, FULL);
+            assert!(
+                !script.contains("SECONDS") && !script.contains("MIB"),
+                "{script}"
+            );
+        }
+    }
+
+    #[test]
+    fn memfold_is_compared_with_each_arm_that_was_measured() {
+        let mut results = json!({
+            "reporting_mean_memory_mib": 1000.0, "memfold_mean_memory_mib": 650.0,
+            "reporting_work_web": 200.0, "memfold_work_web": 198.0,
+            "reporting_work_idle": 0.0, "memfold_work_idle": 0.0,
+            "reporting_p99_db_ms": 10.0, "memfold_p99_db_ms": 10.5,
+        });
+        compare(&mut results);
+        let of = |key: &str| results[key].as_f64().unwrap();
+        assert!((of("memory_saving_percent_vs_reporting") - 35.0).abs() < 1e-9);
+        assert!((of("least_work_ratio_vs_reporting") - 0.99).abs() < 1e-9);
+        assert!((of("p99_db_ratio_vs_reporting") - 1.05).abs() < 1e-9);
+        assert!(results["memory_saving_percent_vs_nothing"].is_null());
+    }
+
+    #[test]
+    fn the_chart_of_the_rightsize_study_has_one_line_for_each_arm() {
+        let sample = |arm| json!({ "arm": arm, "at_s": [0.0, 60.0], "memory_bytes": [1e9, 2e9] });
+        let drawn = figures(&json!({ "samples": [sample("reporting"), sample("memfold")] }));
+        assert_eq!(drawn.len(), 1);
+        assert!(drawn[0].1.contains("reporting") && drawn[0].1.contains("memfold"));
+        assert!(figures(&json!({ "samples": [] })).is_empty());
+    }
+}

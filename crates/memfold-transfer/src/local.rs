@@ -1,0 +1,135 @@
+//! Writes the objects of a store that is a directory (`file://`). Unlike the `object_store` crate,
+//! it syncs them: an object gets its name when its bytes are on the disk, so that no power failure
+//! leaves a part of one, and an acknowledged snapshot stays.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write as _};
+use std::path::{Path, PathBuf};
+
+use object_store::local::LocalFileSystem;
+use parking_lot::Mutex;
+
+use super::error::{TransferError, failed, files};
+
+/// The directory of a store.
+#[derive(Debug, Default)]
+pub(crate) struct LocalStore {
+    /// Directories that have names which are not synced yet.
+    unsynced: Mutex<BTreeSet<PathBuf>>,
+}
+
+impl LocalStore {
+    /// Returns the file of an object.
+    pub fn file(path: &object_store::path::Path) -> Result<PathBuf, TransferError> {
+        let file = LocalFileSystem::new().path_to_filesystem(path);
+        file.map_err(failed(path))
+    }
+
+    /// Writes an object. Returns false if there is one and it shall not be replaced. The name is
+    /// synced by [`LocalStore::sync`].
+    pub fn write(&self, file: &Path, bytes: &[u8], replace: bool) -> Result<bool, TransferError> {
+        self.try_write(file, bytes, replace).map_err(files(file))
+    }
+
+    fn try_write(&self, file: &Path, bytes: &[u8], replace: bool) -> io::Result<bool> {
+        let directory = file.parent().unwrap_or(Path::new("/"));
+        self.create(directory)?;
+        let (part, mut open) = new_part(file)?;
+        let written = open
+            .write_all(bytes)
+            .and_then(|()| open.sync_all())
+            .and_then(|()| {
+                if replace {
+                    return fs::rename(&part, file).map(|()| true);
+                }
+                match fs::hard_link(&part, file) {
+                    Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+                    linked => linked.map(|()| true),
+                }
+            });
+        if !(replace && written.is_ok()) {
+            // A part that stays is no object: lists leave it out.
+            let _ = fs::remove_file(&part);
+        }
+        self.unsynced.lock().insert(directory.to_owned());
+        written
+    }
+
+    /// Creates a directory, and notes those whose names must be synced.
+    fn create(&self, directory: &Path) -> io::Result<()> {
+        let missing = directory.ancestors().take_while(|place| !place.exists());
+        let missing: Vec<&Path> = missing.collect();
+        let parents = missing.iter().filter_map(|place| place.parent());
+        self.unsynced.lock().extend(parents.map(Path::to_owned));
+        fs::create_dir_all(directory)
+    }
+
+    /// Syncs the names of all objects that were written or removed.
+    pub fn sync(&self) -> Result<(), TransferError> {
+        let directories = self.unsynced.lock().clone();
+        for directory in directories {
+            let synced = File::open(&directory).and_then(|open| open.sync_all());
+            synced.map_err(files(&directory))?;
+            self.unsynced.lock().remove(&directory);
+        }
+        Ok(())
+    }
+
+    /// Notes that the object's name must be synced: it was removed, or another push, which may have
+    /// been killed since, has written it.
+    pub fn touched(&self, file: &Path) {
+        let directory = file.parent().map(Path::to_owned);
+        self.unsynced.lock().extend(directory);
+    }
+}
+
+/// Creates the file that becomes an object: with `#` and a number, as the `object_store` crate
+/// names such files, which it does not list.
+fn new_part(file: &Path) -> io::Result<(PathBuf, File)> {
+    let mut number = 1_u64;
+    loop {
+        let mut part = file.as_os_str().to_owned();
+        part.push(format!("#{number}"));
+        let part = PathBuf::from(part);
+        match File::create_new(&part) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
+            opened => return opened.map(|open| (part, open)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_of_a_directory_is_written_replaced_or_kept_and_no_part_of_it_is_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = LocalStore::default();
+        let file = directory.path().join("chunks/aa/object");
+        assert!(store.write(&file, b"first", false).unwrap());
+        assert!(!store.write(&file, b"second", false).unwrap());
+        assert_eq!(fs::read(&file).unwrap(), b"first");
+        // A push that was killed has left a part.
+        fs::write(directory.path().join("chunks/aa/object#1"), "part").unwrap();
+        assert!(store.write(&file, b"third", true).unwrap());
+        assert_eq!(fs::read(&file).unwrap(), b"third");
+        let names = fs::read_dir(file.parent().unwrap()).unwrap().flatten();
+        let mut names: Vec<_> = names.map(|entry| entry.file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["object", "object#1"]);
+        let unsynced = store.unsynced.lock().clone();
+        let place = directory.path();
+        assert_eq!(
+            unsynced,
+            BTreeSet::from([
+                place.to_owned(),
+                place.join("chunks"),
+                place.join("chunks/aa")
+            ])
+        );
+        store.sync().unwrap();
+        assert!(store.unsynced.lock().is_empty());
+    }
+}

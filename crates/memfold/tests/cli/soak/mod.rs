@@ -1,0 +1,3 @@
+//! Tests that take minutes: `make soak` runs them.
+
+mod network_faults;
