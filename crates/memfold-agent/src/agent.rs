@@ -50,7 +50,7 @@ const GATHER_BUSY: Duration = Duration::from_millis(10);
 /// buffer.
 const BUSY_ROUND: u64 = 5000;
 /// Time after received data within which a `SIGIO` of the port is taken to announce that data.
-const SIGNAL_SLACK: Duration = Duration::from_millis(200);
+const SIGNAL_SLACK: Duration = Duration::from_millis(500);
 /// Delay between the last loss of trace events and the inventory that repairs the daemon's
 /// knowledge.
 const REPAIR_DELAY: Duration = Duration::from_secs(2);
@@ -132,6 +132,7 @@ impl Agent {
             retry: RETRY.0,
             patience: PATIENCE.0,
             heard: Instant::now(),
+            has_heard: false,
             tracer,
             problems,
             round: Round::default(),
@@ -214,6 +215,11 @@ impl Agent {
 
     /// Waits until an event or a deadline. Returns true if a signal asks the agent to end.
     fn wait(&mut self) -> io::Result<bool> {
+        // The signal of data that came after the last look at the signals is pending. However long
+        // the work took since then, it announces that data.
+        if std::mem::take(&mut self.has_heard) {
+            self.heard = Instant::now();
+        }
         let polled = self.poll()?;
         let mut port_signal = false;
         while let Some(signal) = guest::next_signal(&self.signals)? {

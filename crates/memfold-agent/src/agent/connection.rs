@@ -42,6 +42,7 @@ impl Agent {
         port.begin();
         // The signal for the opening of the host side may still come.
         self.heard = Instant::now();
+        self.has_heard = true;
         self.patience = PATIENCE.0;
         self.say_hello();
     }
@@ -122,7 +123,7 @@ impl Agent {
         }
         match port.receive() {
             Ok(0) => {}
-            Ok(_) => self.heard = Instant::now(),
+            Ok(_) => self.has_heard = true,
             Err(_) => {
                 self.lost_host();
                 return;

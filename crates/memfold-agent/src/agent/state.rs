@@ -56,6 +56,8 @@ pub struct Agent {
     pub(super) patience: Duration,
     /// Time of the last data from the host.
     pub(super) heard: Instant,
+    /// Whether data came since the last poll began.
+    pub(super) has_heard: bool,
     pub(super) tracer: Option<Tracer>,
     pub(super) problems: Vec<String>,
     pub(super) round: Round,
