@@ -45,7 +45,10 @@ const GOOD_CONNECTION: Duration = Duration::from_secs(10);
 /// Longest time that QEMU may take to accept a connection. Dropping a link may take as long.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time that a write to the guest may take.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
+/// Longest time that a command waits for the next session of an agent that had one before. An agent
+/// on a busy host repeats its Hello, because the answer came late, and each Hello begins a session.
+const NEXT_SESSION: Duration = Duration::from_secs(5);
 /// Queue length of a command's output, in pieces of 64 KiB.
 const OUTPUT_PIECES: usize = 64;
 /// Most Hello messages that a guest may send on one connection, and the time in which they are
@@ -186,7 +189,7 @@ impl AgentLink {
     /// Asks the agent to report the guest's whole page cache. Entries that the agent reported
     /// before, and does not report again, become invalid.
     pub fn take_inventory(&self) -> Result<(), AgentError> {
-        self.shared.lock().facts()?;
+        drop(self.shared.lock_in_session()?);
         self.shared.send(&ToAgent::Inventory)
     }
 
@@ -227,8 +230,7 @@ impl AgentLink {
         let deadline = Instant::now() + timeout;
         let (sender, receiver) = sync_channel(OUTPUT_PIECES);
         let (command, run) = {
-            let mut state = self.shared.lock();
-            state.facts()?;
+            let mut state = self.shared.lock_in_session()?;
             let command = state.new_number();
             state.commands.insert(command, sender);
             (command, task.into().message(command, state.version))
@@ -320,6 +322,19 @@ impl State {
 impl Shared {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the state when there is a session. If there was one before, waits up to
+    /// [`NEXT_SESSION`] for the next.
+    pub(super) fn lock_in_session(&self) -> Result<MutexGuard<'_, State>, AgentError> {
+        let is_between =
+            |state: &mut State| state.session.is_none() && state.stats.sessions > 0 && !state.stop;
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), NEXT_SESSION, is_between)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.facts()?;
+        Ok(state)
     }
 
     fn quiet(&self) -> MutexGuard<'_, ()> {
@@ -684,9 +699,9 @@ impl Shared {
         &self,
         sink: impl Fn(StreamEvent) + Send + 'static,
     ) -> Result<u32, AgentError> {
-        let mut state = self.lock();
-        let version = state.facts()?.agent.clone();
+        let mut state = self.lock_in_session()?;
         if state.version < STREAMS_VERSION {
+            let version = state.facts()?.agent.clone();
             let what = "stream a command's input and output";
             return Err(AgentError::TooOld { version, what });
         }

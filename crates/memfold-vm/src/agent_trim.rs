@@ -37,7 +37,7 @@ impl AgentLink {
     pub fn trim(&self, trim: &Trim) -> Result<TrimResult, AgentError> {
         let (sender, receiver) = sync_channel(1);
         let order = {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.lock_in_session()?;
             let facts = state.facts()?;
             if !facts.reports_memory() {
                 let version = facts.agent.clone();

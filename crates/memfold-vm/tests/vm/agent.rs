@@ -13,7 +13,7 @@ use memfold_wire::memory::{self, MemoryReading, TrimEnd, TrimMethod, TrimResult}
 use memfold_wire::{Decoder, encode};
 
 /// Time limit that is longer than any step of these tests, even on a busy machine.
-pub const LONG: Duration = Duration::from_secs(20);
+pub const LONG: Duration = Duration::from_secs(60);
 
 pub struct Guest {
     stream: UnixStream,
@@ -239,6 +239,38 @@ fn the_output_and_the_exit_code_of_a_command_in_the_guest_are_collected() {
     assert!(matches!(lost, Err(AgentError::Lost)), "{lost:?}");
     assert!(began.elapsed() < patience(LONG));
     guest.join().unwrap();
+}
+
+#[test]
+fn a_command_between_two_sessions_of_an_agent_waits_for_the_next_session() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a");
+    let listener = UnixListener::bind(&path).unwrap();
+    // The daemon is busy with the second session when the command comes.
+    let (busy, is_busy) = sync_channel(1);
+    let mut sessions = 0;
+    let link = AgentLink::start(&path, AgentOptions::default(), move |event| {
+        sessions += usize::from(matches!(event, AgentEvent::Session(_)));
+        if sessions == 2 {
+            busy.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(300));
+        }
+    });
+    let guest = std::thread::spawn(move || {
+        let mut guest = Guest::accept(&listener);
+        // The agent has waited too long for the first answer.
+        guest.greet("one");
+        guest.greet("one");
+        let ToAgent::Run { command, .. } = guest.hear() else {
+            panic!()
+        };
+        guest.say(&FromAgent::Exited { command, code: 7 });
+        guest
+    });
+    is_busy.recv().unwrap();
+    let done = link.run("exit 7", LONG).unwrap();
+    assert_eq!(done.code, 7);
+    drop(guest.join().unwrap());
 }
 
 #[test]
