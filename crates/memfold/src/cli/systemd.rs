@@ -42,11 +42,15 @@ pub(super) async fn watch(daemon: Arc<Daemon>) {
     let pause = Duration::from_micros(limit_us) / 3;
     loop {
         let asked = daemon.clone();
-        let alive = tokio::task::spawn_blocking(move || asked.is_alive()).await;
-        // Without a notification, systemd kills this daemon and starts another.
-        if matches!(alive, Ok(true)) {
-            tell(&[NotifyState::Watchdog]);
-        }
+        // Not in the threads that answer requests: sending waits while systemd does not read.
+        let turn = tokio::task::spawn_blocking(move || {
+            // Without a notification, systemd kills this daemon and starts another.
+            if asked.is_alive() {
+                tell(&[NotifyState::Watchdog]);
+            }
+        });
+        // A panic in it is no sign of life, and is in the log.
+        let _ = turn.await;
         tokio::time::sleep(pause).await;
     }
 }
