@@ -17,10 +17,10 @@ use crate::run_state::RunState;
 use crate::threads::unix_time;
 
 /// Time limit for a guest to report its time, or to set its clock.
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Longest time that a user's command waits until the guest's clock is set.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// File in the VM's directory that exists while the guest keeps the clock of its snapshot.
 const KEEPS_CLOCK: &str = "keeps-clock";

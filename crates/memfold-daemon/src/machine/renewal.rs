@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use crate::machine::{Machine, is_disconnected};
 
 /// Time limit for a guest to renew its identity, which includes the generation of keys.
-const RENEW_TIMEOUT: Duration = Duration::from_secs(120);
+const RENEW_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Longest wait for a permit; after that, the guest renews its identity without one.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
