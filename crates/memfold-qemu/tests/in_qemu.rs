@@ -227,7 +227,7 @@ impl Vm {
     fn qmp(&self) -> Qmp {
         let stream = UnixStream::connect(self.folder.path().join("qmp")).unwrap();
         stream
-            .set_read_timeout(Some(Duration::from_secs(30)))
+            .set_read_timeout(Some(Duration::from_secs(150)))
             .unwrap();
         let mut qmp = Qmp {
             lines: BufReader::new(stream),
@@ -378,7 +378,7 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
     let mut random = Random(4242);
     let mut next = 0u64;
     let mut tally = std::collections::BTreeMap::new();
-    let end = Instant::now() + stress_time(10);
+    let end = Instant::now() + stress_time(5);
     while Instant::now() < end && next < 1 << 20 {
         let first = random.below(64);
         let pages = 1 + random.below(64 - first);

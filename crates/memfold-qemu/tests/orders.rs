@@ -567,7 +567,8 @@ fn no_valid_or_invalid_request_to_the_preload_library_changes_a_byte_of_guest_ra
     if bench(&FakeQemu::start()).is_none() {
         return;
     }
-    proptest!(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() }, |(
+    let cases = std::env::var("PROPTEST_CASES").map_or(64, |n| n.parse().unwrap());
+    proptest!(ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }, |(
         orders in proptest::collection::vec((freezes(), -2i64..34, 0u32..40, 0u32..3, 0u64..70, any::<bool>(), 0u8..4), 1..30),
         wild in any::<(u64, u64)>(),
     )| {

@@ -155,7 +155,7 @@ fn no_memory_write_is_lost_while_pages_are_folded_released_and_discarded() {
         let kernel = scope.spawn(move || count_in_kernel_mode(guest, stop));
         let discards = scope.spawn(move || discard(guest, stop));
         scope.spawn(move || compact(stop));
-        let end = Instant::now() + stress_time(15);
+        let end = Instant::now() + stress_time(5);
         let mut random = Random(12345);
         while Instant::now() < end {
             let page = random.below(COUNTERS + DISCARDED);
@@ -294,7 +294,7 @@ fn if_pages_are_folded_during_a_direct_io_read_into_them_no_byte_is_lost() {
                 reads.fetch_add(pages, Ordering::Relaxed);
             }
         });
-        let end = Instant::now() + stress_time(10);
+        let end = Instant::now() + stress_time(4);
         let mut random = Random(6);
         while Instant::now() < end {
             let page = random.below(PAGES - 16);

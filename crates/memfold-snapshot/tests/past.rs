@@ -248,7 +248,7 @@ fn while_written<T>(ram: &Ram, seed: u64, work: impl FnOnce(&Writes) -> T) -> (T
 
 fn seconds() -> Duration {
     let set = std::env::var("MEMFOLD_STRESS_SECONDS").ok();
-    Duration::from_secs(set.and_then(|set| set.parse().ok()).unwrap_or(10))
+    Duration::from_secs(set.and_then(|set| set.parse().ok()).unwrap_or(4))
 }
 
 #[test]
