@@ -29,6 +29,7 @@ use memfold_ledger::BrakePolicy;
 use memfold_lend::RegistryAt;
 use memfold_snapshot::keys::KeySource;
 use memfold_snapshot::{Keys, NamedKey};
+use memfold_testkit::patience;
 use memfold_vm::{Aio, BootSpec, CacheMode, DiskSpec, Qmp, VmDirectory, VmSpec};
 
 /// Daemon and directory of the lab, which an interrupt must clean up.
@@ -244,9 +245,10 @@ impl Lab {
     }
 
     /// Waits until the agent of a VM answers and has reported its first inventory of the guest's
-    /// page cache. If a guest hangs during its boot, its last console output is printed, and the
-    /// guest boots once more.
+    /// page cache, for `timeout` at most, longer on a slow machine ([`patience`]). If a guest hangs
+    /// during its boot, its last console output is printed, and the guest boots once more.
     pub fn wait_ready(&self, name: &str, timeout: Duration) -> anyhow::Result<()> {
+        let timeout = patience(timeout);
         let wait = || self.daemon.vms().wait_agent(name, timeout);
         if let Err(error) = wait() {
             let vm = VmDirectory::of(self.directory(), name);
@@ -280,9 +282,10 @@ impl Lab {
         Ok(())
     }
 
-    /// Runs a shell command in a guest, and returns its output.
+    /// Runs a shell command in a guest, for `timeout` at most, longer on a slow machine
+    /// ([`patience`]), and returns its output.
     pub fn exec(&self, name: &str, script: &str, timeout: Duration) -> anyhow::Result<String> {
-        let result = self.daemon.vms().exec(name, script, timeout);
+        let result = self.daemon.vms().exec(name, script, patience(timeout));
         let result = result.with_context(|| format!("in the guest of VM '{name}': {script}"))?;
         let [said, errors] =
             [result.stdout, result.stderr].map(|s| String::from_utf8_lossy(&s).into_owned());

@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use memfold_host::{QemuFacts, image_directory};
+use memfold_testkit::patience;
 use memfold_vm::{CacheMode, DiskFormat, DiskSpec, Qmp, Vm, VmDirectory, VmSpec};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
@@ -187,8 +188,13 @@ impl Warm {
     pub fn load(&self, vm: &VmDirectory) -> anyhow::Result<()> {
         let began = Instant::now();
         let mut qmp = Qmp::connect(&vm.qmp(), Duration::from_secs(60))?;
-        migrate(&mut qmp, "migrate-incoming", &self.state, TRANSFER)
-            .with_context(|| format!("cannot restore '{}'", vm.name()))?;
+        migrate(
+            &mut qmp,
+            "migrate-incoming",
+            &self.state,
+            patience(TRANSFER),
+        )
+        .with_context(|| format!("cannot restore '{}'", vm.name()))?;
         // It was saved standing still, and QEMU keeps to that.
         qmp.query("cont")?;
         note_guest("restored", &vm.name(), began.elapsed());
@@ -258,21 +264,25 @@ fn settle(vm: &VmDirectory) -> anyhow::Result<()> {
     let mut said = Vec::new();
     let mut wait = |words: &[u8], console: &mut UnixStream| {
         // Reading waits, too.
-        wait_for("the guest did not boot", (BOOT, Duration::ZERO), || {
-            // What was said before anybody listened is in the log.
-            let logged = std::fs::read(vm.console_log()).unwrap_or_default();
-            let is_in = |text: &[u8]| text.windows(words.len()).any(|part| part == words);
-            if is_in(&said) || is_in(&logged) {
-                return Ok(Some(()));
-            }
-            let mut some = [0; 4096];
-            match console.read(&mut some) {
-                Ok(0) => bail!("QEMU closed the guest's console before the guest had booted"),
-                // An error means that nothing was said.
-                read => said.extend_from_slice(&some[..read.unwrap_or(0)]),
-            }
-            Ok(None)
-        })
+        wait_for(
+            "the guest did not boot",
+            (patience(BOOT), Duration::ZERO),
+            || {
+                // What was said before anybody listened is in the log.
+                let logged = std::fs::read(vm.console_log()).unwrap_or_default();
+                let is_in = |text: &[u8]| text.windows(words.len()).any(|part| part == words);
+                if is_in(&said) || is_in(&logged) {
+                    return Ok(Some(()));
+                }
+                let mut some = [0; 4096];
+                match console.read(&mut some) {
+                    Ok(0) => bail!("QEMU closed the guest's console before the guest had booted"),
+                    // An error means that nothing was said.
+                    read => said.extend_from_slice(&some[..read.unwrap_or(0)]),
+                }
+                Ok(None)
+            },
+        )
         .with_context(|| format!("the guest's last console output:\n{}", last_words(vm)))
     };
     wait(PROMPT, &mut console)?;
@@ -286,5 +296,5 @@ fn save(vm: &Vm, state: &Path) -> anyhow::Result<()> {
     // QEMU's own limit is 128 MiB/s.
     let limits = json!({ "max-bandwidth": 1_u64 << 40 });
     qmp.execute("migrate-set-parameters", limits)?;
-    migrate(&mut qmp, "migrate", state, TRANSFER).context("cannot save the guest")
+    migrate(&mut qmp, "migrate", state, patience(TRANSFER)).context("cannot save the guest")
 }

@@ -174,15 +174,13 @@ fn host(vms: &[VmAccount], stores: &[&std::fs::File]) -> HostAccount {
 /// Repeats `attempt` until it succeeds: other work on the machine may change host-wide sums between
 /// two reads, and one quiet moment is enough.
 fn in_a_quiet_moment<E: std::fmt::Debug>(mut attempt: impl FnMut() -> Result<(), E>) {
-    let mut last = None;
-    for _ in 0..6 {
-        match attempt() {
-            Ok(()) => return,
-            Err(e) => last = Some(e),
+    let mut first = true;
+    wait_for("a quiet moment", Duration::from_secs(30), || {
+        if !std::mem::take(&mut first) {
+            std::thread::sleep(Duration::from_millis(300));
         }
-        std::thread::sleep(Duration::from_millis(300));
-    }
-    panic!("never agreed: {last:?}");
+        attempt()
+    });
 }
 
 #[test]

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
+use memfold_testkit::patience;
+
 use super::calls::{CallRegistry, answer};
 use super::endpoint::{Address, Endpoint};
 use super::lease::{Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, Picture};
@@ -158,8 +160,10 @@ fn who_has_no_other_copy_has_time_to_make_one(fixture: &Fixture) {
         registry.sole_copy(asked, "other"),
         Err(RegistryError::NoLease { .. })
     ));
+    // A call of etcd may take seconds on a busy machine.
+    let late = u64::try_from(patience(Duration::from_secs(2)).as_millis()).unwrap();
     // The borrower has 10 s, and one second for each 20 MiB, which are granted only once.
-    let is_110_s = |ms: Option<u64>| ms.is_some_and(|ms| (108_000..=110_000).contains(&ms));
+    let is_110_s = |ms: Option<u64>| ms.is_some_and(|ms| (110_000 - late..=110_000).contains(&ms));
     let lease = registry.sole_copy(asked, "borrower").unwrap();
     assert_eq!(lease.durability, Durability::None);
     assert!(is_110_s(lease.recall_ms), "{lease:?}");
@@ -312,8 +316,14 @@ fn takers_at_once(fixture: &Fixture) {
     const TAKERS: u64 = 4;
     const TURNS: u64 = 40;
     let registry = &fixture.registry;
-    offer(&**registry, "a", 1, 1000);
-    offer(&**registry, "b", 1, 500);
+    for (host, units) in [("a", 1000), ("b", 500)] {
+        let offer = Offer {
+            lender: lender(host, 1),
+            bytes: units * UNIT,
+        };
+        // Etcd counts real time, and a busy machine needs much of it.
+        registry.offer(&offer, patience(TTL)).unwrap();
+    }
     let (taken, refused) = (Mutex::new(HashSet::new()), AtomicU64::new(0));
     let running = AtomicU64::new(TAKERS);
     std::thread::scope(|scope| {
@@ -599,7 +609,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(48))]
+    #![proptest_config(ProptestConfig::with_cases(16))]
 
     /// After any steps, a lease was only given if the lender's offer at that time had room for it
     /// and for all leases that have not ended.

@@ -169,7 +169,7 @@ mod tests {
         let process = Process::open(identity).unwrap();
         assert!(!process.wait_exit(Duration::from_millis(20)).unwrap());
         process.kill().unwrap();
-        assert!(process.wait_exit(Duration::from_secs(5)).unwrap());
+        assert!(process.wait_exit(Duration::from_secs(60)).unwrap());
         child.wait().unwrap();
         process.kill().unwrap();
         assert!(Process::open(identity).is_err());

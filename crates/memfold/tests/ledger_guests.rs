@@ -11,6 +11,7 @@ use memfold_api::FullReport;
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::{Report, check_change, shared_frames};
+use memfold_testkit::patience;
 use memfold_units::{ByteSize, PageCount};
 use memfold_vm::Vm;
 use rustix::fs::FlockOperation;
@@ -78,7 +79,8 @@ fn wrong(before: &Report, after: &Report) -> Vec<String> {
 /// the rest of the machine continue to run while pages are counted.
 fn agreeing(lab: &Lab, before: &Report, moment: &str) -> FullReport {
     let mut last = Vec::new();
-    for _ in 0..20 {
+    let end = Instant::now() + patience(Duration::from_secs(60));
+    while Instant::now() < end {
         let report = lab.report().unwrap();
         last = wrong(before, &report.ledger);
         let (was, is) = (&before.host, &report.ledger.host);
@@ -118,7 +120,9 @@ fn at_rest(lab: &Lab) -> Report {
 fn wait_folded(lab: &Lab) {
     let began = Instant::now();
     let (mut best, mut grew) = (0, began);
-    while grew.elapsed() < Duration::from_secs(6) && began.elapsed() < Duration::from_secs(60) {
+    while grew.elapsed() < patience(Duration::from_secs(6)).min(Duration::from_secs(20))
+        && began.elapsed() < patience(Duration::from_secs(60))
+    {
         let stats = lab.stats().unwrap();
         let folded: u64 = stats.vms.iter().map(|vm| vm.matched_folded_pages).sum();
         if folded > best + best / 200 {

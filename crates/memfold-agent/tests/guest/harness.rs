@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use memfold_testkit::patience;
 use memfold_wire::agent::{AgentCounters, FromAgent, PORT_NAME, ToAgent, VERSION};
 use memfold_wire::order::GuestOrder;
 use memfold_wire::{Decoder, encode};
@@ -153,7 +154,8 @@ impl Guest {
         });
         let start = Instant::now();
         while !console.lock().unwrap().windows(3).any(|w| w == b":~#") {
-            assert!(start.elapsed() < Duration::from_secs(300), "no prompt");
+            let limit = patience(Duration::from_secs(300));
+            assert!(start.elapsed() < limit, "no prompt");
             std::thread::sleep(Duration::from_millis(100));
         }
         println!("booted in {:.1} s", start.elapsed().as_secs_f64());
@@ -196,9 +198,19 @@ impl Guest {
         self.stream.write_all(&encode(message).unwrap()).unwrap();
     }
 
-    /// Receives messages until `done` returns true. Returns false if the time is over before.
-    pub fn until(&mut self, seconds: u64, mut done: impl FnMut(&FromAgent) -> bool) -> bool {
-        let end = Instant::now() + Duration::from_secs(seconds);
+    /// Receives messages until `done` returns true. Returns false if the time, longer on a slow
+    /// machine, is over before.
+    pub fn until(&mut self, seconds: u64, done: impl FnMut(&FromAgent) -> bool) -> bool {
+        self.within(patience(Duration::from_secs(seconds)), done)
+    }
+
+    /// Receives messages for a time.
+    pub fn listen(&mut self, seconds: u64) {
+        self.within(Duration::from_secs(seconds), |_| false);
+    }
+
+    fn within(&mut self, limit: Duration, mut done: impl FnMut(&FromAgent) -> bool) -> bool {
+        let end = Instant::now() + limit;
         let mut buffer = vec![0; 64 << 10];
         while Instant::now() < end {
             while let Some(message) = self.decoder.next::<FromAgent>().unwrap() {
@@ -342,7 +354,7 @@ impl Guest {
     }
 
     pub fn ping(&mut self) -> AgentCounters {
-        self.until(2, |_| false);
+        self.listen(2);
         self.say(&ToAgent::Ping);
         assert!(self.until(10, |m| matches!(m, FromAgent::Counters(_))));
         self.counters

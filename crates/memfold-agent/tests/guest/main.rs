@@ -16,6 +16,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use harness::{Guest, image};
+use memfold_testkit::patience;
 use memfold_wire::Decoder;
 use memfold_wire::agent::{FromAgent, ToAgent};
 use memfold_wire::order::{GuestOrder, NewAddresses, NewIdentities, NewNames, PathList};
@@ -26,12 +27,10 @@ static ONE_GUEST: Mutex<()> = Mutex::new(());
 /// Receives messages until `ready` returns true or three minutes have passed.
 fn hear_until(guest: &mut Guest, ready: impl Fn(&Guest) -> bool) {
     // Messages that come late may change the state again.
-    guest.until(2, |_| false);
-    for _ in 0..180 {
-        if ready(guest) {
-            return;
-        }
-        guest.until(1, |_| false);
+    guest.listen(2);
+    let end = Instant::now() + patience(Duration::from_secs(180));
+    while Instant::now() < end && !ready(guest) {
+        guest.listen(1);
     }
 }
 
@@ -90,14 +89,12 @@ fn at_least_99_percent_of_the_hints_of_a_real_guest_are_correct() {
     assert_eq!(guest.files[&written], (b"/root/final".to_vec(), 300 * 4096));
 
     let before = guest.ping();
-    guest.until(10, |_| false);
+    guest.listen(10);
     guest.say(&ToAgent::Ping);
     guest.until(5, |m| matches!(m, FromAgent::Counters(_)));
-    println!(
-        "idle 10 s: agent CPU {} us",
-        guest.counters.cpu_us - before.cpu_us
-    );
-    assert!(guest.counters.cpu_us - before.cpu_us < 100_000);
+    let used = Duration::from_micros(guest.counters.cpu_us - before.cpu_us);
+    println!("idle 10 s: agent CPU {used:?}");
+    assert!(used < patience(Duration::from_millis(100)), "{used:?}");
 
     let cached = guest.frames.len();
     guest.run("echo 3 > /proc/sys/vm/drop_caches", 60);
@@ -170,7 +167,7 @@ fn hints_name_the_right_files_on_xfs_btrfs_erofs_and_overlay_mounts() {
     println!("{}", guest.run("set -e; mkdir -p /m/xfs /m/btrfs /m/erofs /m/hidden /m/overlay; mount /dev/vdc /m/xfs; mount /dev/vdd /m/btrfs; mount -t erofs /dev/vde /m/erofs; \
         mount -t erofs /dev/vdf /m/hidden; mkdir /run/u /run/w; mount -t overlay -o lowerdir=/m/hidden,upperdir=/run/u,workdir=/run/w o /m/overlay; umount -l /m/hidden; \
         for d in xfs btrfs; do mkdir '/m/'$d'/a directory'; cp '/m/erofs/a directory/the file' '/m/'$d'/a directory/'; done; sync; echo 3 > /proc/sys/vm/drop_caches", 60));
-    guest.until(3, |_| false);
+    guest.listen(3);
     for kind in ["xfs", "btrfs", "erofs", "overlay"] {
         guest.run(
             &format!("cat '/m/{kind}/a directory/the file' > /dev/null"),
@@ -191,9 +188,9 @@ fn hints_name_the_right_files_on_xfs_btrfs_erofs_and_overlay_mounts() {
         for kind in ["xfs", "btrfs", "erofs", "overlay"] {
             let path = format!("/m/{kind}/a directory/the file");
             // On some file systems, paths come later than pages.
-            let end = Instant::now() + Duration::from_secs(60);
+            let end = Instant::now() + patience(Duration::from_secs(60));
             let found = loop {
-                guest.until(2, |_| false);
+                guest.listen(2);
                 let found = guest.pages_of(path.as_bytes(), content.len());
                 if found.len() >= 290 || Instant::now() > end {
                     break found;

@@ -27,7 +27,8 @@ fn assert_runs_mostly(ram: &Ram, case: &str) {
     let (first, begun) = (pauses(), Instant::now());
     std::thread::sleep(TAKES * 8);
     let (more, elapsed) = (pauses() - first, begun.elapsed());
-    assert!(TAKES * more <= elapsed / 10, "{case}: {more} stops");
+    // This thread may have been late to see the first.
+    assert!(TAKES * more <= elapsed / 10 + TAKES, "{case}: {more} stops");
 }
 
 #[test]

@@ -116,7 +116,7 @@ fn a_guest_that_writes_all_the_time_loses_no_write_while_pages_are_shared_with_i
             && begun.elapsed() > Duration::from_secs(3)
             && vm(&engine.stats(), 1).folded_back_pages > 1000
     };
-    while !enough(rounds) && begun.elapsed() < Duration::from_secs(120) {
+    while !enough(rounds) && begun.elapsed() < Duration::from_secs(400) {
         rounds += 1;
         for (at, original) in original.iter().enumerate() {
             let number = |round: u64| {

@@ -257,7 +257,7 @@ fn a_connection_to_a_vm_that_ends_on_one_side_ends_and_is_not_taken_for_complete
     hosts.save("warm", 2, |_| {});
     hosts.push("warm");
     let stream = begin(&hosts, None).unwrap();
-    let end = |ended: &Receiver<bool>| ended.recv_timeout(Duration::from_secs(10));
+    let end = |ended: &Receiver<bool>| ended.recv_timeout(Duration::from_secs(60));
     // The library closes its socket, for example because no file came with a message.
     let (library, ended) = bring(&stream);
     drop(library);

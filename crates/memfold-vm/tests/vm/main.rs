@@ -375,7 +375,7 @@ fn a_killed_vm_is_detected_and_its_files_are_removed() {
     let vm = Running::start(state.path(), paused("victim", ByteSize::mib(64)));
     assert!(!vm.0.process().has_exited().unwrap());
     vm.0.process().kill().unwrap();
-    assert!(vm.0.process().wait_exit(Duration::from_secs(5)).unwrap());
+    assert!(vm.0.process().wait_exit(Duration::from_secs(60)).unwrap());
     assert!(Vm::discover(state.path()).unwrap().is_empty());
     assert!(VmDirectory::all(state.path()).unwrap().is_empty());
     // The name can be used again.

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_testkit::patience;
+use memfold_testkit::{patience, slowness};
 use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
 use serde_json::{Value, json};
 
@@ -56,9 +56,8 @@ impl Door {
     /// Sends a request with `headers`. A header `host` is added unless `headers` has one.
     pub fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Answer {
         let mut stream = TcpStream::connect(&self.host).unwrap();
-        stream
-            .set_read_timeout(Some(Duration::from_secs(20)))
-            .unwrap();
+        let limit = Some(patience(Duration::from_secs(20)));
+        stream.set_read_timeout(limit).unwrap();
         let mut head = format!("{method} {path} HTTP/1.1\r\nconnection: close\r\n");
         if !headers.iter().any(|(name, _)| *name == "host") {
             let _ = write!(head, "host: {}\r\n", self.host);
@@ -416,7 +415,8 @@ fn http_requests_that_are_too_long_too_slow_or_too_many_are_refused() {
 
 #[test]
 fn during_a_flood_of_http_requests_the_daemon_needs_no_more_memory_and_serves_local_clients() {
-    const FLOOD: Duration = Duration::from_secs(5);
+    // The rate is measured between requests of a local client, which take long on a slow machine.
+    let flood = patience(Duration::from_secs(2)).max(Duration::from_secs(5));
     let door = Door::open(&[]);
     let bearer = format!("Bearer {}", door.token("read"));
     // Meanwhile, as many clients as permitted do not read the samples that they requested.
@@ -434,7 +434,7 @@ fn during_a_flood_of_http_requests_the_daemon_needs_no_more_memory_and_serves_lo
     let before = kib("VmRSS:");
     let request = format!("GET /v1/report HTTP/1.1\r\nhost: {}\r\n\r\n", door.host).repeat(64);
     let (answers, mut seen) = (AtomicU64::new(0), Vec::new());
-    let end = Instant::now() + FLOOD;
+    let end = Instant::now() + flood;
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -455,10 +455,10 @@ fn during_a_flood_of_http_requests_the_daemon_needs_no_more_memory_and_serves_lo
     let grown = kib("VmHWM:").saturating_sub(before);
     let best = best_second(&seen);
     println!(
-        "{} answers a second for {FLOOD:?}, {best:.0} in the best one; the daemon grew by {grown} KiB at most",
-        answers.into_inner() / FLOOD.as_secs()
+        "{} answers a second for {flood:?}, {best:.0} in the best one; the daemon grew by {grown} KiB at most",
+        answers.into_inner() / flood.as_secs()
     );
-    assert!(best >= 1_000.0, "no flood: {best:.0} a second");
+    assert!(best >= 1_000.0 / slowness(), "no flood: {best:.0} a second");
     assert!(grown < 32 << 10, "{grown} KiB more");
     // This client can no longer add entries to the log.
     let noted = door.audit().len();
@@ -468,7 +468,7 @@ fn during_a_flood_of_http_requests_the_daemon_needs_no_more_memory_and_serves_lo
 /// Requests the stream of samples, and reads only the head of the response.
 fn stream(door: &Door, bearer: &str) -> (TcpStream, u16) {
     let mut stream = TcpStream::connect(&door.host).unwrap();
-    let limit = Some(Duration::from_secs(20));
+    let limit = Some(patience(Duration::from_secs(20)));
     stream.set_read_timeout(limit).unwrap();
     let head = format!(
         "GET /v1/live HTTP/1.1\r\nhost: {}\r\nauthorization: {bearer}\r\n\r\n",
@@ -743,7 +743,8 @@ fn a_request_is_audited_even_if_its_client_disconnects_before_the_response() {
     door.daemon.paused_vm("web1", &[]);
     let bearer = format!("authorization: Bearer {}", door.token("operate"));
     // The guest never shuts down, so the response takes time; the client does not wait for it.
-    let body = r#"{"timeout_s":2.0}"#;
+    let timeout = patience(Duration::from_secs(2));
+    let body = json!({ "timeout_s": timeout.as_secs_f64() }).to_string();
     let mut stream = TcpStream::connect(&door.host).unwrap();
     write!(
         stream,
@@ -752,7 +753,8 @@ fn a_request_is_audited_even_if_its_client_disconnects_before_the_response() {
         body.len()
     )
     .unwrap();
-    std::thread::sleep(Duration::from_millis(300));
+    // The request must have begun.
+    std::thread::sleep(patience(Duration::from_millis(300)));
     drop(stream);
     let noted = |path: &str| {
         let log = door.audit();

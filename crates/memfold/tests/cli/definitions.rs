@@ -41,7 +41,7 @@ fn autostart_file(daemon: &Daemon) -> std::path::PathBuf {
 }
 
 /// Restarts the daemon; if `boots`, as after a boot of the host. VMs keep running. Returns when the
-/// daemon has started all VMs that it starts by itself.
+/// daemon has started all VMs that it starts by itself, and has taken over those that run.
 fn restart(daemon: &mut Daemon, boots: bool) {
     let read = |daemon: &Daemon| -> Value {
         serde_json::from_slice(&fs::read(autostart_file(daemon)).unwrap()).unwrap()
@@ -57,6 +57,7 @@ fn restart(daemon: &mut Daemon, boots: bool) {
         let said = read(daemon);
         said["boot"] != "another" && said["waiting"] == json!([])
     });
+    daemon.wait_adopted();
 }
 
 fn record(daemon: &Daemon, name: &str) -> Record {
@@ -288,6 +289,7 @@ fn a_daemon_that_died_during_the_starts_is_continued_by_the_next_one() {
         let now = fs::read(autostart_file(&daemon)).unwrap();
         serde_json::from_slice::<Value>(&now).unwrap()["waiting"] == json!([])
     });
+    daemon.wait_adopted();
     let wanted = [
         ("a", "off"),
         ("b", "prelaunch"),

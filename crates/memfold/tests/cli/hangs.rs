@@ -228,6 +228,13 @@ fn while_folding_waits_for_a_stopped_qemu_fold_status_answers_immediately() {
     firmware_vm(&daemon, "other");
     daemon.json(&["fold", "status"]);
     kill_process(pid, Signal::STOP).unwrap();
+    // The signal takes effect a moment later.
+    wait("fold status shows that QEMU is stopped", || {
+        let stats = daemon.json(&["fold", "status"]);
+        let mut vms = stats["vms"].as_array().unwrap().iter();
+        let vm = vms.find(|vm| vm["name"] == "still");
+        vm.is_some_and(|vm| vm["problem"].to_string().contains("is stopped"))
+    });
     // This makes the engine send an order to this VM's library.
     let mut save = daemon
         .command(&["snapshot", "save", "still", "s", "--keep", "all"])
@@ -369,9 +376,10 @@ fn a_shutdown_request_during_guest_boot_is_repeated_until_the_guest_reacts() {
     let disk = boot_disk(daemon.directory.path(), &slow_guest(18 * 8), 1 << 20);
     run_disk(&daemon, "slow", &disk);
     let mut sits = qmp(&daemon, "slow");
+    let timeout = patience(Duration::from_secs(60)).as_secs().to_string();
     let stop = within(
         Duration::from_secs(90),
-        &mut daemon.command(&["vm", "stop", "slow", "--timeout", "60", "--json"]),
+        &mut daemon.command(&["vm", "stop", "slow", "--timeout", &timeout, "--json"]),
     );
     assert_eq!(code(&stop), 0, "{}", err(&stop));
     let stopped: Value = serde_json::from_slice(&stop.stdout).unwrap();

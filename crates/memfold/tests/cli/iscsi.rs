@@ -80,6 +80,8 @@ fn a_host_configured_to_lend_memory_over_iscsi_lends_from_the_start_of_its_daemo
     let lend = ["--lend", "64M", "--lend-transport", "iscsi"];
     let mut host = Daemon::start_with(&[&["--host", "a"], &lend[..]].concat());
     for _ in 0..2 {
+        // A daemon begins to lend a moment after its start.
+        wait("it lends", || !host.json(&["lend"]).is_null());
         let status = host.json(&["lend"]);
         assert_eq!(status["listens"], "127.0.0.1, by iSCSI, not encrypted");
         assert_eq!(status["max_bytes"], 64 << 20);

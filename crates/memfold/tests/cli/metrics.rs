@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use memfold_testkit::wait_for;
 use serde_json::Value;
 
 use super::support::{Daemon, server, wait};
@@ -190,7 +191,7 @@ impl Prometheus {
         let rules = deploy("prometheus/memfold.rules.yml");
         let rules = rules.canonicalize().unwrap();
         let config = format!(
-            "global: {{scrape_interval: 5s, scrape_timeout: 5s, evaluation_interval: 1s}}\n\
+            "global: {{scrape_interval: 10s, scrape_timeout: 10s, evaluation_interval: 1s}}\n\
              rule_files: ['{}']\n\
              scrape_configs: [{{job_name: memfold, authorization: {{credentials_file: '{}'}}, static_configs: [{{targets: ['{target}']}}]}}]\n",
             rules.display(),
@@ -263,9 +264,14 @@ fn if_folding_is_paused_a_prometheus_that_scrapes_the_daemon_shows_it() {
         .unwrap();
     assert_eq!(metadata[0]["type"], "gauge");
     assert_eq!(metadata[0]["unit"], "bytes");
-    let targets = prometheus.data("targets").unwrap();
-    assert_eq!(targets["activeTargets"][0]["health"], "up", "{targets}");
-    assert_eq!(targets["activeTargets"][0]["lastError"], "");
+    // On a slow machine, a scrape may time out.
+    let scraped = || {
+        let targets = prometheus.data("targets").unwrap_or_default();
+        let target = &targets["activeTargets"][0];
+        let is_up = target["health"] == "up" && target["lastError"] == "";
+        is_up.then_some(()).ok_or(targets)
+    };
+    wait_for("a scrape succeeds", Duration::from_secs(180), scraped);
 
     wait("the alert is pending", || {
         let Some(alerts) = prometheus.data("alerts") else {

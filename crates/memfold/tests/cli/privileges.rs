@@ -5,11 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{read_dir, read_to_string};
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use memfold_host::privileges::kept;
+use memfold_testkit::wait_for;
 
 use super::access::Door;
-use super::support::{Daemon, err, wait};
+use super::support::{Daemon, err};
 
 /// Fields of `/proc/PID/task/TID/status` by name.
 type Fields = BTreeMap<String, String>;
@@ -86,13 +88,18 @@ fn the_thread_that_parses_an_agents_messages_has_no_capability_and_names_no_file
         let mut threads = threads(&daemon).into_iter();
         threads.find(|thread| thread["Name"] == "agent-parser")
     };
-    wait("the daemon connects to the agent's port", || {
-        parser().is_some_and(|thread| mask(&thread, "CapEff") == 0)
-    });
     let own = fields(Path::new("/proc/thread-self/status")).unwrap();
-    let found = parser().unwrap();
-    assert_eq!(mask(&found, "CapPrm"), 0, "{found:?}");
-    assert_eq!(filters(&found), filters(&own) + 1, "{found:?}");
+    // The thread begins when the daemon connects to the agent's port, and gives its rights up one
+    // after the other.
+    wait_for("the parser is confined", Duration::from_secs(180), || {
+        let found = parser();
+        let is_confined = found.as_ref().is_some_and(|thread| {
+            mask(thread, "CapEff") == 0
+                && mask(thread, "CapPrm") == 0
+                && filters(thread) == filters(&own) + 1
+        });
+        is_confined.then_some(()).ok_or(found)
+    });
     daemon.json(&["vm", "stop", "a", "--timeout", "0"]);
 }
 

@@ -4,7 +4,9 @@ use std::fs::File;
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
+use memfold_testkit::patience;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
@@ -75,6 +77,12 @@ fn configuration(language: &str) -> String {
     let page = include_str!("../../../../docs/how-to/reverse-proxy.md");
     let (_, behind) = page.split_once(&format!("```{language}\n")).unwrap();
     behind.split_once("```").unwrap().0.to_owned()
+}
+
+/// Returns a time limit for curl, in seconds: `usual_s` on an idle machine.
+fn limit(usual_s: u64) -> String {
+    let limit = patience(Duration::from_secs(usual_s));
+    limit.as_secs().to_string()
 }
 
 /// A proxy on a port of its own, which is ended when this is dropped.
@@ -149,7 +157,8 @@ impl Proxy {
         let port = self.port;
         let place = self.directory.path();
         let answer = Command::new("curl")
-            .args(["--silent", "--include", "--max-time", "20", "--cacert"])
+            .args(["--silent", "--include", "--max-time", &limit(20)])
+            .arg("--cacert")
             .arg(place.join("vms.example.pem"))
             .arg("--resolve")
             .arg(format!("vms.example:{port}:127.0.0.1"))
@@ -213,13 +222,14 @@ fn logins_changes_and_live_figures_of_the_dashboard_work_behind_nginx_and_caddy(
         assert_eq!(status, "403", "{name}: {said}");
         // The stream never ends: the data that came in time is what the proxy passed on at once.
         // On a busy host, a sample costs more CPU time, so the second one comes later.
-        let samples = |seconds: &str| {
-            let (status, said) = proxy.browse("/v1/live", &["--no-buffer", "--max-time", seconds]);
+        let samples = |usual_s: u64| {
+            let words = ["--no-buffer", "--max-time", &limit(usual_s)];
+            let (status, said) = proxy.browse("/v1/live", &words);
             assert_eq!(status, "200", "{name}");
             said.matches("\ndata:").count()
         };
-        let soon = samples("8");
+        let soon = samples(8);
         assert!(soon >= 1, "{name}");
-        assert!(soon >= 2 || samples("60") >= 2, "{name}");
+        assert!(soon >= 2 || samples(60) >= 2, "{name}");
     }
 }

@@ -287,7 +287,7 @@ fn if_the_relay_process_of_a_swap_disk_is_killed_or_stopped_no_byte_is_lost() {
         daemon: &borrower,
         name: "v",
     };
-    assert_eq!(vm.place(), "lent");
+    vm.wait_place("lent");
     vm.read(3, 8);
     vm.give_back();
     wait_gone(&borrower);
@@ -304,24 +304,32 @@ fn a_host_lends_memory_as_configured_until_a_command_overrides_the_configuration
     }
     let mut host = Daemon::start_with(&["--host", "a", "--lend", "64M"]);
     let lends = |host: &Daemon| host.json(&["lend"])["max_bytes"].as_u64();
+    // A daemon begins to lend a moment after its start.
+    let wait_lends = |host: &Daemon, bytes: u64| {
+        wait(&format!("it lends {bytes} bytes"), || {
+            lends(host) == Some(bytes)
+        });
+    };
     let again = |host: &mut Daemon| {
         host.child.kill().unwrap();
         host.child.wait().unwrap();
         host.start_again();
     };
-    assert_eq!(lends(&host), Some(64 * MIB));
+    wait_lends(&host, 64 * MIB);
     assert_eq!(code(&host.run(&["lend", "--stop"])), 0);
     wait("it lends no more", || lends(&host).is_none());
     again(&mut host);
+    // If it began to lend all the same, it would have done so by then.
+    std::thread::sleep(patience(Duration::from_secs(3)));
     assert_eq!(lends(&host), None);
     assert_eq!(code(&host.run(&["lend", "--max", "32M"])), 0);
     again(&mut host);
-    assert_eq!(lends(&host), Some(32 * MIB));
+    wait_lends(&host, 32 * MIB);
     // This simulates the next boot.
     let note = host.state().join("lend.json");
     let mut said: Value = serde_json::from_slice(&std::fs::read(&note).unwrap()).unwrap();
     said["boot"] = "another".into();
     std::fs::write(&note, said.to_string()).unwrap();
     again(&mut host);
-    assert_eq!(lends(&host), Some(64 * MIB));
+    wait_lends(&host, 64 * MIB);
 }

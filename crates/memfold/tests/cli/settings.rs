@@ -50,6 +50,7 @@ fn a_setting_changes_the_running_vm_at_once_and_its_definition_for_the_next_star
     // The next daemon knows the setting.
     daemon.terminate();
     daemon.start_again();
+    daemon.wait_adopted();
     assert!(problem(&daemon, "web").contains("memfold vm set web fold=true"));
     // Only the running VM changes, then only the definition.
     daemon.json(&["vm", "set", "web", "fold=true", "--now"]);

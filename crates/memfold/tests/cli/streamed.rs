@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use memfold_sys::descriptor;
+use memfold_testkit::patience;
 use memfold_units::ByteSize;
 use memfold_vm::{Identity, Record, Vm, VmDirectory, VmSpec};
 use memfold_wire::library::{Arrived, Awaited, Order, Reply, VERSION};
@@ -128,7 +129,7 @@ fn connections_of_a_vm_whose_snapshot_is_fetched_are_made_again_after_they_fail_
     daemon.json(&["snapshot", "list"]);
     let sockets = simulate_library(&place);
     let socket = || {
-        let socket = sockets.recv_timeout(Duration::from_secs(60));
+        let socket = sockets.recv_timeout(patience(Duration::from_secs(60)));
         socket.expect("the daemon connects again")
     };
     let first = socket();

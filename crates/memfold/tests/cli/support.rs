@@ -198,6 +198,16 @@ impl Daemon {
         });
     }
 
+    /// Waits until a daemon that was started again has taken over all VMs.
+    #[track_caller]
+    pub fn wait_adopted(&self) {
+        wait("all VMs are taken over", || {
+            let vms = self.json(&["vm", "list"]);
+            let mut vms = vms.as_array().unwrap().iter();
+            vms.all(|vm| vm["state"] != "taking-over")
+        });
+    }
+
     pub fn socket(&self) -> PathBuf {
         self.directory.path().join("s")
     }

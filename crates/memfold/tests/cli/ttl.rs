@@ -9,12 +9,18 @@ use serde_json::{Value, json};
 
 use super::support::{Daemon, dose, refused, wait};
 
-const TTL: Duration = Duration::from_secs(6);
+/// Returns the time to live in these tests, in seconds. It is longer than the start of three VMs.
+fn ttl() -> u64 {
+    patience(Duration::from_secs(6)).as_secs()
+}
+
+/// Time limit, on an idle machine, for the end of VMs whose time to live runs out.
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// Program that holds a VM until it is killed, and extends it meanwhile.
 const HOLDER: &str = "
 import memfold, sys, time
-with memfold.Client(sys.argv[1], ttl_s=6).run({'name': sys.argv[2], 'memory': '64M', 'qemu_args': ['-S']}):
+with memfold.Client(sys.argv[1], ttl_s=int(sys.argv[3])).run({'name': sys.argv[2], 'memory': '64M', 'qemu_args': ['-S']}):
     print('started', flush=True)
     time.sleep(600)
 ";
@@ -35,21 +41,23 @@ fn left(daemon: &Daemon, vm: &str) -> Option<f64> {
 fn a_vm_ends_when_its_time_to_live_has_run_out_and_an_extended_vm_runs_on() {
     let log = tempfile::NamedTempFile::new().unwrap();
     let daemon = Daemon::start_logging(log.reopen().unwrap().into(), &[]);
-    daemon.paused_vm("forgotten", &["--ttl", "6"]);
-    daemon.paused_vm("wanted", &["--ttl", "6"]);
+    let seconds = ttl().to_string();
+    daemon.paused_vm("forgotten", &["--ttl", &seconds]);
+    daemon.paused_vm("wanted", &["--ttl", &seconds]);
     daemon.paused_vm("unlimited", &[]);
-    assert!(left(&daemon, "forgotten").is_some_and(|left| left <= 6.0));
+    assert!(left(&daemon, "forgotten").is_some_and(|left| left <= ttl() as f64));
     assert_eq!(left(&daemon, "unlimited"), None);
     let extend = || {
         let (status, answer) = daemon.http("POST", "/v1/vms/wanted/extend", b"");
         assert_eq!(status, 200, "{answer}");
     };
-    wait_until("the forgotten VM has ended", 20 * TTL, || {
+    wait_until("the forgotten VM has ended", LIMIT, || {
         extend();
         listed(&daemon).len() == 2
     });
-    let began = Instant::now();
-    while began.elapsed() < 2 * TTL {
+    // Without these extensions, the wanted VM would end meanwhile.
+    let (began, longer) = (Instant::now(), Duration::from_secs(ttl() + 2));
+    while began.elapsed() < longer {
         extend();
         std::thread::sleep(Duration::from_millis(200));
     }
@@ -104,11 +112,12 @@ fn extensions_are_not_in_the_audit_log_unless_they_are_refused() {
 fn after_a_kill_of_the_daemon_the_next_daemon_begins_the_time_to_live_again() {
     let mut daemon = Daemon::start();
     daemon.paused_vm("held", &["--ttl", "600"]);
-    daemon.json(&["vm", "set", "held", "ttl_s=4"]);
+    let short = patience(Duration::from_secs(4)).as_secs();
+    daemon.json(&["vm", "set", "held", &format!("ttl_s={short}")]);
     daemon.child.kill().unwrap();
     daemon.child.wait().unwrap();
     // The time without a daemon does not count.
-    std::thread::sleep(Duration::from_secs(5));
+    std::thread::sleep(Duration::from_secs(short + 1));
     daemon.start_again();
     wait("the VM is adopted", || left(&daemon, "held").is_some());
     wait("the VM ends", || listed(&daemon).is_empty());
@@ -120,6 +129,7 @@ fn holder(socket: &Path, vm: &str) -> std::process::Child {
         .args(["-c", HOLDER])
         .arg(socket)
         .arg(vm)
+        .arg(ttl().to_string())
         .env(
             "PYTHONPATH",
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../../clients/python"),
@@ -149,8 +159,8 @@ fn a_python_program_that_is_killed_at_any_moment_leaves_no_vm() {
         listed(&daemon).iter().any(|vm| vm["name"] == "held")
     });
     // The program extends its VM, whose time to live has run out by then.
-    std::thread::sleep(2 * TTL);
-    wait_until("only the held VM is left", patience(20 * TTL), || {
+    std::thread::sleep(Duration::from_secs(ttl() + 2));
+    wait_until("only the held VM is left", LIMIT, || {
         let vms = listed(&daemon);
         vms.len() == 1 && vms[0]["name"] == "held"
     });

@@ -148,6 +148,11 @@ fn a_user_without_root_rights_runs_saves_and_clones_vms_with_a_daemon_of_their_o
     // A new daemon takes the VMs over.
     user.end_daemon();
     user.start_daemon();
+    wait("all VMs are taken over", || {
+        let vms = user.json(&["vm", "list"]);
+        let mut vms = vms.as_array().unwrap().iter();
+        vms.all(|vm| vm["state"] != "taking-over")
+    });
     let vms = user.json(&["vm", "list"]);
     let names: Vec<&str> = vms
         .as_array()

@@ -6,7 +6,7 @@ use std::io::{Read as _, Write as _};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-use memfold_testkit::wait_until;
+use memfold_testkit::{patience, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::{Daemon, code, err, refused};
@@ -95,7 +95,7 @@ fn vm_console_passes_keys_and_output_for_one_client_until_ctrl_bracket_or_the_vm
     let mut next = None;
     wait_until("the console is free", Duration::from_secs(60), || {
         let mut console = Attached::new(&daemon, "echoes");
-        std::thread::sleep(Duration::from_millis(200));
+        std::thread::sleep(patience(Duration::from_millis(200)));
         let is_refused = console.0.try_wait().unwrap().is_some();
         next = (!is_refused).then_some(console);
         next.is_some()

@@ -18,7 +18,7 @@ use memfold_fold::EngineStats;
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::{DebtReport, shared_frames};
 use memfold_snapshot::Renew;
-use memfold_testkit::{reports_skip, wait_for};
+use memfold_testkit::{patience, reports_skip, wait_for};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 
@@ -178,7 +178,7 @@ fn lend(state: &Path, other: &Path) {
     ];
     memfold(state, &run);
     let client = Client::new(&state.join("s")).unwrap();
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + patience(Duration::from_secs(30));
     loop {
         let leases: LeaseReport = client.get("/v1/leases").unwrap();
         if leases.lenders.iter().any(|l| l.offered_bytes >= 64 << 20) {

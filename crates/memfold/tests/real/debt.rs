@@ -90,7 +90,7 @@ impl Drop for Group {
     fn drop(&mut self) {
         let _ = move_to(&self.before);
         // Processes that have just ended may still be in the group.
-        let end = Instant::now() + Duration::from_secs(10);
+        let end = Instant::now() + patience(Duration::from_secs(10));
         while std::fs::remove_dir(&self.directory).is_err() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(100));
         }

@@ -17,7 +17,7 @@ use memfold_ksm::{
 };
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::DebtReport;
-use memfold_testkit::wait_for;
+use memfold_testkit::{patience, wait_for};
 use memfold_units::ByteSize;
 use memfold_vm::VmSpec;
 use serde_json::Value;
@@ -68,7 +68,7 @@ fn pages(explanation: &Explanation, cause: Cause) -> u64 {
 
 /// Requests steering. Other tests on this machine may have mergeable memory for a moment.
 fn ask(client: &Client, request: &KsmStartRequest) -> Result<Overview, ClientError> {
-    let end = Instant::now() + Duration::from_secs(240);
+    let end = Instant::now() + patience(Duration::from_secs(240));
     loop {
         match client.post("/v1/ksm/start", request) {
             Err(error) if error.to_string().contains("not a VM of this daemon") => {

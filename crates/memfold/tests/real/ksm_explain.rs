@@ -12,7 +12,7 @@ use memfold_ksm::{
     self as ksm, Cause, Controls, Explanation, Facts, Finding, KsmError, Merged, NOTES, Settings,
     merging_pages,
 };
-use memfold_testkit::{report_skip, reports_skip, skip};
+use memfold_testkit::{patience, report_skip, reports_skip, skip, slowness};
 use memfold_vm::Qmp;
 use serde_json::json;
 use tempfile::TempDir;
@@ -45,7 +45,7 @@ impl Still {
             .unwrap();
         let mut still = Self { child, directory };
         // QEMU listens before it has allocated its memory, and answers afterwards.
-        let end = Instant::now() + Duration::from_secs(30);
+        let end = Instant::now() + patience(Duration::from_secs(30));
         while still.qmp().is_none() {
             let ended = still.child.try_wait().unwrap();
             assert!(
@@ -71,7 +71,7 @@ impl Still {
 
     /// Waits until a cause concerns at least `bytes` of QEMU's memory.
     fn wait(&self, cause: Cause, bytes: u64) -> Finding {
-        let end = Instant::now() + Duration::from_secs(60);
+        let end = Instant::now() + patience(Duration::from_secs(60));
         loop {
             let explained = self.explain();
             let found = explained.causes.iter().find(|f| f.cause == cause);
@@ -96,7 +96,7 @@ impl Drop for Still {
 /// guard restores KSM's settings and merged pages.
 pub fn take() -> Option<ksm::Guard> {
     let controls = Controls::default();
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + patience(Duration::from_secs(60));
     std::fs::create_dir_all(NOTES).unwrap();
     loop {
         match ksm::Guard::take_as(&controls, Path::new(NOTES), Merged::AsBefore) {
@@ -273,7 +273,7 @@ fn ksm_explain_distinguishes_pages_not_yet_scanned_from_pages_that_stay_unmerged
     first_merge_is_when_it_was_said(&controls, &vm);
     fast(&controls);
     vm.wait(Cause::MaxPageSharing, 0);
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + patience(Duration::from_secs(30));
     while vm.explain().merged_bytes < 31 * MIB {
         assert!(Instant::now() < end, "{:#?}", vm.explain());
         std::thread::sleep(Duration::from_millis(100));
@@ -299,7 +299,7 @@ fn first_merge_is_when_it_was_said(controls: &Controls, vm: &Still) {
     let began = Instant::now();
     while vm.explain().first_merge_s.is_some() {
         assert!(
-            began.elapsed().as_secs_f64() < said * 1.25 + 1.0,
+            began.elapsed().as_secs_f64() < said * 1.25 * slowness() + 1.0,
             "{said} s"
         );
         std::thread::sleep(Duration::from_millis(50));
@@ -325,7 +325,7 @@ fn ksm_explain_names_memory_that_was_allocated_after_the_last_scan() {
     );
     let vm = Still::start(&["-S", "-M", "pc", "-m", "320", "-device", &loader]);
     fast(&controls);
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + patience(Duration::from_secs(60));
     while vm.explain().merged_bytes < 255 * MIB {
         assert!(Instant::now() < end, "{:#?}", vm.explain());
         std::thread::sleep(Duration::from_millis(100));

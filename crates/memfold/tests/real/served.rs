@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{Client, ExecRequest, ExecResult, VersionInfo, VmInfo};
 use memfold_lab::Warm;
+use memfold_testkit::patience;
 use memfold_vm::{Vm, VmDirectory, VmSpec};
 
 use crate::support::BOOT;
@@ -121,7 +122,7 @@ impl<'a> Served<'a> {
     /// Waits until the daemon that runs now answers.
     pub fn answers(&mut self) -> Client {
         let client = Client::new(&self.state.join("s")).unwrap();
-        let end = Instant::now() + Duration::from_secs(180);
+        let end = Instant::now() + patience(Duration::from_secs(180));
         let daemon = self.daemon.as_mut().unwrap();
         let pid = i32::try_from(daemon.id()).unwrap();
         loop {
@@ -215,7 +216,7 @@ pub fn wait_agent(client: &Client, name: &str) -> VmInfo {
             println!("{name}: its agent is there after {took:.1} s");
             return vm.clone();
         }
-        assert!(began.elapsed() < BOOT, "{name}: {found:?}");
+        assert!(began.elapsed() < patience(BOOT), "{name}: {found:?}");
         std::thread::sleep(Duration::from_millis(100));
     }
 }
@@ -224,7 +225,7 @@ pub fn wait_agent(client: &Client, name: &str) -> VmInfo {
 pub fn exec(client: &Client, name: &str, script: &str) -> ExecResult {
     let request = ExecRequest {
         script: script.to_owned(),
-        timeout_s: 300.0,
+        timeout_s: patience(Duration::from_secs(300)).as_secs_f64(),
     };
     let result: ExecResult = client
         .post(&format!("/v1/vms/{name}/exec"), &request)

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{AttachRequest, Client, KeepChoice, RestoreRequest, SaveRequest, VmInfo};
 use memfold_host::guest_images;
 use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
-use memfold_testkit::wait_for;
+use memfold_testkit::{patience, wait_for};
 use memfold_vm::{Qmp, VmDirectory};
 use serde_json::Value;
 
@@ -87,7 +87,7 @@ impl Typed {
             place: place.to_owned(),
             child,
         };
-        let end = Instant::now() + Duration::from_secs(60);
+        let end = Instant::now() + patience(Duration::from_secs(60));
         while !place.join("qmp.sock").exists() {
             assert!(Instant::now() < end, "{}", typed.log());
             std::thread::sleep(Duration::from_millis(50));
@@ -262,7 +262,7 @@ fn a_qemu_that_was_started_by_hand_runs_on_after_saves_even_if_the_daemon_dies_i
                 match death % 3 {
                     // The daemon dies while the VM is stopped.
                     0 | 1 => {
-                        let end = Instant::now() + Duration::from_secs(60);
+                        let end = Instant::now() + patience(Duration::from_secs(60));
                         while !draft.join("devices").exists() && Instant::now() < end {
                             std::thread::sleep(Duration::from_millis(1));
                         }
@@ -282,7 +282,7 @@ fn a_qemu_that_was_started_by_hand_runs_on_after_saves_even_if_the_daemon_dies_i
             served.answers();
             verify(client, VM);
             // The daemon holds the monitor.
-            let end = Instant::now() + Duration::from_secs(60);
+            let end = Instant::now() + patience(Duration::from_secs(60));
             while state.join(format!("saving/{VM}.json")).exists() {
                 assert!(Instant::now() < end, "the cut save is not undone");
                 std::thread::sleep(Duration::from_millis(50));
@@ -376,7 +376,7 @@ fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
         assert_eq!(exec(client, "again", READ_CD).stdout, cd);
         let boot = "cat /proc/sys/kernel/random/boot_id";
         let before = exec(client, "again", boot).stdout;
-        let reboot = serde_json::json!({ "timeout_s": BOOT.as_secs_f64() });
+        let reboot = serde_json::json!({ "timeout_s": patience(BOOT).as_secs_f64() });
         client
             .post::<_, Value>("/v1/vms/again/reboot", &reboot)
             .unwrap();

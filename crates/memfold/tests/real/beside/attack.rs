@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{Client, CodeRequest, FullReport, LoginCode, Role, VmInfo};
 use memfold_lab::{DiskMode, Lab};
-use memfold_testkit::{patience, wait_until};
+use memfold_testkit::{patience, slowness, wait_until};
 use memfold_units::ByteSize;
 
 use crate::served::{Served, exec};
@@ -216,7 +216,7 @@ fn a_flood_of_requests_to_the_http_api_does_not_affect_guests_and_folding() {
         slowest.load(Ordering::Relaxed)
     );
     // Guests, attackers and other tests use the same cores as the daemon.
-    assert!(best >= 1_000.0, "no flood: {best:.0} a second");
+    assert!(best >= 1_000.0 / slowness(), "no flood: {best:.0} a second");
     assert_eq!(granted.load(Ordering::Relaxed), 0);
     assert!(grown < GROWTH, "{grown} bytes");
     let slowest = Duration::from_millis(slowest.load(Ordering::Relaxed));

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{BootSnapshot, RebootRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::patience;
 use memfold_units::ByteSize;
 
 use crate::support::{self, BOOT};
@@ -33,7 +34,7 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
     let error = reboot(true).unwrap_err().to_string();
     assert!(error.contains("no boot snapshot of VM 'booted'"), "{error}");
     let snapshot = || daemon.vms().list()[0].boot_snapshot.clone();
-    let end = Instant::now() + BOOT;
+    let end = Instant::now() + memfold_testkit::patience(BOOT);
     while snapshot() == Some(BootSnapshot::Pending) {
         assert!(Instant::now() < end, "it is never up");
         std::thread::sleep(Duration::from_millis(200));
@@ -67,7 +68,7 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
         let info = reboot(true).unwrap();
         println!("back after {:.0} ms", began.elapsed().as_secs_f64() * 1e3);
         assert_eq!(info.boot_snapshot, Some(BootSnapshot::Ready));
-        daemon.vms().wait_agent("booted", BOOT).unwrap();
+        daemon.vms().wait_agent("booted", patience(BOOT)).unwrap();
         let gone = "test ! -e /run/since && test ! -e /var/tmp/since";
         lab.exec("booted", gone, limit).unwrap();
         assert_eq!(boot_id(), first, "it was booted anew");

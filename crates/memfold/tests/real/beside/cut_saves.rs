@@ -74,7 +74,7 @@ fn shelf_is_clean(client: &Client, state: &Path) -> Vec<String> {
 }
 
 fn wait_for(done: impl Fn() -> bool) {
-    let end = Instant::now() + Duration::from_secs(120);
+    let end = Instant::now() + memfold_testkit::patience(Duration::from_secs(120));
     while !done() && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -20,7 +20,7 @@ const LONGEST_STOP: Duration = Duration::from_secs(3);
 
 /// Waits until the agents of both VMs have reported their inventory.
 fn wait_ready(client: &Client) {
-    let end = Instant::now() + BOOT;
+    let end = Instant::now() + patience(BOOT);
     loop {
         let report: FullReport = client.get("/v1/report").unwrap();
         let ready = |name: &&str| {

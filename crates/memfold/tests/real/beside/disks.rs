@@ -8,6 +8,7 @@ use std::time::Duration;
 use memfold_api::{Client, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::patience;
 use memfold_vm::{Aio, CacheMode, DiskFormat, DiskSpec, VmSpec};
 
 use super::snapshots::{Small, VERIFY};
@@ -193,7 +194,7 @@ fn a_save_copies_disks_without_overlay_into_the_snapshot_and_the_vm_keeps_its_di
             .snapshots()
             .restore(name, &RestoreRequest::new(&vm))
             .unwrap();
-        daemon.vms().wait_agent(&vm, BOOT).unwrap();
+        daemon.vms().wait_agent(&vm, patience(BOOT)).unwrap();
         check(&vm);
         check("plain");
         let report = daemon.snapshots().verify(name).unwrap();
@@ -216,7 +217,7 @@ fn a_save_copies_disks_without_overlay_into_the_snapshot_and_the_vm_keeps_its_di
         ..own
     };
     daemon.snapshots().restore("live", &own).unwrap();
-    daemon.vms().wait_agent("heir", BOOT).unwrap();
+    daemon.vms().wait_agent("heir", patience(BOOT)).unwrap();
     check("heir");
     let mark = "systemctl stop writer; echo mine | dd of=/dev/vdb bs=4k count=1 conv=sync oflag=direct 2>&1; sync";
     lab.exec("heir", mark, limit).unwrap();

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab, SNAPSHOT_KEY};
+use memfold_testkit::patience;
 use memfold_units::ByteSize;
 
 use super::snapshots::MEMORY;
@@ -124,7 +125,7 @@ fn clones_of_an_encrypted_snapshot_have_the_guests_memory_and_share_it_and_its_f
         }
     }
     for vm in &vms {
-        lab.daemon().vms().wait_agent(vm, BOOT).unwrap();
+        lab.daemon().vms().wait_agent(vm, patience(BOOT)).unwrap();
         assert_eq!(lab.exec(vm, CHECK, LIMIT).unwrap(), told, "{vm}");
     }
     for vm in &vms {

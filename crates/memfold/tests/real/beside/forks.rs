@@ -6,6 +6,7 @@ use memfold_api::{ForkReport, ForkRequest, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab, wait_for};
 use memfold_snapshot::Renew;
+use memfold_testkit::patience;
 use memfold_units::ByteSize;
 
 use super::disks::{CHECK_DISKS, write_to};
@@ -97,7 +98,10 @@ fn vms_forked_from_a_running_vm_and_vms_forked_from_them_have_its_memory_and_its
     assert_eq!(first.parent, None);
     let before = pss(&lab, &["root"]);
     start(&lab, &first.snapshot, "child");
-    lab.daemon().vms().wait_agent("child", BOOT).unwrap();
+    lab.daemon()
+        .vms()
+        .wait_agent("child", patience(BOOT))
+        .unwrap();
     check(&lab, "child", &sums);
     check(&lab, "root", &sums);
     // The child alone holds little memory: what both hold is there once.
@@ -119,7 +123,10 @@ fn vms_forked_from_a_running_vm_and_vms_forked_from_them_have_its_memory_and_its
         assert!(report.shared_bytes > Some(0), "{report:?}");
         let name = format!("fork-{number}");
         start(&lab, &report.snapshot, &name);
-        lab.daemon().vms().wait_agent(&name, BOOT).unwrap();
+        lab.daemon()
+            .vms()
+            .wait_agent(&name, patience(BOOT))
+            .unwrap();
         check(&lab, &name, &now);
         expected[0].1.clone_from(&now);
         let own = lab.exec(&name, &write(&name), LIMIT).unwrap();
@@ -137,7 +144,10 @@ fn vms_forked_from_a_running_vm_and_vms_forked_from_them_have_its_memory_and_its
         lab.daemon().snapshots().remove(&after).unwrap();
         let grandchild = format!("fork-{number}-again");
         start(&lab, &again.snapshot, &grandchild);
-        lab.daemon().vms().wait_agent(&grandchild, BOOT).unwrap();
+        lab.daemon()
+            .vms()
+            .wait_agent(&grandchild, patience(BOOT))
+            .unwrap();
         check(&lab, &grandchild, &own);
         check(&lab, &name, &own);
         lab.stop(&name).unwrap();
@@ -166,10 +176,13 @@ fn vms_forked_from_a_running_vm_and_vms_forked_from_them_have_its_memory_and_its
         let names = snapshots.list()?.into_iter().map(|snapshot| snapshot.name);
         Ok((names.collect::<Vec<_>>() == ["kept"]).then_some(()))
     };
-    let pace = (Duration::from_secs(120), Duration::from_secs(1));
+    let pace = (patience(Duration::from_secs(120)), Duration::from_secs(1));
     wait_for("the forks' layers were not removed", pace, only_kept).unwrap();
     start(&lab, "kept", "last");
-    lab.daemon().vms().wait_agent("last", BOOT).unwrap();
+    lab.daemon()
+        .vms()
+        .wait_agent("last", patience(BOOT))
+        .unwrap();
     check(&lab, "last", &expected[0].1);
 }
 
@@ -219,7 +232,10 @@ fn a_fork_at_a_random_moment_has_the_memory_files_and_disk_of_that_moment() {
         let report = fork(&lab, &parent, round % 2 == 0);
         let child = format!("fork-{round}");
         start(&lab, &report.snapshot, &child);
-        lab.daemon().vms().wait_agent(&child, BOOT).unwrap();
+        lab.daemon()
+            .vms()
+            .wait_agent(&child, patience(BOOT))
+            .unwrap();
         check_memory_and_disk(&lab, &child, round);
         check_memory_and_disk(&lab, &parent, round);
         // The VM that is not forked again checks its files, too, and ends.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::{GuestMemory, GuestMemorySource, VmAccount};
-use memfold_testkit::wait_until;
+use memfold_testkit::{patience, wait_until};
 use memfold_units::ByteSize;
 use memfold_vm::Trim;
 use memfold_wire::memory::TrimEnd;
@@ -141,7 +141,7 @@ fn trimming_takes_clean_pages(lab: &Lab) {
     let trim = Trim {
         bytes: TAKEN,
         max_pressure: 1.0,
-        limit: LONG,
+        limit: patience(LONG),
         spare_swap: true,
     };
     let result = lab.daemon().vms().trim(VM, &trim).unwrap();
@@ -168,7 +168,7 @@ fn the_owner_can_forbid_trimming(lab: &Lab) {
     let trim = Trim {
         bytes: 8 << 20,
         max_pressure: 1.0,
-        limit: LONG,
+        limit: patience(LONG),
         spare_swap: true,
     };
     set_allowed(lab, r#"["exec"]"#);

@@ -11,7 +11,7 @@ use memfold_daemon::DaemonError;
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::{Manifest, SnapshotError};
-use memfold_testkit::wait_until;
+use memfold_testkit::{patience, wait_until};
 use memfold_units::ByteSize;
 
 use super::snapshots::MEMORY;
@@ -129,7 +129,7 @@ fn restore(lab: &Lab, snapshot: &str, vm: &str, prefetch: bool) {
         .snapshots()
         .restore(snapshot, &request)
         .unwrap();
-    lab.daemon().vms().wait_agent(vm, BOOT).unwrap();
+    lab.daemon().vms().wait_agent(vm, patience(BOOT)).unwrap();
 }
 
 /// Reads the files again, compares their sums, and returns the bytes that came from the VM's disk.

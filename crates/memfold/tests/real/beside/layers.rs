@@ -7,6 +7,7 @@ use memfold_api::{RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::{Manifest, Renew};
+use memfold_testkit::patience;
 use memfold_units::{ByteSize, PAGE_SIZE};
 
 use super::snapshots::{MEMORY, VERIFY, rewrite_memory};
@@ -43,7 +44,7 @@ fn clone(lab: &Lab, snapshot: &str, vm: &str) {
     };
     let snapshots = lab.daemon().snapshots();
     snapshots.restore(snapshot, &request).unwrap();
-    lab.daemon().vms().wait_agent(vm, BOOT).unwrap();
+    lab.daemon().vms().wait_agent(vm, patience(BOOT)).unwrap();
 }
 
 fn own_bytes(manifest: &Manifest) -> ByteSize {

@@ -86,7 +86,7 @@ fn agents_that_send_false_hints_change_no_byte_and_folding_of_other_vms_continue
     // The liar's agent is back only after the daemon has waited for it, so this is done meanwhile.
     check_files(&lab, &HONEST);
     // Some false messages were Hellos, so only an answer shows that the true agent is back.
-    let end = Instant::now() + Duration::from_secs(400);
+    let end = Instant::now() + patience(Duration::from_secs(400));
     let said = loop {
         match lab.exec(LIAR, "cat /run/lies", Duration::from_secs(3)) {
             Ok(said) if !said.is_empty() => break said,

@@ -17,7 +17,7 @@ use memfold_fold::{EngineStats, VmStats};
 use memfold_lab::{DiskMode, Lab};
 use memfold_libvirt::{Change, DomainStatus, tag};
 use memfold_snapshot::{Manifest, Renew};
-use memfold_testkit::wait_until;
+use memfold_testkit::{patience, wait_until};
 use serde_json::Value;
 
 use super::libvirt_host::{self as libvirt, Host};
@@ -37,6 +37,8 @@ pub const SUM: &str = "find /usr/lib/x86_64-linux-gnu -maxdepth 1 -type f -size 
 /// Shell script that puts data into the guest's memory that is in no file on disk, and prints its
 /// sum.
 pub const HOLD: &str = "mkdir -p /run/held && mount -t tmpfs held /run/held && dd if=/dev/urandom of=/run/held/data bs=1M count=32 2>/dev/null && md5sum < /run/held/data";
+/// Shell script that waits until the guest has started all its services.
+const STARTED: &str = "systemctl is-system-running --wait || true";
 pub const HELD: &str = "md5sum < /run/held/data";
 
 /// Runs memfold's commands on a host.
@@ -120,9 +122,14 @@ pub fn wait_folded(client: &Client, name: &str) -> VmStats {
 
 /// Returns the guest's boot id; `None` if the guest does not answer.
 pub fn boot_id(client: &Client, name: &str) -> Option<String> {
+    said(client, name, "cat /proc/sys/kernel/random/boot_id")
+}
+
+/// Returns what a script in the guest printed; `None` if the guest does not answer.
+fn said(client: &Client, name: &str, script: &str) -> Option<String> {
     let request = ExecRequest {
-        script: "cat /proc/sys/kernel/random/boot_id".into(),
-        timeout_s: 30.0,
+        script: script.to_owned(),
+        timeout_s: patience(Duration::from_secs(30)).as_secs_f64(),
     };
     let result = client.post(&format!("/v1/vms/{name}/exec"), &request);
     result.ok().map(|done: ExecResult| done.stdout)
@@ -137,7 +144,7 @@ fn total_kib(client: &Client) -> u64 {
 /// Waits until the balloon has moved far enough.
 #[track_caller]
 fn wait_total(client: &Client, far_enough: impl Fn(u64) -> bool) {
-    let end = Instant::now() + Duration::from_secs(120);
+    let end = Instant::now() + patience(Duration::from_secs(120));
     loop {
         let now = total_kib(client);
         if far_enough(now) {
@@ -150,7 +157,7 @@ fn wait_total(client: &Client, far_enough: impl Fn(u64) -> bool) {
 
 #[track_caller]
 fn wait_state(host: &Host, domain: &str, state: &str) {
-    let end = Instant::now() + Duration::from_secs(300);
+    let end = Instant::now() + patience(Duration::from_secs(300));
     while host.state(domain) != state {
         assert!(Instant::now() < end, "{domain}: {}", host.state(domain));
         std::thread::sleep(Duration::from_millis(300));
@@ -159,7 +166,7 @@ fn wait_state(host: &Host, domain: &str, state: &str) {
 
 #[track_caller]
 pub fn wait_gone(client: &Client, name: &str) {
-    let end = Instant::now() + Duration::from_secs(120);
+    let end = Instant::now() + patience(Duration::from_secs(120));
     while vm(client, name).is_some() {
         assert!(Instant::now() < end, "{name} is still known");
         std::thread::sleep(Duration::from_millis(200));
@@ -243,7 +250,7 @@ fn saved_by_memfold(host: &Host, folded: &Folded) {
 /// Waits until the daemon has changed the XML of a domain so that `done`.
 #[track_caller]
 fn wait_xml(host: &Host, what: &str, done: impl Fn(&str) -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
+    let end = Instant::now() + patience(Duration::from_secs(60));
     loop {
         let xml = host.xml(DOMAIN);
         if done(&xml) {
@@ -483,10 +490,12 @@ fn an_enabled_libvirt_domain_is_folded_with_a_vm_of_memfold_and_survives_both_da
         assert!(cli.said(&["libvirt", "attach", DOMAIN]).contains(VM));
         // After a reboot, the process is the same.
         wait_agent(client, VM);
-        let boot = boot_id(client, VM);
+        // A guest that still starts may not notice that its button is pressed.
+        exec(client, VM, STARTED);
+        let boot = boot_id(client, VM).unwrap();
         stage.host.ask(&["reboot", DOMAIN]);
         wait_until("the guest has rebooted", BOOT, || {
-            boot_id(client, VM).is_some_and(|now| Some(now) != boot)
+            boot_id(client, VM).is_some_and(|now| now != boot)
         });
         assert_eq!(wait_agent(client, VM).pid, info.pid);
         exec(client, VM, SUM);
@@ -509,6 +518,7 @@ fn an_enabled_libvirt_domain_is_folded_with_a_vm_of_memfold_and_survives_both_da
         assert_eq!(vm(client, VM).unwrap().domain.as_deref(), Some("lab"));
 
         // The guest is shut down.
+        exec(client, VM, STARTED);
         stage.host.ask(&["shutdown", DOMAIN]);
         wait_state(&stage.host, DOMAIN, "shut off");
         wait_gone(client, VM);
@@ -556,7 +566,7 @@ fn libvirt_saves_restores_dumps_and_reverts_a_folded_domain_and_no_byte_changes(
         let (client, host) = (&folded.client, &stage.host);
         // The domain is saved while it is folded, and restored in another process.
         let file = stage.place.join("disks/web1.save");
-        let boot = boot_id(client, VM);
+        let boot = boot_id(client, VM).unwrap();
         wait_folded(client, VM);
         host.ask(&["save", DOMAIN, file.to_str().unwrap()]);
         wait_gone(client, VM);
@@ -564,7 +574,7 @@ fn libvirt_saves_restores_dumps_and_reverts_a_folded_domain_and_no_byte_changes(
         let restored = wait_agent(client, VM);
         assert_ne!(restored.pid, info.pid);
         assert_eq!(restored.domain.as_deref(), Some("lab"));
-        assert_eq!(boot_id(client, VM), boot);
+        assert_eq!(boot_id(client, VM).as_ref(), Some(&boot));
         folded.assert_whole("restored");
 
         // The same, with the file that libvirt itself keeps.
@@ -572,7 +582,7 @@ fn libvirt_saves_restores_dumps_and_reverts_a_folded_domain_and_no_byte_changes(
         wait_gone(client, VM);
         host.ask(&["start", DOMAIN]);
         wait_agent(client, VM);
-        assert_eq!(boot_id(client, VM), boot);
+        assert_eq!(boot_id(client, VM).as_ref(), Some(&boot));
         folded.assert_whole("started from its saved memory");
 
         // The domain is paused and resumed, and its memory is dumped.
@@ -608,8 +618,10 @@ fn libvirt_saves_restores_dumps_and_reverts_a_folded_domain_and_no_byte_changes(
             "rm /run/held/data; echo 3 > /proc/sys/vm/drop_caches",
         );
         host.ask(&["snapshot-revert", DOMAIN, "then"]);
-        std::thread::sleep(Duration::from_secs(1));
-        wait_agent(client, VM);
+        // The daemon may know the QEMU before for a moment.
+        wait_until("the guest has its data back", BOOT, || {
+            said(client, VM, HELD).as_ref() == Some(&folded.held)
+        });
         folded.assert_whole("back at libvirt's snapshot");
         host.ask(&["snapshot-delete", DOMAIN, "then"]);
     });

@@ -187,8 +187,8 @@ fn a_restored_vm_gets_back_what_its_balloon_held_when_it_was_saved() {
     let service = lab.daemon().rightsizing();
     service.set_mode(RightsizeMode::On);
     restore("second");
-    vms.wait_agent("second", BOOT).unwrap();
     assert!(vms.balloon_size("second").unwrap() < MEMORY);
+    vms.wait_agent("second", patience(BOOT)).unwrap();
     service.set_mode(RightsizeMode::Watch);
     wait_until("the guest has its memory back", LONG, || {
         vms.balloon_size("second").unwrap() == MEMORY

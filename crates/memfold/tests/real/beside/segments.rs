@@ -9,7 +9,7 @@ use memfold_fold::EngineSettings;
 use memfold_host::guest_images;
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::VmAccount;
-use memfold_testkit::wait_until;
+use memfold_testkit::{patience, wait_until};
 use memfold_vm::{SegmentSpec, VmSpec};
 
 use super::snapshots::{MEMORY, Small};
@@ -136,7 +136,7 @@ fn state(lab: &Lab, vm: &str) -> Vec<(String, SegmentState)> {
 }
 
 fn wait_laid(lab: &Lab, vm: &str) {
-    let end = Instant::now() + Duration::from_secs(300);
+    let end = Instant::now() + patience(Duration::from_secs(300));
     loop {
         let now = state(lab, vm);
         if now.iter().all(|(_, state)| *state == SegmentState::Laid) {
@@ -513,7 +513,7 @@ fn cloned(lab: &Lab) {
         .snapshots()
         .restore("warm", &RestoreRequest::new("late"))
         .unwrap();
-    daemon.vms().wait_agent("late", BOOT).unwrap();
+    daemon.vms().wait_agent("late", patience(BOOT)).unwrap();
     wait_laid(lab, "late");
     let look = "cat /usr/bin/own; md5sum /usr/bin/python3* | head -1";
     let again = lab.exec("late", look, LIMIT).unwrap();
@@ -607,7 +607,7 @@ fn one_vm_writes_a_new_generation_of_a_segment_and_the_old_one_is_removed_with_i
         .snapshots()
         .restore("moved", &RestoreRequest::new("late"))
         .unwrap();
-    daemon.vms().wait_agent("late", BOOT).unwrap();
+    daemon.vms().wait_agent("late", patience(BOOT)).unwrap();
     assert_eq!(lab.exec("late", look, LIMIT).unwrap(), "mine\n42");
     // The VM of this name that was the writer has ended.
     let list = daemon.segments().list().unwrap();
@@ -622,7 +622,7 @@ fn one_vm_writes_a_new_generation_of_a_segment_and_the_old_one_is_removed_with_i
     // Each build, attachment and end of a VM removes unused generations.
     lab.start(spec("last", &["system"], 0)).unwrap();
     lab.stop("last").unwrap();
-    let end = Instant::now() + Duration::from_secs(120);
+    let end = Instant::now() + patience(Duration::from_secs(120));
     while names(daemon.segments().list().unwrap()).contains(&"system@1".to_owned()) {
         assert!(Instant::now() < end, "the old generation stays");
         std::thread::sleep(Duration::from_millis(200));
@@ -698,7 +698,7 @@ cat /etc/kept; awk '/^Cached:/ { print $2 }' /proc/meminfo";
     assert_eq!(segment.segment_shmem_bytes, segment.segment_pss_bytes);
     lab.stop("root").unwrap();
     // No VM maps the image any more, so it takes no memory.
-    let end = Instant::now() + Duration::from_secs(120);
+    let end = Instant::now() + patience(Duration::from_secs(120));
     while pinned.exists() {
         assert!(Instant::now() < end, "{} stays", pinned.display());
         std::thread::sleep(Duration::from_millis(100));

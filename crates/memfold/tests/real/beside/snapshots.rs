@@ -12,7 +12,7 @@ use memfold_daemon::DaemonError;
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::{Manifest, Renew, Renewal, SnapshotError};
-use memfold_testkit::skip;
+use memfold_testkit::{patience, skip};
 use memfold_units::ByteSize;
 use memfold_vm::Network;
 
@@ -130,7 +130,10 @@ fn memory_that_is_constantly_allocated_written_and_freed_is_restored_as_it_was_s
                 .snapshots()
                 .restore(&request.name, &copy)
                 .unwrap();
-            lab.daemon().vms().wait_agent("copy", BOOT).unwrap();
+            lab.daemon()
+                .vms()
+                .wait_agent("copy", patience(BOOT))
+                .unwrap();
             for vm in ["copy", "rewriting"] {
                 let said = lab.exec(vm, VERIFY, limit).unwrap();
                 assert!(
@@ -218,7 +221,7 @@ served=$(ssh-keyscan -q -T 60 -t ed25519 127.0.0.1 2> /dev/null | cut -d' ' -f3)
 echo \"$served\"";
 
 fn set_apart(lab: &Lab, vm: &str) -> Renewal {
-    let end = Instant::now() + BOOT;
+    let end = Instant::now() + patience(BOOT);
     loop {
         let vms = lab.daemon().vms().list();
         let found = vms.iter().find(|info| info.name == vm).unwrap();
@@ -307,7 +310,10 @@ fn saved_from_swap(lab: &Lab, vm: &str, expected: &str, limit: Duration) {
         .snapshots()
         .restore("from-swap", &thawed)
         .unwrap();
-    lab.daemon().vms().wait_agent("thawed", BOOT).unwrap();
+    lab.daemon()
+        .vms()
+        .wait_agent("thawed", patience(BOOT))
+        .unwrap();
     for name in ["thawed", vm] {
         let shown = lab.exec(name, CHECK, limit).unwrap();
         assert_eq!(shown, expected, "{name}");
@@ -459,7 +465,7 @@ fn a_restored_vm_has_the_saved_state_and_the_saved_vm_keeps_running() {
             "{vm} runs after {:.0} ms",
             began.elapsed().as_secs_f64() * 1000.0
         );
-        daemon.vms().wait_agent(vm, BOOT).unwrap();
+        daemon.vms().wait_agent(vm, patience(BOOT)).unwrap();
         let shown = lab.exec(vm, CHECK, LIMIT).unwrap();
         assert_eq!(shown, format!("{expected}\n{nonce}"), "{vm}");
         let renewal = set_apart(&lab, vm);
@@ -584,7 +590,7 @@ fn when_snapshots_of_a_running_vm_are_removed_their_disks_belong_to_the_vm_again
             .snapshots()
             .restore(name, &RestoreRequest::new("heir"))
             .unwrap();
-        daemon.vms().wait_agent("heir", BOOT).unwrap();
+        daemon.vms().wait_agent("heir", patience(BOOT)).unwrap();
         for vm in ["heir", "first"] {
             let shown = lab.exec(vm, CHECK, LIMIT).unwrap();
             assert_eq!(shown, format!("second\n{nonce}"), "{vm}");

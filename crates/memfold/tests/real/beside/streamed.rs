@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{ErrorBody, SaveRequest, VerifyReport, VmInfo};
 use memfold_lab::{DiskMode, HttpStore, Lab, StoreMode};
 use memfold_snapshot::{Manifest, SnapshotInfo};
-use memfold_testkit::wait_until;
+use memfold_testkit::{slowness, wait_until};
 use memfold_transfer::{PullReport, PushReport};
 use memfold_units::ByteSize;
 use memfold_vm::{Qmp, Vm, VmDirectory, log_tail};
@@ -131,7 +131,8 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
     description["manifest"]["spec"]["user"] = "nobody".into();
     std::fs::write(&path, serde_json::to_vec(&description).unwrap()).unwrap();
 
-    let store = HttpStore::start(&objects, BYTES_PER_S, Duration::from_millis(1)).unwrap();
+    let store =
+        HttpStore::start(&objects, BYTES_PER_S / slowness(), Duration::from_millis(1)).unwrap();
     let url = store.url();
     second.start();
     let client = second.answers();

@@ -67,7 +67,7 @@ impl Machine {
     /// Waits until the console has shown `words`. Returns all that it has shown.
     #[track_caller]
     pub fn says(&self, words: &str) -> String {
-        let end = Instant::now() + Duration::from_secs(900);
+        let end = Instant::now() + memfold_testkit::patience(Duration::from_secs(900));
         loop {
             let said = std::fs::read(&self.console).unwrap_or_default();
             let said = String::from_utf8_lossy(&said).into_owned();

@@ -172,7 +172,10 @@ fn converge(pids: &[i32]) -> u64 {
     controls.apply(&settings).unwrap();
     let scans = || Status::read(&controls).unwrap().full_scans.unwrap_or(0);
     let (before, mut then) = (frames(pids), scans());
-    let (end, mut last) = (Instant::now() + Duration::from_secs(120), 0);
+    let (end, mut last) = (
+        Instant::now() + memfold_testkit::patience(Duration::from_secs(120)),
+        0,
+    );
     loop {
         assert!(Instant::now() < end, "KSM doesn't converge: {last}");
         std::thread::sleep(Duration::from_millis(250));
@@ -265,7 +268,10 @@ fn an_estimate_is_within_ten_percent_of_the_later_savings_of_ksm_and_folding() {
 
     let promised = saving(&look(&state.join("s"), &NAMES), Way::Fold);
     folding(&client, true);
-    let (end, mut last) = (Instant::now() + Duration::from_secs(90), 0);
+    let (end, mut last) = (
+        Instant::now() + memfold_testkit::patience(Duration::from_secs(90)),
+        0,
+    );
     let folded = loop {
         std::thread::sleep(Duration::from_secs(5));
         let report: FullReport = client.get("/v1/report").unwrap();
