@@ -18,6 +18,7 @@ use memfold_vm::Forward;
 use serde::Serialize;
 
 use super::context::{Context, write_line};
+use super::failure;
 use super::table::table;
 use super::transfer::{self, Pull, Push};
 use super::vm_info::segment;
@@ -305,13 +306,16 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             remote: None,
         } => {
             let query = if merge { "?merge=true" } else { "" };
-            for name in &names {
+            let remove = |name: &String| {
                 let place = format!("{}{query}", path(name)?);
                 watched(context, name, || Ok(client.delete::<()>(&place)?))
                     .with_context(|| format!("cannot remove snapshot '{name}'"))?;
-            }
-            let removed = serde_json::json!({ "removed": names });
-            context.print(&removed, |_| format!("removed {}", names.join(", ")))
+                Ok(name.clone())
+            };
+            let (removed, errors) = failure::separate(names.iter().map(remove));
+            let json = serde_json::json!({ "removed": removed });
+            let text = format!("removed {}", removed.join(", "));
+            print_done(context, (&json, removed.is_empty()), &errors, |_| text)
         }
     }
 }
@@ -330,17 +334,32 @@ fn verify(context: &Context, client: &Client, name: &str) -> anyhow::Result<Exit
     Ok(ExitCode::from(u8::from(!right)))
 }
 
+/// Prints what a command has done for the snapshots that it succeeded for, unless that is nothing,
+/// and the errors of the others. Returns the exit code.
+pub(super) fn print_done<T: Serialize>(
+    context: &Context,
+    (done, is_nothing): (&T, bool),
+    errors: &[anyhow::Error],
+    text: impl FnOnce(&T) -> String,
+) -> anyhow::Result<ExitCode> {
+    let code = if is_nothing && !errors.is_empty() {
+        ExitCode::FAILURE
+    } else {
+        context.print(done, text)?
+    };
+    Ok(failure::fail_each(errors, code))
+}
+
 /// Makes layers complete, one after the other.
 fn make_complete(context: &Context, client: &Client, names: &[String]) -> anyhow::Result<ExitCode> {
-    let mut complete = Vec::new();
-    for name in names {
+    let compact = |name: &String| {
         let place = format!("{}/compact", path(name)?);
         let made = watched(context, name, || Ok(client.post(&place, &())?));
-        let made: CompactReport =
-            made.with_context(|| format!("cannot make snapshot '{name}' complete"))?;
-        complete.push(made);
-    }
-    context.print(&complete, |all| {
+        made.with_context(|| format!("cannot make snapshot '{name}' complete"))
+    };
+    let (complete, errors): (Vec<CompactReport>, _) = failure::separate(names.iter().map(compact));
+    let is_nothing = complete.is_empty();
+    print_done(context, (&complete, is_nothing), &errors, |all| {
         let describe = |made: &CompactReport| {
             format!(
                 "{} is complete: {} copied from other snapshots; it holds {} of RAM itself, and uses {} on disk",

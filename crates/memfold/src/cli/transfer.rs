@@ -11,6 +11,8 @@ use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
 use memfold_units::ByteSize;
 
 use super::context::{Context, write_line};
+use super::failure;
+use super::snapshot::print_done;
 use super::table::table;
 use super::vm_info::segment;
 use super::watch::watched;
@@ -117,16 +119,18 @@ pub(super) fn remove(
     url: String,
 ) -> anyhow::Result<ExitCode> {
     let store = RemoteStore { url };
-    let mut reports = Vec::new();
-    for name in names {
+    let remove = |name: &String| {
         memfold_vm::check_name("snapshot", name)?;
         let place = format!("/v1/remote-snapshots/{name}/remove");
-        let report: RemoveReport = client
+        client
             .post(&place, &store)
-            .with_context(|| format!("cannot remove snapshot '{name}' from {}", store.url))?;
-        reports.push(report);
-    }
-    context.print(&reports, |reports| removed(reports))
+            .with_context(|| format!("cannot remove snapshot '{name}' from {}", store.url))
+    };
+    let (reports, errors): (Vec<RemoveReport>, _) = failure::separate(names.iter().map(remove));
+    let is_nothing = reports.is_empty();
+    print_done(context, (&reports, is_nothing), &errors, |reports| {
+        removed(reports)
+    })
 }
 
 fn read_key(file: &Path) -> anyhow::Result<String> {

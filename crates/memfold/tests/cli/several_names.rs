@@ -74,3 +74,27 @@ fn vm_stop_all_counts_a_vm_that_ended_meanwhile_as_stopped_and_reports_the_other
     refused(&output, 1, &["it broke"]);
     assert_eq!(stopped(&output), 1);
 }
+
+#[test]
+fn snapshot_remove_and_compact_continue_after_a_failure_and_report_what_was_done() {
+    let daemon = Daemon::start();
+    daemon.paused_vm("a", &[]);
+    for name in ["one", "two"] {
+        daemon.json(&["snapshot", "save", "a", name]);
+    }
+    let output = daemon.run(&["snapshot", "compact", "one", "typo", "two"]);
+    refused(&output, 1, &["cannot make snapshot 'typo' complete"]);
+    let lines = out(&output);
+    assert!(
+        lines.contains("one is complete") && lines.contains("two is complete"),
+        "{lines}"
+    );
+    let remove = ["snapshot", "remove", "one", "typo", "two"];
+    let output = daemon.run(&remove);
+    refused(&output, 1, &["cannot remove snapshot 'typo'"]);
+    assert_eq!(out(&output), "removed one, two\n");
+    assert_eq!(daemon.json(&["snapshot", "list"]), json!([]));
+    let output = daemon.run(&remove);
+    refused(&output, 1, &["'one'", "'typo'", "'two'"]);
+    assert_eq!(out(&output), "");
+}
