@@ -28,6 +28,7 @@ use crate::boots::Boots;
 use crate::definition_files::DefinitionFiles;
 use crate::error::DaemonError;
 use crate::json_file::write_json;
+use crate::machine::settings::Settings;
 use crate::options::DaemonOptions;
 use crate::threads;
 
@@ -177,9 +178,18 @@ impl Definitions {
                     ..RestoreRequest::new(vm.name)
                 };
                 let restored = self.boots.snapshots.restore(&snapshot, &request)?;
-                // The saved VM may have had other limits.
+                // The saved VM may have had other settings and limits.
                 let below = &self.boots.below;
                 let machine = below.registry.machine(&restored.name)?;
+                let before = machine.settings();
+                let settings = Settings {
+                    fold: vm.fold && machine.vm().has_library(),
+                    resume_when_room: vm.resume_when_room,
+                    ..before
+                };
+                if settings != before {
+                    machine.change_settings(settings)?;
+                }
                 below
                     .rightsizing
                     .replace_sizing(&machine, vm.sizing.into())?;

@@ -56,9 +56,10 @@ fn a_definition_with_a_snapshot_restores_the_vm_at_each_start_and_keeps_the_snap
         refused(&output, 1, &words);
     }
     let warm = "snapshot = 'warm'\ndomain = 'd'";
-    for name in ["web", "web2"] {
-        daemon.json(&["vm", "define", &file(&daemon, name, warm)]);
-    }
+    daemon.json(&["vm", "define", &file(&daemon, "web", warm)]);
+    // The saved VM had other settings.
+    let more = format!("{warm}\nfold = false\nresume_when_room = true");
+    daemon.json(&["vm", "define", &file(&daemon, "web2", &more)]);
     let shown = out(&daemon.run(&["vm", "show", "web"]));
     assert!(shown.contains("snapshot = \"warm\""), "{shown}");
     refused(
@@ -78,6 +79,17 @@ fn a_definition_with_a_snapshot_restores_the_vm_at_each_start_and_keeps_the_snap
         let plan = daemon.state().join(format!("vms/{name}/renewal.json"));
         let plan: Value = serde_json::from_slice(&fs::read(plan).unwrap()).unwrap();
         assert_eq!(plan["renew"], renews);
+        let problems = daemon.json(&["vm", "list"])[0]["fold_problems"].to_string();
+        assert_eq!(
+            problems.contains("switched off"),
+            name == "web2",
+            "{problems}"
+        );
+        let set = daemon.state().join(format!("vms/{name}/settings.json"));
+        let set = fs::read(set).ok();
+        let set = set.map(|set| serde_json::from_slice::<Value>(&set).unwrap());
+        let resumes = set.is_some_and(|set| set["resume_when_room"] == true);
+        assert_eq!(resumes, name == "web2");
         daemon.json(&["vm", "stop", name, "--timeout", "0"]);
         daemon.json(&["vm", "undefine", name]);
     }
