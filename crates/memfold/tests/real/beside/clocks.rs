@@ -134,7 +134,7 @@ fn a_resumed_guest_gets_the_host_time_and_its_monotonic_clock_does_not_jump() {
     let saved = (1..20).find_map(|number| {
         let request = SaveRequest {
             keep: KeepChoice::All,
-            ..SaveRequest::new("first", &format!("now-{number}"))
+            ..SaveRequest::new("first", format!("now-{number}"))
         };
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
