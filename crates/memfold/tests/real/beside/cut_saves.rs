@@ -80,10 +80,9 @@ fn wait_for(done: impl Fn() -> bool) {
     }
 }
 
-/// Returns the number of times that a daemon is killed in each part of the tests.
-fn deaths() -> u64 {
-    // Each kind of kill in `daemons_are_killed_while_they_save` occurs at least once.
-    support::dose("MEMFOLD_SAVE_KILLS", 5)
+/// Returns the number of times that a daemon is killed in a part of the tests.
+fn deaths(usual: u64) -> u64 {
+    support::dose("MEMFOLD_SAVE_KILLS", usual)
 }
 
 /// A VM that rewrites its memory and its disks all the time, and the VM's daemon.
@@ -192,7 +191,7 @@ fn restores_killed(story: &mut Story<'_>) {
         state,
         temporary,
     } = story;
-    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
+    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths(3));
     let found = || {
         let list: Vec<VmInfo> = client.get("/v1/vms").unwrap();
         list.into_iter().find(|vm| vm.name == "copied")
@@ -277,7 +276,7 @@ fn removals_killed(story: &mut Story<'_>) {
         state,
         temporary,
     } = story;
-    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
+    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths(2));
     let remove = |name: &str| client.delete::<Value>(&format!("/v1/snapshots/{name}"));
     save(client, "gone", false, false).unwrap();
     let began = Instant::now();
@@ -333,7 +332,8 @@ fn saves_killed(story: &mut Story<'_>) {
         state,
         temporary,
     } = story;
-    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths());
+    // Each kind of kill below occurs at least once.
+    let (client, state, temporary, deaths) = (&*client, *state, *temporary, deaths(5));
     // Measures how long an undisturbed save takes here.
     let began = Instant::now();
     save(client, "whole", false, false).unwrap();
