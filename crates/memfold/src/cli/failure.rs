@@ -4,6 +4,9 @@
 use std::process::ExitCode;
 
 use memfold_api::ClientError;
+use serde::Serialize;
+
+use super::context::Context;
 
 /// Exit code of a command that is not possible on this host.
 pub(super) const IMPOSSIBLE_HERE: u8 = 3;
@@ -41,4 +44,20 @@ pub(super) fn separate<T>(
 pub(super) fn fail_each(errors: &[anyhow::Error], success: ExitCode) -> ExitCode {
     let codes: Vec<ExitCode> = errors.iter().map(fail).collect();
     codes.first().copied().unwrap_or(success)
+}
+
+/// Prints what a command has done for the names that it succeeded for, unless that is nothing,
+/// and the errors of the others. Returns the exit code.
+pub(super) fn print_done<T: Serialize>(
+    context: &Context,
+    (done, is_nothing): (&T, bool),
+    errors: &[anyhow::Error],
+    text: impl FnOnce(&T) -> String,
+) -> anyhow::Result<ExitCode> {
+    let code = if is_nothing && !errors.is_empty() {
+        ExitCode::FAILURE
+    } else {
+        context.print(done, text)?
+    };
+    Ok(fail_each(errors, code))
 }

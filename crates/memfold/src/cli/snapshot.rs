@@ -315,7 +315,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let (removed, errors) = failure::separate(names.iter().map(remove));
             let json = serde_json::json!({ "removed": removed });
             let text = format!("removed {}", removed.join(", "));
-            print_done(context, (&json, removed.is_empty()), &errors, |_| text)
+            failure::print_done(context, (&json, removed.is_empty()), &errors, |_| text)
         }
     }
 }
@@ -334,22 +334,6 @@ fn verify(context: &Context, client: &Client, name: &str) -> anyhow::Result<Exit
     Ok(ExitCode::from(u8::from(!right)))
 }
 
-/// Prints what a command has done for the snapshots that it succeeded for, unless that is nothing,
-/// and the errors of the others. Returns the exit code.
-pub(super) fn print_done<T: Serialize>(
-    context: &Context,
-    (done, is_nothing): (&T, bool),
-    errors: &[anyhow::Error],
-    text: impl FnOnce(&T) -> String,
-) -> anyhow::Result<ExitCode> {
-    let code = if is_nothing && !errors.is_empty() {
-        ExitCode::FAILURE
-    } else {
-        context.print(done, text)?
-    };
-    Ok(failure::fail_each(errors, code))
-}
-
 /// Makes layers complete, one after the other.
 fn make_complete(context: &Context, client: &Client, names: &[String]) -> anyhow::Result<ExitCode> {
     let compact = |name: &String| {
@@ -359,7 +343,7 @@ fn make_complete(context: &Context, client: &Client, names: &[String]) -> anyhow
     };
     let (complete, errors): (Vec<CompactReport>, _) = failure::separate(names.iter().map(compact));
     let is_nothing = complete.is_empty();
-    print_done(context, (&complete, is_nothing), &errors, |all| {
+    failure::print_done(context, (&complete, is_nothing), &errors, |all| {
         let describe = |made: &CompactReport| {
             format!(
                 "{} is complete: {} copied from other snapshots; it holds {} of RAM itself, and uses {} on disk",

@@ -12,7 +12,6 @@ use memfold_units::ByteSize;
 
 use super::context::{Context, write_line};
 use super::failure;
-use super::snapshot::print_done;
 use super::table::table;
 use super::vm_info::segment;
 use super::watch::watched;
@@ -128,7 +127,7 @@ pub(super) fn remove(
     };
     let (reports, errors): (Vec<RemoveReport>, _) = failure::separate(names.iter().map(remove));
     let is_nothing = reports.is_empty();
-    print_done(context, (&reports, is_nothing), &errors, |reports| {
+    failure::print_done(context, (&reports, is_nothing), &errors, |reports| {
         removed(reports)
     })
 }
