@@ -78,9 +78,9 @@ fn vm_stop_all_counts_a_vm_that_ended_meanwhile_as_stopped_and_reports_the_other
 #[test]
 fn snapshot_remove_and_compact_continue_after_a_failure_and_report_what_was_done() {
     let daemon = Daemon::start();
-    daemon.paused_vm("a", &[]);
+    daemon.json(&["vm", "run", "--name", "a", "--memory", "64M"]);
     for name in ["one", "two"] {
-        daemon.json(&["snapshot", "save", "a", name]);
+        daemon.json(&["snapshot", "save", "a", name, "--keep", "all"]);
     }
     let output = daemon.run(&["snapshot", "compact", "one", "typo", "two"]);
     refused(&output, 1, &["cannot make snapshot 'typo' complete"]);
