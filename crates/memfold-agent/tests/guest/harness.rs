@@ -17,6 +17,9 @@ use memfold_wire::{Decoder, encode};
 
 pub const RAM_MIB: u64 = 512;
 
+/// Longest time until the guest shows its prompt.
+const PROMPT: Duration = Duration::from_secs(300);
+
 pub struct Image {
     pub disk: PathBuf,
     pub kernel: PathBuf,
@@ -154,8 +157,7 @@ impl Guest {
         });
         let start = Instant::now();
         while !console.lock().unwrap().windows(3).any(|w| w == b":~#") {
-            let limit = patience(Duration::from_secs(300));
-            assert!(start.elapsed() < limit, "no prompt");
+            assert!(start.elapsed() < patience(PROMPT), "no prompt");
             std::thread::sleep(Duration::from_millis(100));
         }
         println!("booted in {:.1} s", start.elapsed().as_secs_f64());

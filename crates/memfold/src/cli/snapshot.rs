@@ -304,19 +304,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             names,
             merge,
             remote: None,
-        } => {
-            let query = if merge { "?merge=true" } else { "" };
-            let remove = |name: &String| {
-                let place = format!("{}{query}", path(name)?);
-                watched(context, name, || Ok(client.delete::<()>(&place)?))
-                    .with_context(|| format!("cannot remove snapshot '{name}'"))?;
-                Ok(name.clone())
-            };
-            let (removed, errors) = failure::separate(names.iter().map(remove));
-            let json = serde_json::json!({ "removed": removed });
-            let text = format!("removed {}", removed.join(", "));
-            failure::print_done(context, (&json, removed.is_empty()), &errors, |_| text)
-        }
+        } => remove(context, &client, &names, merge),
     }
 }
 
@@ -332,6 +320,26 @@ fn verify(context: &Context, client: &Client, name: &str) -> anyhow::Result<Exit
         }
     })?;
     Ok(ExitCode::from(u8::from(!right)))
+}
+
+/// Removes snapshots, one after the other.
+fn remove(
+    context: &Context,
+    client: &Client,
+    names: &[String],
+    merge: bool,
+) -> anyhow::Result<ExitCode> {
+    let query = if merge { "?merge=true" } else { "" };
+    let one = |name: &String| {
+        let place = format!("{}{query}", path(name)?);
+        watched(context, name, || Ok(client.delete::<()>(&place)?))
+            .with_context(|| format!("cannot remove snapshot '{name}'"))?;
+        Ok(name.clone())
+    };
+    let (removed, errors) = failure::separate(names.iter().map(one));
+    let json = serde_json::json!({ "removed": removed });
+    let text = format!("removed {}", removed.join(", "));
+    failure::print_done(context, (&json, removed.is_empty()), &errors, |_| text)
 }
 
 /// Makes layers complete, one after the other.
