@@ -211,7 +211,8 @@ fn the_balloon_moves(lab: &Lab) {
         vms.balloon_size(VM).unwrap() <= target
     });
     let filled = meminfo(lab)["MemFree"];
-    assert!(free >= filled + (48 << 20), "{free} {filled}");
+    // The guest may free what the agent's restart needed.
+    assert!(free >= filled + 2 * NOISE, "{free} {filled}");
     vms.set_balloon(VM, None).unwrap();
     wait_until("the balloon is empty", LONG, || {
         vms.balloon_size(VM).unwrap() == MEMORY
