@@ -127,7 +127,7 @@ impl Guest {
             .arg(&image.initrd)
             .args([
                 "-append",
-                "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check",
+                "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable",
             ])
             .args(["-drive", &drive(&image.disk), "-drive", &drive(&disk)])
             .args([

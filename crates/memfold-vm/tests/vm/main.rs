@@ -471,7 +471,7 @@ fn a_guest_in_a_qemu_of_another_user_boots_is_folded_and_shuts_down_on_request()
     let mut spec = VmSpec::new("guest", ByteSize::mib(512));
     spec.boot.kernel = Some(image.kernel.clone());
     spec.boot.initrd = Some(image.initrd.clone());
-    spec.boot.cmdline = Some("root=/dev/vda rw console=ttyS0 quiet".into());
+    spec.boot.cmdline = Some("root=/dev/vda rw console=ttyS0 quiet tsc=reliable".into());
     let mut disk = DiskSpec::new(&image.disk);
     disk.snapshot = true;
     spec.disks = vec![disk];

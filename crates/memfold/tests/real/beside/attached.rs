@@ -73,7 +73,7 @@ impl Typed {
             .args(line.split_whitespace())
             .args([
                 "-append",
-                "root=/dev/vdc rw console=ttyS0 quiet mitigations=off no_timer_check",
+                "root=/dev/vdc rw console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable",
             ])
             .env("LD_PRELOAD", memfold_host::library().unwrap())
             .env("MEMFOLD_QEMU_SOCKET", place.join("library.sock"))

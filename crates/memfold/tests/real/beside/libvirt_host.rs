@@ -162,7 +162,7 @@ pub fn domain_xml(place: &Path, name: &str, disk: &Path, image: &str) -> String 
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{at}/images/{image}.kernel</kernel>
     <initrd>{at}/images/{image}.initrd</initrd>
-    <cmdline>root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check</cmdline>
+    <cmdline>root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable</cmdline>
   </os>
   <features><acpi/></features>
   <cpu mode='maximum'/>

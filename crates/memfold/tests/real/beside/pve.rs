@@ -95,7 +95,7 @@ fn enabled_proxmox_vms_are_attached_in_their_trust_domain_as_they_start() {
     let (kernel, initrd) = (image.kernel.display(), image.initrd.display());
     let boot = format!(
         "-m 384 -cpu max -kernel {kernel} -initrd {initrd} -drive 'file={},if=virtio,format=raw,snapshot=on' \
-         -append 'root=/dev/vda rw quiet mitigations=off no_timer_check' -device 'virtio-balloon-pci,free-page-reporting=on'",
+         -append 'root=/dev/vda rw quiet mitigations=off no_timer_check tsc=reliable' -device 'virtio-balloon-pci,free-page-reporting=on'",
         image.disk.display()
     );
     add(&node, GUEST, "7b10d7af-b932-4c66-b2c3-3996152ec465", &boot);

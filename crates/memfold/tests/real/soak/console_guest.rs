@@ -42,7 +42,7 @@ pub fn boot(payload: &Path, size: &str, machine: &[&str], words: &str) -> Machin
         .arg(size));
     let console = payload.with_extension("console");
     let drive = |file: &Path| format!("if=virtio,format=raw,snapshot=on,file={}", file.display());
-    let root = "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check";
+    let root = "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable";
     let child = Command::new("qemu-system-x86_64")
         .args(["-nodefaults", "-no-user-config", "-display", "none"])
         .args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"])
