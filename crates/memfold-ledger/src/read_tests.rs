@@ -1,4 +1,4 @@
-use memfold_testkit::patience;
+use memfold_testkit::bound;
 use memfold_units::PageCount;
 
 use super::*;
@@ -151,7 +151,7 @@ fn an_smaps_file_with_8000_mappings_is_parsed_in_at_most_half_a_second() {
     assert_eq!(proc.smaps(5).unwrap().len(), 8000);
     let (took, limit) = (
         start.elapsed(),
-        patience(std::time::Duration::from_millis(500)),
+        bound(std::time::Duration::from_millis(500)),
     );
     assert!(took < limit, "{took:?} of {limit:?}");
 }

@@ -21,7 +21,7 @@ use memfold_ledger::estimate::{
     EstimateError, EstimateReport, FileRun, KnownFile, Options, Pace, Range, Target, estimate,
 };
 use memfold_sys::region::{Area, Mapping};
-use memfold_testkit::patience;
+use memfold_testkit::bound;
 use memfold_units::PAGE_SIZE;
 use rustix::mm::Advice;
 
@@ -386,7 +386,7 @@ fn an_estimate_at_its_time_limit_reports_the_share_read_and_a_lower_bound() {
     let how = report.how;
     println!("{how:?} {:?}", report.domains);
     assert!(how.read_percent < 90.0 && how.read_percent > 0.0);
-    assert!(how.seconds < patience(Duration::from_secs(4)).as_secs_f64());
+    assert!(how.seconds < bound(Duration::from_secs(4)).as_secs_f64());
     let d = &report.domains[0];
     assert!(d.within.bytes <= 2 * (PAIRS + IN_HUGE) * PAGE_SIZE);
     assert!(d.between.bytes <= COMMON * PAGE_SIZE);

@@ -18,7 +18,7 @@ use memfold_ledger::{
 };
 use memfold_store::StoreIdentity;
 use memfold_sys::region::Mapping;
-use memfold_testkit::{patience, wait_for};
+use memfold_testkit::{bound, wait_for};
 use memfold_units::{ByteSize, Hva, PageCount, Pfn};
 use memfold_vm::{RamBlock, RamLayout, RamSlot};
 use rustix::mm::Advice;
@@ -292,7 +292,7 @@ fn the_ledger_reads_a_process_with_8000_mappings_in_at_most_a_second() {
     let a = Actor::start(&store, 64, 16, 4000);
     let start = Instant::now();
     let account = a.account("a", &[id]);
-    let (took, limit) = (start.elapsed(), patience(Duration::from_secs(1)));
+    let (took, limit) = (start.elapsed(), bound(Duration::from_secs(1)));
     println!("{} mappings: {took:?} of {limit:?}", account.mappings);
     assert_eq!(account.store_mappings, 4001);
     assert!(account.mappings > 8000);

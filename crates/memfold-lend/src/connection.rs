@@ -241,6 +241,6 @@ mod tests {
             client.read(&mut [0]).unwrap()
         });
         assert_eq!(got, 0);
-        assert!(begun.elapsed() < memfold_testkit::patience(Duration::from_secs(5)));
+        assert!(begun.elapsed() < memfold_testkit::bound(Duration::from_secs(5)));
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use memfold_testkit::patience;
+use memfold_testkit::{bound, patience};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::endpoint::Listen;
@@ -320,7 +320,7 @@ fn a_host_cut_off_from_the_etcd_majority_gets_no_lease_and_no_memory_is_granted_
         assert!(is_unusable(&refused.unwrap_err()));
         // The request is tried twice for 3 s; without a time limit it would wait until the cut
         // ends.
-        assert!(after < patience(Duration::from_secs(20)), "{after:?}");
+        assert!(after < bound(Duration::from_secs(20)), "{after:?}");
     });
     cluster.servers[0].signal(Signal::CONT);
     // The waiting request was compared with the changed account, and was refused.
@@ -432,7 +432,7 @@ fn while_etcd_is_stopped_an_export_of_lent_memory_still_ends_at_its_deadline() {
     println!("ended {after:?} after it was taken for {ttl:?}");
     // The lender's thread may wait for etcd for up to 3 s, and this machine may be busy. Etcd stays
     // stopped all the time.
-    assert!(after >= ttl && after < ttl + patience(Duration::from_secs(30)));
+    assert!(after >= ttl && after < ttl + bound(Duration::from_secs(30)));
     // No borrower gets these bytes before etcd has learned that they are free.
     cluster.servers[0].signal(Signal::CONT);
     wait("etcd knows", || {

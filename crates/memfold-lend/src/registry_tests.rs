@@ -609,7 +609,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(ProptestConfig::with_cases(48))]
 
     /// After any steps, a lease was only given if the lender's offer at that time had room for it
     /// and for all leases that have not ended.

@@ -12,7 +12,7 @@
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `MEMFOLD_TEST_SLOW` | factor for every deadline, 1 or more; measured if it is not set |
+//! | `MEMFOLD_TEST_SLOW` | how slow this machine is, 1 or more: deadlines and bounds grow with it; measured if it is not set |
 //! | `MEMFOLD_TEST_SKIPS` | file to which each skip is appended; `scripts/test` reads it |
 //! | `MEMFOLD_REAL` | set: tests of the real ring fail where they would otherwise skip |
 
@@ -22,4 +22,4 @@ mod wait;
 
 pub use s3::S3Server;
 pub use skip::{report_skip, reports_skip};
-pub use wait::{patience, slowness, wait_for, wait_until};
+pub use wait::{bound, patience, slowness, wait_for, wait_until};

@@ -16,7 +16,7 @@ const USUAL: Duration = Duration::from_millis(20);
 /// Largest factor for deadlines. On a slower machine, tests of timing are meaningless.
 const MOST: f64 = 10.0;
 
-/// Returns the factor by which tests lengthen their deadlines, 1 or more: the value of
+/// Returns how slow this machine is, 1 or more: the value of
 /// `MEMFOLD_TEST_SLOW`, or else how slow this machine is, measured once.
 ///
 /// # Panics
@@ -33,9 +33,18 @@ pub fn slowness() -> f64 {
     })
 }
 
-/// Returns the deadline for this machine from `usual`, the deadline that suits an idle machine:
-/// `usual` times [`slowness`].
+/// Returns the deadline for this machine from `usual`, the deadline that suits a test that has an
+/// idle machine to itself. It is four times as long at least, because tests take the machine from
+/// each other, and because its neighbours may become busy after it was measured.
 pub fn patience(usual: Duration) -> Duration {
+    let factor = slowness();
+    usual.mul_f64((2.0 * factor.max(2.0)).min(MOST.max(factor)))
+}
+
+/// Returns the longest time that something may take on this machine, from `usual`, the longest on
+/// an idle machine: `usual` times [`slowness`]. A test that passes takes less; unlike [`patience`],
+/// it holds a promise.
+pub fn bound(usual: Duration) -> Duration {
     usual.mul_f64(slowness())
 }
 

@@ -315,7 +315,7 @@ fn an_open_segment_file_stays_readable_after_the_segment_is_unmounted() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 16, max_shrink_iters: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 200, ..ProptestConfig::default() })]
 
     /// The same operations on a mounted segment and on a plain directory give the same tree,
     /// through the overlay and after it was unmounted.

@@ -126,7 +126,7 @@ mod tests {
         let pace = Pace::new(1e-9, None, &stop);
         let end = Duration::from_millis(30);
         assert!(!pace.keep(Some(end)).unwrap());
-        assert!(pace.elapsed() < memfold_testkit::patience(Duration::from_secs(10)));
+        assert!(pace.elapsed() < memfold_testkit::bound(Duration::from_secs(10)));
     }
 
     #[test]

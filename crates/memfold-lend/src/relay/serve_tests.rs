@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use memfold_testkit::{patience, wait_until};
+use memfold_testkit::{bound, wait_until};
 
 use super::super::super::connection::PATIENCE;
 use super::super::super::export::{Export, ExportError};
@@ -225,7 +225,7 @@ fn however_a_lender_misbehaves_a_read_fails_and_never_returns_wrong_data() {
             let is_true = lie == Lie::SaysTooMuch && got == Ok(pattern(2, 2)[..B].to_vec());
             assert!(got == Err(EIO) || is_true, "{lie:?}");
             assert!(
-                begun.elapsed() < patience(PATIENCE + Duration::from_secs(2)),
+                begun.elapsed() < bound(PATIENCE + Duration::from_secs(2)),
                 "{lie:?} {:?}",
                 begun.elapsed()
             );
@@ -248,10 +248,7 @@ fn if_the_timeout_is_lengthened_during_a_read_the_read_waits_for_the_longer_time
     served.patience.set(longer.as_millis().try_into().unwrap());
     assert_eq!(served.hear().error, EIO);
     let waited = begun.elapsed();
-    assert!(
-        waited >= longer && waited < patience(longer * 2),
-        "{waited:?}"
-    );
+    assert!(waited >= longer && waited < bound(longer * 2), "{waited:?}");
     assert_eq!(served.end().unwrap_err().why, Why::Silent);
 }
 

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_testkit::{patience, wait_for, wait_until};
+use memfold_testkit::{bound, wait_for, wait_until};
 use memfold_units::{ByteSize, Gpa, Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_vm::{
     AccelChoice, Aio, CacheMode, DiskSpec, MachineError, Qmp, RamLayout, StopKind, Vm, VmDirectory,
@@ -447,7 +447,7 @@ fn doctor_finds_the_installed_qemu_and_tests_only_once_whether_kvm_works() {
     let second = memfold_host::HostFacts::probe(state.path());
     assert_eq!(first.kvm, second.kvm);
     assert!(
-        began.elapsed() < patience(Duration::from_secs(20)),
+        began.elapsed() < bound(Duration::from_secs(20)),
         "{:?} after {took:?}",
         began.elapsed()
     );

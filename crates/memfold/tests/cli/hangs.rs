@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_testkit::{patience, wait_for};
+use memfold_testkit::{bound, patience, wait_for};
 use memfold_vm::{Qmp, VmDirectory};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
@@ -187,14 +187,14 @@ fn if_a_qemu_process_is_stopped_saves_of_its_vm_time_out_and_the_daemon_can_rest
         assert_eq!(ended.code(), Some(0));
         let took = began.elapsed();
         assert!(
-            took <= patience(Duration::from_secs(5)),
+            took <= bound(Duration::from_secs(5)),
             "it ended after {took:?}"
         );
         daemon.start_again();
         let began = Instant::now();
         let vm = listed(&daemon, "still").expect("a VM that hangs is known");
         assert!(
-            began.elapsed() <= patience(Duration::from_secs(3)),
+            began.elapsed() <= bound(Duration::from_secs(3)),
             "{:?}",
             began.elapsed()
         );
@@ -265,7 +265,7 @@ fn while_folding_waits_for_a_stopped_qemu_fold_status_answers_immediately() {
         }
     }
     // The engine waits for 10 s and more.
-    assert!(longest <= patience(Duration::from_secs(5)), "{longest:?}");
+    assert!(longest <= bound(Duration::from_secs(5)), "{longest:?}");
     assert!(oldest > 1.0, "the engine was not kept waiting: {oldest} s");
     kill_process(pid, Signal::CONT).unwrap();
     wait("the figures are those of now", || {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use memfold_testkit::patience;
+use memfold_testkit::bound;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::lending::{Swapping, borrower, lender, wait_free};
@@ -180,7 +180,7 @@ fn if_a_process_that_lends_memory_over_iscsi_dies_or_hangs_no_byte_is_lost() {
         let stalled = begun.elapsed();
         println!("stalled {} ms: {name}, {signal:?}", stalled.as_millis());
         // The lender is given up after 3 s; without this limit, the read would wait forever.
-        assert!(stalled < patience(Duration::from_secs(20)), "{stalled:?}");
+        assert!(stalled < bound(Duration::from_secs(20)), "{stalled:?}");
         vm.write(3 + round, 8);
         vm.wait_place("on_copy");
         vm.read(3 + round, 8);
@@ -209,7 +209,7 @@ fn if_an_iscsi_lender_dies_while_the_borrowers_daemon_is_down_no_byte_is_lost() 
     };
     away.read(1, 0);
     away.write(4, 0);
-    assert!(begun.elapsed() < patience(Duration::from_secs(20)));
+    assert!(begun.elapsed() < bound(Duration::from_secs(20)));
     assert!(processes("qemu-nbd", &place).is_empty());
     borrower.start_again();
     let vm = Swapping {

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use memfold_testkit::patience;
+use memfold_testkit::{bound, patience};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -263,7 +263,7 @@ fn if_the_relay_process_of_a_swap_disk_is_killed_or_stopped_no_byte_is_lost() {
         let begun = Instant::now();
         vm.read(2, 8);
         assert!(
-            begun.elapsed() < patience(Duration::from_secs(20)),
+            begun.elapsed() < bound(Duration::from_secs(20)),
             "{signal:?}"
         );
         vm.wait_place("on_copy");

@@ -284,6 +284,33 @@ fn the_daemon_notifies_systemd_when_it_is_ready_alive_or_stopping_and_a_restart_
 /// Part of the warning of a daemon whose shutdown takes too long, as may happen on a slow machine.
 const LATE: &str = "shutdown timed out";
 
+#[test]
+fn the_daemon_answers_requests_while_systemd_reads_no_notifications() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("s");
+    let notify = directory.path().join("notify");
+    let manager = UnixDatagram::bind(&notify).unwrap();
+    let _served = Served::start(directory.path(), &notify);
+    // No more messages fit into the socket's queue, so the daemon waits in the next one.
+    let other = UnixDatagram::unbound().unwrap();
+    other.set_nonblocking(true).unwrap();
+    wait("the queue of notifications is full", || {
+        let is_there = std::os::unix::net::UnixStream::connect(&socket).is_ok();
+        is_there && other.send_to(b"FILLED=1", &notify).is_err()
+    });
+    std::thread::sleep(Duration::from_secs(1));
+    let mut command = program();
+    command.arg("--socket").arg(&socket).args(["vm", "list"]);
+    let mut list = command.stdout(Stdio::null()).spawn().unwrap();
+    let mut ended = None;
+    wait("the daemon answers", || {
+        ended = list.try_wait().unwrap();
+        ended.is_some()
+    });
+    assert!(ended.unwrap().success());
+    drop(manager);
+}
+
 /// Returns the log of a daemon that starts, fails to attach a VM, and ends.
 fn logged(more: &[&str], journal: bool) -> String {
     let directory = tempfile::tempdir().unwrap();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{Client, FullReport, VmInfo};
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::shared_frames;
-use memfold_testkit::patience;
+use memfold_testkit::{bound, patience};
 
 use crate::served::{Random, Served, exec};
 use crate::support::{self, BOOT, MEMORY};
@@ -131,7 +131,7 @@ fn if_the_daemon_is_killed_vms_run_on_and_the_next_daemon_continues_folding() {
     for (name, (longest, times)) in NAMES.iter().zip(stops) {
         println!("{name}: seen stopped {times} times, longest {longest:?}");
         assert!(
-            longest < patience(LONGEST_STOP),
+            longest < bound(LONGEST_STOP),
             "{name} stood still for {longest:?}"
         );
     }

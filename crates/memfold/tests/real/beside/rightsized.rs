@@ -11,7 +11,7 @@ use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_rightsize::Policy;
 use memfold_snapshot::Renew;
-use memfold_testkit::{patience, wait_until};
+use memfold_testkit::{bound, patience, wait_until};
 use memfold_units::ByteSize;
 
 use crate::served::{Served, wait_agent};
@@ -141,7 +141,7 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
     let fastest = *spikes.iter().min().unwrap();
     let slowest = *unsteered.iter().max().unwrap();
     assert!(
-        fastest <= patience(SERVED).max(2 * slowest),
+        fastest <= bound(SERVED).max(2 * slowest),
         "{fastest:?}, without right-sizing {slowest:?}"
     );
     assert_eq!(
