@@ -177,7 +177,10 @@ impl Agent {
             self.look_for_host();
         }
         if let State::Waiting(until) = self.state {
-            if until <= Instant::now() {
+            // After a turn that took long, the answer may be there already. A daemon that gets
+            // Hello again drops the session, and the commands that it has sent since.
+            let is_answered = matches!(&self.sink, Sink::Port(port) if port.has_input());
+            if until <= Instant::now() && !is_answered {
                 self.say_hello();
             }
         }
