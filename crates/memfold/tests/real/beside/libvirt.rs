@@ -125,14 +125,16 @@ pub fn boot_id(client: &Client, name: &str) -> Option<String> {
     said(client, name, "cat /proc/sys/kernel/random/boot_id")
 }
 
-/// Returns what a script in the guest printed; `None` if the guest does not answer.
+/// Returns what a script in the guest printed; `None` if the guest does not answer, or if the script
+/// failed. (A guest that shuts down kills the agent's scripts, which then print nothing.)
 fn said(client: &Client, name: &str, script: &str) -> Option<String> {
     let request = ExecRequest {
         script: script.to_owned(),
         timeout_s: patience(Duration::from_secs(30)).as_secs_f64(),
     };
     let result = client.post(&format!("/v1/vms/{name}/exec"), &request);
-    result.ok().map(|done: ExecResult| done.stdout)
+    let done: ExecResult = result.ok()?;
+    (done.code == 0).then_some(done.stdout)
 }
 
 /// Returns the memory of the guest, without the pages in its balloon, in KiB.
