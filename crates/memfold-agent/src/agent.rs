@@ -184,6 +184,14 @@ impl Agent {
                 self.say_hello();
             }
         }
+        // Answers come first: somebody waits for them.
+        let is_idle = self.commands.is_idle();
+        while self.state != State::Refused && self.has_room_for_output() {
+            let Some(message) = self.commands.next() else {
+                break;
+            };
+            self.say(&message);
+        }
         if self.state == State::Working {
             if self.gather.is_some_and(|when| when <= Instant::now()) {
                 self.read_events()?;
@@ -197,13 +205,6 @@ impl Agent {
                 // If the queue is full, the next figures tell as much.
                 self.say(&figures);
             }
-        }
-        let is_idle = self.commands.is_idle();
-        while self.state != State::Refused && self.has_room() {
-            let Some(message) = self.commands.next() else {
-                break;
-            };
-            self.say(&message);
         }
         if is_idle && matches!(self.sink, Sink::Port(_)) && self.is_session_used_up() {
             self.renew_session();
@@ -220,7 +221,8 @@ impl Agent {
     fn wait(&mut self) -> io::Result<bool> {
         // The signal of data that came after the last look at the signals is pending. However long
         // the work took since then, it announces that data.
-        if std::mem::take(&mut self.has_heard) {
+        let has_heard = std::mem::take(&mut self.has_heard);
+        if has_heard {
             self.heard = Instant::now();
         }
         let polled = self.poll()?;
@@ -247,7 +249,8 @@ impl Agent {
         if let Some(events) = polled.port {
             self.port_event(events);
             // If data came after the poll, its signal has come already.
-            let quiet = !events.contains(PollFlags::IN)
+            let quiet = !has_heard
+                && !events.contains(PollFlags::IN)
                 && self.heard.elapsed() > SIGNAL_SLACK
                 && matches!(&self.sink, Sink::Port(port) if !port.has_input());
             // A signal without data, while the host side is open: the host side closed and opened
@@ -278,12 +281,16 @@ impl Agent {
         if let Some(file) = &self.mountinfo {
             set.push(PollFd::new(file, PollFlags::PRI));
         }
-        let (worker_at, mut trace_at) = (set.len(), set.len());
+        let worker_at = set.len();
         if room {
-            let answers = [&*self.worker.wake, &*self.commands.wake];
-            set.extend(answers.map(|wake| PollFd::new(wake, PollFlags::IN)));
-            trace_at += answers.len();
+            set.push(PollFd::new(&*self.worker.wake, PollFlags::IN));
         }
+        let commands_at = set.len();
+        let room_for_output = self.has_room_for_output();
+        if room_for_output {
+            set.push(PollFd::new(&*self.commands.wake, PollFlags::IN));
+        }
+        let trace_at = set.len();
         if let (Some(tracer), true, None) = (&self.tracer, working, self.gather) {
             let rings = tracer.descriptors();
             set.extend(rings.map(|d| PollFd::from_borrowed_fd(d, PollFlags::IN)));
@@ -307,7 +314,7 @@ impl Agent {
             port: port_at.map(|at| events[at]),
             mounts: of(self.mountinfo.is_some(), mounts_at),
             worker: of(room, worker_at),
-            commands: of(room, worker_at + 1),
+            commands: of(room_for_output, commands_at),
             trace: events[trace_at..].iter().any(|e| !e.is_empty()),
         })
     }

@@ -32,7 +32,7 @@ const MAX_COMMANDS: usize = 16;
 const MESSAGES: usize = 8;
 
 /// Running commands, by epoch (number of the connection) and number of the command. `None`: not
-/// started yet.
+/// started yet; such a command is killed by removing its entry.
 type Running = Arc<Mutex<HashMap<(u32, u32), Option<Pid>>>>;
 
 /// Sends messages of another thread of the agent to the daemon, as long as the connection lasts.
@@ -131,9 +131,13 @@ impl Commands {
     pub fn kill(&self, command: u32) {
         // The entry is removed before the process is reaped, so this process number belongs to the
         // command.
-        let running = lock(&self.running);
-        if let Some(Some(pid)) = running.get(&(self.epoch, command)) {
-            let _ = kill_process_group(*pid, Signal::KILL);
+        let mut running = lock(&self.running);
+        let key = (self.epoch, command);
+        match running.get(&key) {
+            Some(Some(pid)) => drop(kill_process_group(*pid, Signal::KILL)),
+            // The command's thread kills the shell as soon as it has started.
+            Some(None) => drop(running.remove(&key)),
+            None => {}
         }
     }
 
@@ -274,7 +278,11 @@ impl Task {
     /// background children that hold the pipes open. Returns the exit code, or 128 plus the signal.
     fn follow(&self, child: &mut Child) -> i32 {
         let pid = Pid::from_child(child);
-        lock(&self.running).insert(self.key, Some(pid));
+        match lock(&self.running).get_mut(&self.key) {
+            Some(slot) => *slot = Some(pid),
+            // The command was killed before it had started.
+            None => drop(kill_process_group(pid, Signal::KILL)),
+        }
         if let Err(e) = self.pass_on(child, pid) {
             let text = format!("memfold-agent: {e}\n");
             self.output(OutputStream::Stderr, text.as_bytes());
@@ -422,5 +430,16 @@ mod tests {
         wait_until("no child is left", LIMIT, || {
             !children.iter().any(|pid| is_running(pid))
         });
+    }
+    #[test]
+    fn a_command_that_is_killed_before_its_shell_has_started_does_not_run() {
+        let commands = Commands::new().unwrap();
+        // After the guest stood still, the agent reads both messages at once.
+        for i in 0..50 {
+            commands.run(i, "sleep 100".into());
+            commands.kill(i);
+            assert_eq!(Heard::of(&commands, 1).codes, [(i, 137)]);
+        }
+        assert!(lock(&commands.running).is_empty());
     }
 }

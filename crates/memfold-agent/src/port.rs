@@ -14,9 +14,11 @@ use rustix::fs::{Mode, OFlags};
 const LIMIT: usize = 1 << 20;
 /// Number of bytes in the send queue above which messages about events are dropped.
 const EVENTS_LIMIT: usize = LIMIT / 2;
-/// Number of bytes in the send queue above which messages that can wait (inventory, output of
-/// commands) are not added.
+/// Number of bytes in the send queue above which messages that can wait (inventory) are not added.
 const QUIET_LIMIT: usize = 128 << 10;
+/// Number of bytes in the send queue above which no output of commands is added. However many
+/// events there are, they leave room for it.
+const OUTPUT_LIMIT: usize = EVENTS_LIMIT + QUIET_LIMIT;
 /// Number of bytes after which received messages are carried out before more are read.
 const RECEIVE_LIMIT: usize = 64 << 10;
 
@@ -149,10 +151,14 @@ impl Port {
         self.waiting.len() - self.sent
     }
 
-    /// Returns whether the send queue has space for messages that can wait (inventory, output of
-    /// commands).
+    /// Returns whether the send queue has space for messages that can wait (inventory).
     pub fn has_room(&self) -> bool {
         self.backlog() < QUIET_LIMIT
+    }
+
+    /// Returns whether the send queue has space for output of commands.
+    pub fn has_room_for_output(&self) -> bool {
+        self.backlog() < OUTPUT_LIMIT
     }
 
     /// Returns whether the send queue is so long that messages about page cache events are dropped.

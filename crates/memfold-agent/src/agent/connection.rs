@@ -134,7 +134,15 @@ impl Agent {
                 return;
             };
             match port.order() {
-                Ok(Some(message)) => self.order(message),
+                // Until Welcome, all else is of an earlier session, whose commands the daemon has
+                // given up.
+                Ok(Some(message))
+                    if self.state == State::Working
+                        || matches!(message, ToAgent::Welcome { .. } | ToAgent::Refused { .. }) =>
+                {
+                    self.order(message);
+                }
+                Ok(Some(_)) => {}
                 Ok(None) => return,
                 Err(e) => {
                     say!("memfold-agent: cannot parse the daemon's message: {e}");

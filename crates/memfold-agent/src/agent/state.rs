@@ -90,6 +90,13 @@ impl Agent {
         }
     }
 
+    pub(super) fn has_room_for_output(&self) -> bool {
+        match &self.sink {
+            Sink::Port(port) => port.has_room_for_output(),
+            Sink::Text => true,
+        }
+    }
+
     pub(super) fn say(&mut self, message: &FromAgent) -> bool {
         match &mut self.sink {
             Sink::Port(port) => {
