@@ -1,7 +1,7 @@
 //! The daemon's end of the connection to memfold's agent in a guest.
 //!
 //! ```text
-//!   connect -> [Hello -> Welcome, Inventory -> messages ...] -> error or end -> wait, connect again
+//!   connect -> [Hello -> Welcome, Inventory -> Allowed -> messages ...] -> error or end -> wait, connect again
 //!                 ^------------- a new Hello: the guest rebooted, or its agent began anew
 //! ```
 //! One thread reads the agent's messages and passes each to a callback (the sink). While the
@@ -22,8 +22,7 @@ use std::time::{Duration, Instant};
 use memfold_host::caught::caught;
 use memfold_host::privileges::{Files, confine_thread_or_warn};
 use memfold_wire::agent::{
-    FromAgent, INPUT_WINDOW, MAX_STREAMS, OLDEST_VERSION, OUTPUT_COST, OUTPUT_WINDOW, OutputStream,
-    STREAMS_VERSION, ToAgent, VERSION,
+    FromAgent, OLDEST_VERSION, ORDERS_VERSION, OutputStream, ToAgent, VERSION,
 };
 use memfold_wire::memory::TrimResult;
 use memfold_wire::permission::Permission;
@@ -31,7 +30,9 @@ use memfold_wire::{Decoder, encode};
 
 use super::agent_budget::{Budget, weight};
 use super::agent_facts::{AgentEvent, AgentFacts, AgentOptions, AgentStats};
+use super::agent_held::{Held, is_about_pages};
 use super::agent_task::{AgentError, CommandResult, GuestTask, MAX_OUTPUT, StreamEvent};
+use super::agent_windows::{LinkStream, Passed};
 
 /// Shortest and longest wait before a reconnect.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
@@ -56,6 +57,9 @@ const OUTPUT_PIECES: usize = 64;
 /// closed, and QEMU discards the data in transit. (A systemd unit that restarts its agent every
 /// second causes ten.)
 const GREETINGS: (usize, Duration) = (16, Duration::from_secs(10));
+
+/// Why a connection ended that its own link has ended.
+const ENDED: &str = "the link ends";
 
 enum CommandEvent {
     Output(OutputStream, Vec<u8>),
@@ -82,34 +86,23 @@ pub(super) struct Shared {
     writer: Mutex<()>,
 }
 
-/// A streamed command that runs in the guest.
-struct LinkStream {
-    sink: Box<dyn Fn(StreamEvent) + Send>,
-    /// Cost of the output that the agent may still send.
-    output_room: usize,
-    /// Number of bytes of input that may still be sent to the agent.
-    input_room: usize,
-}
-
-impl std::fmt::Debug for LinkStream {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LinkStream").finish_non_exhaustive()
-    }
-}
-
 #[derive(Debug, Default)]
 pub(super) struct State {
     stop: bool,
     stats: AgentStats,
     stream: Option<UnixStream>,
     session: Option<AgentFacts>,
+    /// Facts of an agent that was welcomed, and has not yet said what the guest's owner allows.
+    greeted: Option<AgentFacts>,
+    /// Number of the session, or of the next one.
+    pub(super) number: u64,
     last_error: String,
     /// Version of the session's protocol.
     pub(super) version: u16,
     /// What the guest's owner allows; `None`: the agent has not said, and may allow everything.
     allowed: Option<BTreeSet<Permission>>,
     commands: HashMap<u32, SyncSender<CommandEvent>>,
-    streams: HashMap<u32, LinkStream>,
+    pub(super) streams: HashMap<u32, LinkStream>,
     next_command: u32,
     /// Receivers of results of trims, by number. The agent ends a trim when a new one comes.
     pub(super) trims: HashMap<u32, SyncSender<TrimResult>>,
@@ -227,18 +220,19 @@ impl AgentLink {
         timeout: Duration,
         mut output: impl FnMut(OutputStream, &[u8]) -> bool,
     ) -> Result<i32, AgentError> {
-        let deadline = Instant::now() + timeout;
         let (sender, receiver) = sync_channel(OUTPUT_PIECES);
-        let (command, run) = {
+        let (command, run, session) = {
             let mut state = self.shared.lock_in_session()?;
             let command = state.new_number();
             state.commands.insert(command, sender);
-            (command, task.into().message(command, state.version))
+            let run = task.into().message(command, state.version);
+            (command, run, state.number)
         };
+        let deadline = Instant::now() + timeout;
         let late = || AgentError::Timeout {
             seconds: timeout.as_secs_f64(),
         };
-        let outcome = self.shared.send(&run).and_then(|()| {
+        let outcome = self.shared.send_in(session, &run).and_then(|()| {
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
                 match receiver.recv_timeout(left) {
@@ -299,7 +293,11 @@ impl State {
         self.session.as_ref().ok_or_else(|| self.no_session())
     }
 
-    fn new_number(&mut self) -> u32 {
+    const fn is_greeted(&self) -> bool {
+        self.session.is_some() || self.greeted.is_some()
+    }
+
+    pub(super) fn new_number(&mut self) -> u32 {
         let number = self.next_command;
         self.next_command = number.wrapping_add(1);
         number
@@ -311,6 +309,8 @@ impl State {
 
     /// Ends the session: drops the senders of its commands, which wakes the waiting callers.
     fn end_session(&mut self) {
+        self.number += 1;
+        self.greeted = None;
         self.session = None;
         self.commands.clear();
         self.streams.clear();
@@ -341,15 +341,32 @@ impl Shared {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Sends a message of the session with this number.
+    pub(super) fn send_in(&self, session: u64, message: &ToAgent) -> Result<(), AgentError> {
+        self.send_if(message, |state| state.number == session)
+    }
+
     pub(super) fn send(&self, message: &ToAgent) -> Result<(), AgentError> {
+        self.send_if(message, |_| true)
+    }
+
+    fn send_if(
+        &self,
+        message: &ToAgent,
+        is_still: impl FnOnce(&State) -> bool,
+    ) -> Result<(), AgentError> {
         memfold_wire::frame::Validate::validate(message)?;
         let bytes = encode(message)?;
+        // A session may end while a save keeps everybody from sending.
+        let _turn = self.quiet();
         let stream = {
             let state = self.lock();
+            if !is_still(&state) {
+                return Err(AgentError::Lost);
+            }
             let stream = state.stream.as_ref().ok_or_else(|| state.no_session())?;
             stream.try_clone().map_err(AgentError::Write)?
         };
-        let _turn = self.quiet();
         (&stream).write_all(&bytes).map_err(|e| {
             // A part of the message may have been sent, so this connection cannot be used any more.
             let _ = stream.shutdown(Shutdown::Both);
@@ -428,12 +445,14 @@ impl Shared {
         reason.into()
     }
 
-    /// Makes a guest that exceeds its limits wait. Returns whether the link was dropped meanwhile.
-    fn throttle(&self, wait: Option<Duration>) -> bool {
-        wait.is_some_and(|time| {
-            self.lock().stats.throttled += 1;
-            self.pause(time)
-        })
+    /// Makes a guest that exceeds its limits wait for `time`. Returns whether the link was dropped
+    /// meanwhile.
+    fn throttle(&self, time: Duration) -> bool {
+        if time.is_zero() {
+            return false;
+        }
+        self.lock().stats.throttled += 1;
+        self.pause(time)
     }
 
     /// Like [`Self::converse`], in a thread that parses messages and has no rights beside its
@@ -504,54 +523,79 @@ impl Shared {
         let mut decoder = Decoder::new();
         let mut chunk = vec![0; 64 << 10];
         let mut budget = Budget::new(self.options.max_bytes_per_s);
-        let mut pages = Budget::new(self.options.max_pages_per_s);
+        let mut held = Held::new(self.options.max_pages_per_s);
+        let mut others = Budget::new(self.options.max_pages_per_s);
         let mut greetings = VecDeque::new();
         loop {
-            if let Some(until) = patience {
-                patience = patience.filter(|_| greetings.is_empty());
-                let left = patience.map(|_| until.saturating_duration_since(Instant::now()));
-                if left.is_some_and(|left| left.is_zero()) {
-                    return None;
+            while let Some(message) = held.take_due() {
+                held.spend(&message);
+                self.handle(message, sink);
+            }
+            patience = patience.filter(|_| greetings.is_empty());
+            let silent = patience.map(|until| until.saturating_duration_since(Instant::now()));
+            if silent.is_some_and(|left| left.is_zero()) {
+                return None;
+            }
+            if held.is_full() {
+                if self.throttle(held.left()) {
+                    return Some(ENDED.into());
                 }
-                if let Err(e) = stream.set_read_timeout(left) {
-                    return Some(format!("cannot wait for the agent's port: {e}"));
-                }
+                continue;
+            }
+            // A read cannot wait for no time at all.
+            let due = held.wait().map(|left| left.max(Duration::from_millis(1)));
+            if let Err(e) = stream.set_read_timeout(silent.into_iter().chain(due).min()) {
+                return Some(format!("cannot wait for the agent's port: {e}"));
             }
             let n = match stream.read(&mut chunk) {
                 Ok(0) => return Some("QEMU closed the agent's port".into()),
                 Ok(n) => n,
-                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                Err(e) if patience.is_some() && e.kind() == ErrorKind::WouldBlock => return None,
+                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
+                    continue;
+                }
                 Err(e) => return Some(format!("cannot read the agent's port: {e}")),
             };
             self.lock().stats.bytes += n as u64;
             decoder.push(&chunk[..n]);
             loop {
-                match decoder.next::<FromAgent>() {
-                    Ok(Some(message)) => {
-                        self.lock().stats.messages += 1;
-                        if matches!(message, FromAgent::Hello { .. }) {
-                            let now = Instant::now();
-                            greetings.push_back(now);
-                            greetings.retain(|&at| now.duration_since(at) < GREETINGS.1);
-                            if greetings.len() > GREETINGS.0 {
-                                return Some(self.broken("the agent keeps sending hello"));
-                            }
-                        }
-                        let weight = weight(&message);
-                        self.handle(message, sink);
-                        if self.throttle(pages.spend(weight)) {
-                            return Some("the link ends".into());
-                        }
-                    }
+                let before = decoder.buffered();
+                let message = match decoder.next::<FromAgent>() {
+                    Ok(Some(message)) => message,
                     Ok(None) => break,
                     Err(e) => {
                         return Some(self.broken(format!("the agent broke the protocol: {e}")));
                     }
+                };
+                self.lock().stats.messages += 1;
+                if matches!(message, FromAgent::Hello { .. }) {
+                    let now = Instant::now();
+                    greetings.push_back(now);
+                    greetings.retain(|&at| now.duration_since(at) < GREETINGS.1);
+                    if greetings.len() > GREETINGS.0 {
+                        return Some(self.broken("the agent keeps sending hello"));
+                    }
+                    held.forget();
+                }
+                if is_about_pages(&message) {
+                    if let Some(message) = held.pass(message, before - decoder.buffered()) {
+                        held.spend(&message);
+                        self.handle(message, sink);
+                    }
+                } else {
+                    let wait = others.spend(weight(&message));
+                    self.handle(message, sink);
+                    if self.throttle(wait.unwrap_or_default()) {
+                        return Some(ENDED.into());
+                    }
+                }
+                if greetings.is_empty() {
+                    // The agent goes on with an old session.
+                    let soon = Instant::now() + SILENCE.0;
+                    patience = patience.map(|until| until.min(soon));
                 }
             }
-            if self.throttle(budget.spend(n)) {
-                return Some("the link ends".into());
+            if self.throttle(budget.spend(n).unwrap_or_default()) {
+                return Some(ENDED.into());
             }
         }
     }
@@ -602,8 +646,15 @@ impl Shared {
                 if facts.reports_memory() && interval_ms > 0 {
                     self.answer(&ToAgent::ReportMemory { interval_ms });
                 }
-                self.lock().session = Some(facts);
-                self.changed.notify_all();
+                let mut state = self.lock();
+                // Until it has Welcome, an agent may repeat its Hello, which would end commands
+                // that were sent meanwhile. Only then it says what is allowed.
+                if version >= ORDERS_VERSION {
+                    state.greeted = Some(facts);
+                } else {
+                    state.session = Some(facts);
+                    self.changed.notify_all();
+                }
             }
             FromAgent::Output {
                 command,
@@ -621,11 +672,7 @@ impl Shared {
                     self.lock().commands.remove(&command);
                 }
             }
-            FromAgent::Allowed { words } => {
-                // A newer agent may know other permissions, which this daemon does not need.
-                let words = words.iter().map(String::as_str);
-                self.lock().allowed = Some(words.filter_map(Permission::from_word).collect());
-            }
+            FromAgent::Allowed { words } => self.note_allowed(&words),
             FromAgent::NotAllowed { command, word } => {
                 let Some(permission) = Permission::from_word(&word) else {
                     self.lock().stats.dropped += 1;
@@ -651,8 +698,20 @@ impl Shared {
                     self.lock().stats.dropped += 1;
                 }
             }
-            other if self.lock().session.is_some() => sink(AgentEvent::Message(other)),
+            other if self.lock().is_greeted() => sink(AgentEvent::Message(other)),
             _ => self.lock().stats.dropped += 1,
+        }
+    }
+
+    /// Notes what the guest's owner allows. The session of an agent that tells it begins with that.
+    fn note_allowed(&self, words: &[String]) {
+        let mut state = self.lock();
+        // A newer agent may know other permissions, which this daemon does not need.
+        let words = words.iter().map(String::as_str);
+        state.allowed = Some(words.filter_map(Permission::from_word).collect());
+        if let Some(facts) = state.greeted.take() {
+            state.session = Some(facts);
+            self.changed.notify_all();
         }
     }
 
@@ -663,86 +722,16 @@ impl Shared {
         let Some(stream) = state.streams.get_mut(&number) else {
             return Some(event);
         };
-        let event = match event {
-            StreamEvent::Output(_, bytes) if bytes.is_empty() => return None,
-            StreamEvent::Output(kind, bytes) => {
-                let cost = bytes.len() + OUTPUT_COST;
-                let Some(left) = stream.output_room.checked_sub(cost) else {
-                    state.streams.remove(&number);
-                    state.stats.protocol_errors += 1;
-                    drop(state);
-                    self.answer(&ToAgent::HangUp { command: number });
-                    return None;
-                };
-                stream.output_room = left;
-                StreamEvent::Output(kind, bytes)
-            }
-            StreamEvent::InputRoom(bytes) => {
-                let bytes = usize::try_from(bytes).unwrap_or(INPUT_WINDOW);
-                let more = bytes.min(INPUT_WINDOW - stream.input_room);
-                stream.input_room += more;
-                // The window is far below 2^32.
-                StreamEvent::InputRoom(u32::try_from(more).unwrap_or(0))
-            }
-            end @ (StreamEvent::Exited(_) | StreamEvent::NotAllowed(_)) => end,
-        };
-        let is_end = matches!(event, StreamEvent::Exited(_) | StreamEvent::NotAllowed(_));
-        (stream.sink)(event);
-        if is_end {
+        let passed = stream.pass(event);
+        if passed != Passed::GoesOn {
             state.streams.remove(&number);
         }
+        if passed == Passed::TooMuch {
+            state.stats.protocol_errors += 1;
+            drop(state);
+            self.answer(&ToAgent::HangUp { command: number });
+        }
         None
-    }
-
-    /// Adds a streamed command, and returns its number.
-    pub(super) fn add_stream(
-        &self,
-        sink: impl Fn(StreamEvent) + Send + 'static,
-    ) -> Result<u32, AgentError> {
-        let mut state = self.lock_in_session()?;
-        if state.version < STREAMS_VERSION {
-            let version = state.facts()?.agent.clone();
-            let what = "stream a command's input and output";
-            return Err(AgentError::TooOld { version, what });
-        }
-        if state.streams.len() >= MAX_STREAMS {
-            return Err(AgentError::TooManyStreams);
-        }
-        let number = state.new_number();
-        let stream = LinkStream {
-            sink: Box::new(sink),
-            output_room: OUTPUT_WINDOW,
-            input_room: INPUT_WINDOW,
-        };
-        state.streams.insert(number, stream);
-        Ok(number)
-    }
-
-    /// Takes room for `bytes` bytes of input to a streamed command.
-    pub(super) fn take_input_room(&self, number: u32, bytes: usize) -> Result<(), AgentError> {
-        let mut state = self.lock();
-        // A command that has ended takes no input, which is no error.
-        if let Some(stream) = state.streams.get_mut(&number) {
-            let left = stream.input_room.checked_sub(bytes);
-            stream.input_room = left.ok_or(AgentError::TooMuchInput)?;
-        }
-        Ok(())
-    }
-
-    /// Allows the agent to send more output of a streamed command. Returns whether the command
-    /// still runs.
-    pub(super) fn allow_output(&self, number: u32, cost: usize) -> bool {
-        let mut state = self.lock();
-        let stream = state.streams.get_mut(&number);
-        stream.is_some_and(|stream| {
-            stream.output_room = (stream.output_room + cost).min(OUTPUT_WINDOW);
-            true
-        })
-    }
-
-    /// Forgets a streamed command. Returns whether it still runs.
-    pub(super) fn forget_stream(&self, number: u32) -> bool {
-        self.lock().streams.remove(&number).is_some()
     }
 
     fn to_command(&self, command: u32, event: CommandEvent) {

@@ -3,10 +3,14 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use memfold_wire::agent::{MAX_INPUT, OUTPUT_COST, OUTPUT_WINDOW, Terminal, TerminalSize, ToAgent};
+use memfold_wire::agent::{
+    MAX_INPUT, MAX_STREAMS, OUTPUT_COST, OUTPUT_WINDOW, STREAMS_VERSION, Terminal, TerminalSize,
+    ToAgent,
+};
 
 use super::agent_link::{AgentLink, Shared};
 use super::agent_task::{AgentError, GuestTask, StreamEvent};
+use super::agent_windows::LinkStream;
 
 /// Cost of passed-on output after which the agent is told that it may send more.
 const TELL_OUTPUT: usize = OUTPUT_WINDOW / 4;
@@ -46,19 +50,63 @@ impl AgentLink {
         request: StreamRequest,
         sink: impl Fn(StreamEvent) + Send + 'static,
     ) -> Result<StreamedCommand, AgentError> {
+        let (number, session, version) = self.shared.add_stream(sink)?;
         let command = StreamedCommand {
-            number: self.shared.add_stream(sink)?,
+            number,
             shared: Arc::clone(&self.shared),
             passed_on: AtomicUsize::new(0),
         };
-        let version = command.shared.lock().version;
-        command.shared.send(&request.task.stream_message(
-            command.number,
-            version,
-            request.has_input,
-            request.terminal,
-        ))?;
+        let StreamRequest {
+            task,
+            has_input,
+            terminal,
+        } = request;
+        let start = task.stream_message(number, version, has_input, terminal);
+        command.shared.send_in(session, &start)?;
         Ok(command)
+    }
+}
+
+impl Shared {
+    /// Adds a streamed command, and returns its number, and number and protocol version of the
+    /// session.
+    fn add_stream(
+        &self,
+        sink: impl Fn(StreamEvent) + Send + 'static,
+    ) -> Result<(u32, u64, u16), AgentError> {
+        let mut state = self.lock_in_session()?;
+        if state.version < STREAMS_VERSION {
+            let version = state.facts()?.agent.clone();
+            let what = "stream a command's input and output";
+            return Err(AgentError::TooOld { version, what });
+        }
+        if state.streams.len() >= MAX_STREAMS {
+            return Err(AgentError::TooManyStreams);
+        }
+        let number = state.new_number();
+        state.streams.insert(number, LinkStream::new(sink));
+        Ok((number, state.number, state.version))
+    }
+
+    /// Takes room for `bytes` bytes of input to a streamed command.
+    fn take_input_room(&self, number: u32, bytes: usize) -> Result<(), AgentError> {
+        let mut state = self.lock();
+        // A command that has ended takes no input, which is no error.
+        let stream = state.streams.get_mut(&number);
+        stream.map_or(Ok(()), |stream| stream.take_input_room(bytes))
+    }
+
+    /// Allows the agent to send more output of a streamed command. Returns whether the command
+    /// still runs.
+    fn allow_output(&self, number: u32, cost: usize) -> bool {
+        let mut state = self.lock();
+        let stream = state.streams.get_mut(&number);
+        stream.map(|stream| stream.allow_output(cost)).is_some()
+    }
+
+    /// Forgets a streamed command. Returns whether it still runs.
+    fn forget_stream(&self, number: u32) -> bool {
+        self.lock().streams.remove(&number).is_some()
     }
 }
 

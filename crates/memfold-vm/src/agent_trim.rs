@@ -36,7 +36,7 @@ impl AgentLink {
     /// [`AgentError::TooOld`] if the agent does not know such an order.
     pub fn trim(&self, trim: &Trim) -> Result<TrimResult, AgentError> {
         let (sender, receiver) = sync_channel(1);
-        let order = {
+        let (order, session) = {
             let mut state = self.shared.lock_in_session()?;
             let facts = state.facts()?;
             if !facts.reports_memory() {
@@ -47,7 +47,7 @@ impl AgentLink {
             let order = state.next_trim;
             state.next_trim = order.wrapping_add(1);
             state.trims.insert(order, sender);
-            order
+            (order, state.number)
         };
         let message = ToAgent::Trim(TrimOrder {
             order,
@@ -56,7 +56,7 @@ impl AgentLink {
             deadline_ms: u32::try_from(trim.limit.as_millis()).unwrap_or(u32::MAX),
             spare_swap: trim.spare_swap,
         });
-        let outcome = self.shared.send(&message).and_then(|()| {
+        let outcome = self.shared.send_in(session, &message).and_then(|()| {
             match receiver.recv_timeout(trim.limit.saturating_add(TRIM_PATIENCE)) {
                 Ok(result) => Ok(result),
                 Err(RecvTimeoutError::Timeout) => Err(AgentError::TrimTimeout {

@@ -12,10 +12,12 @@
 
 mod agent_budget;
 mod agent_facts;
+mod agent_held;
 pub mod agent_link;
 mod agent_stream;
 mod agent_task;
 mod agent_trim;
+mod agent_windows;
 pub mod balloon;
 pub mod block_device;
 mod cloud_init;

@@ -71,6 +71,12 @@ impl Decoder {
         self.bytes.extend_from_slice(bytes);
     }
 
+    /// Returns the number of received bytes whose message was not returned yet.
+    #[must_use]
+    pub fn buffered(&self) -> usize {
+        self.bytes.len() - self.start
+    }
+
     /// Returns the next whole message; `None` while its frame is incomplete.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use memfold_testkit::{patience, wait_until};
-use memfold_vm::{AgentError, AgentEvent, AgentLink, AgentOptions, Trim};
+use memfold_vm::{AgentError, AgentEvent, AgentLink, AgentOptions, Permission, Trim};
 use memfold_wire::agent::{FromAgent, HintRun, OutputStream, ToAgent, VERSION};
 use memfold_wire::memory::{self, MemoryReading, TrimEnd, TrimMethod, TrimResult};
 use memfold_wire::{Decoder, encode};
@@ -46,7 +46,14 @@ impl Guest {
         }
     }
 
+    /// Begins a session, and allows the daemon everything.
     pub fn greet(&mut self, boot_id: &str) {
+        self.say_hello(boot_id);
+        self.allow_all();
+    }
+
+    /// Says Hello, and hears the daemon's answer.
+    pub fn say_hello(&mut self, boot_id: &str) {
         self.say(&hello(VERSION, boot_id));
         assert!(matches!(
             self.hear(),
@@ -56,6 +63,13 @@ impl Guest {
             }
         ));
         assert_eq!(self.hear(), ToAgent::Inventory);
+    }
+
+    fn allow_all(&mut self) {
+        let words = Permission::ALL.iter().map(|one| one.word().to_owned());
+        self.say(&FromAgent::Allowed {
+            words: words.collect(),
+        });
     }
 }
 
@@ -242,24 +256,14 @@ fn the_output_and_the_exit_code_of_a_command_in_the_guest_are_collected() {
 }
 
 #[test]
-fn a_command_between_two_sessions_of_an_agent_waits_for_the_next_session() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("a");
-    let listener = UnixListener::bind(&path).unwrap();
-    // The daemon is busy with the second session when the command comes.
-    let (busy, is_busy) = sync_channel(1);
-    let mut sessions = 0;
-    let link = AgentLink::start(&path, AgentOptions::default(), move |event| {
-        sessions += usize::from(matches!(event, AgentEvent::Session(_)));
-        if sessions == 2 {
-            busy.send(()).unwrap();
-            std::thread::sleep(Duration::from_millis(300));
-        }
-    });
+fn a_command_waits_while_an_agent_repeats_its_hello() {
+    let (_dir, listener, link, events) = link(AgentOptions::default());
     let guest = std::thread::spawn(move || {
         let mut guest = Guest::accept(&listener);
-        // The agent has waited too long for the first answer.
-        guest.greet("one");
+        guest.say_hello("one");
+        // The answer came too late for the agent, which has not read it. A command that was sent
+        // before the next Hello would be lost.
+        std::thread::sleep(Duration::from_millis(300));
         guest.greet("one");
         let ToAgent::Run { command, .. } = guest.hear() else {
             panic!()
@@ -267,7 +271,7 @@ fn a_command_between_two_sessions_of_an_agent_waits_for_the_next_session() {
         guest.say(&FromAgent::Exited { command, code: 7 });
         guest
     });
-    is_busy.recv().unwrap();
+    session(&events);
     let done = link.run("exit 7", LONG).unwrap();
     assert_eq!(done.code, 7);
     drop(guest.join().unwrap());
@@ -314,6 +318,42 @@ fn an_agent_that_sends_too_much_data_is_throttled() {
 }
 
 #[test]
+fn answers_of_an_agent_do_not_wait_behind_its_report_of_a_large_page_cache() {
+    let options = AgentOptions {
+        max_pages_per_s: 1 << 16,
+        ..AgentOptions::default()
+    };
+    let (_dir, listener, link, events) = link(options);
+    let mut guest = Guest::accept(&listener);
+    guest.greet("one");
+    // Twice a minute's worth of pages. The daemon takes the first message at once.
+    let run = HintRun {
+        file: 1,
+        page: 0,
+        pfn: 0,
+        pages: 1 << 18,
+    };
+    let minute = FromAgent::Hints(vec![run; 16]);
+    guest.say(&minute);
+    guest.say(&minute);
+    session(&events);
+    std::thread::scope(|scope| {
+        let run = scope.spawn(|| link.run("true", LONG));
+        let ToAgent::Run { command, .. } = guest.hear() else {
+            panic!("no script")
+        };
+        guest.say(&FromAgent::Exited { command, code: 7 });
+        assert_eq!(run.join().unwrap().unwrap().code, 7);
+    });
+    let expected = AgentEvent::Message(minute);
+    assert_eq!(events.recv_timeout(LONG).unwrap(), expected);
+    // A new session makes the report void that waits.
+    guest.greet("two");
+    assert_eq!(session(&events), "two");
+    assert!(events.try_recv().is_err());
+}
+
+#[test]
 fn when_the_daemon_drops_its_link_to_an_agent_the_thread_of_the_link_ends_at_once() {
     let (_dir, listener, link, _events) = link(AgentOptions::default());
     let _guest = Guest::accept(&listener);
@@ -349,6 +389,7 @@ fn memory_session(guest: &mut Guest) {
     guest.say(&hello);
     assert!(matches!(guest.hear(), ToAgent::Welcome { .. }));
     assert_eq!(guest.hear(), ToAgent::Inventory);
+    guest.allow_all();
 }
 
 #[test]

@@ -25,7 +25,7 @@ fn not_allowed(command: u32, word: &str) -> FromAgent {
 fn the_daemon_knows_what_a_guests_owner_allows_until_the_session_ends() {
     let (_dir, listener, link, events) = link(AgentOptions::default());
     let mut guest = Guest::accept(&listener);
-    guest.greet("one");
+    guest.say_hello("one");
     session(&events);
     assert_eq!(link.allowed(), None);
     // A word of a newer agent is no permission of this daemon.
@@ -33,7 +33,7 @@ fn the_daemon_knows_what_a_guests_owner_allows_until_the_session_ends() {
     wait_until("the words have come", LONG, || link.allowed().is_some());
     let allowed: Vec<_> = link.allowed().into_iter().flatten().collect();
     assert_eq!(allowed, [Permission::Exec, Permission::Trim]);
-    guest.greet("two");
+    guest.say_hello("two");
     session(&events);
     assert_eq!(link.allowed(), None);
 }
