@@ -240,18 +240,29 @@ fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError>
         let whole = answer.code == 0 && !answer.stdout.is_empty();
         Ok::<_, AgentError>(whole.then_some(answer.stdout))
     };
-    let before = boot(ANSWER_TIMEOUT)?;
-    if machine.run(GuestOrder::Reboot, ANSWER_TIMEOUT)?.code != 0 {
-        return Err(DaemonError::BadRequest(format!(
-            "the guest of '{}' has no systemctl to reboot with",
+    // Without a boot id before, any would be a new one.
+    let before = boot(ANSWER_TIMEOUT)?.ok_or_else(|| {
+        DaemonError::BadRequest(format!(
+            "the guest of '{}' does not tell its boot id (/proc/sys/kernel/random/boot_id)",
             machine.name()
-        )));
+        ))
+    })?;
+    match machine.run(GuestOrder::Reboot, ANSWER_TIMEOUT) {
+        Ok(done) if done.code != 0 => {
+            return Err(DaemonError::BadRequest(format!(
+                "the guest of '{}' has no systemctl to reboot with",
+                machine.name()
+            )));
+        }
+        // The guest may end its agent before the answer is sent.
+        Ok(_) | Err(AgentError::Lost | AgentError::Timeout { .. }) => {}
+        Err(error) => return Err(error.into()),
     }
     loop {
         std::thread::sleep(Duration::from_millis(500));
         // No answer means that the guest is rebooting.
         if let Ok(Some(now)) = boot(Duration::from_secs(2)) {
-            if before.as_ref() != Some(&now) {
+            if before != now {
                 return Ok(());
             }
         }
