@@ -71,9 +71,11 @@ fn shorten(log: &Path) -> io::Result<bool> {
     file.read_exact_at(&mut end, length - MOST)?;
     // The log is emptied first: on a full file system, that frees space for the copy.
     file.set_len(0)?;
-    let before = log.with_extension("log.1");
-    std::fs::write(&before, end)?;
-    std::fs::set_permissions(&before, std::fs::Permissions::from_mode(0o600))?;
+    // Readers see the whole copy, or the one before.
+    let new = log.with_extension("log.new");
+    std::fs::write(&new, end)?;
+    std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
+    std::fs::rename(&new, log.with_extension("log.1"))?;
     Ok(true)
 }
 
