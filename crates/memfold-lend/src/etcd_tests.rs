@@ -123,6 +123,10 @@ impl Cluster {
                 ("--initial-advertise-peer-urls", peer_url),
                 ("--initial-cluster", names.clone()),
                 ("--logger", "zap".into()),
+                // Guests of other tests write to the same disk. Without these, an fsync that takes
+                // a second costs the leader its office.
+                ("--heartbeat-interval", "200".into()),
+                ("--election-timeout", "2000".into()),
             ];
             let command: Vec<String> = command
                 .into_iter()

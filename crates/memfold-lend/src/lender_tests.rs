@@ -369,7 +369,7 @@ fn while_the_registry_is_slow_the_lender_still_checks_the_memory_of_its_host() {
     // checks.
     let slow = move |call: &Call| {
         has(1000);
-        std::thread::sleep(Duration::from_secs(1));
+        std::thread::sleep(patience(Duration::from_secs(1)));
         Ok(answer(&*registry, call))
     };
     work.registry = Arc::new(CallRegistry::new("slow".into(), slow));

@@ -184,7 +184,7 @@ fn who_has_no_other_copy_has_time_to_make_one(fixture: &Fixture) {
     registry.recall(other, &ours, TTL).unwrap();
     let lease = registry.renew(other, "borrower", TTL).unwrap();
     assert_eq!(lease.durability, Durability::None);
-    assert!(lease.recall_ms.unwrap() > 98_000, "{lease:?}");
+    assert!(lease.recall_ms.unwrap() >= 100_000 - late, "{lease:?}");
     assert!(lease.recall_ms.unwrap() <= 100_000, "{lease:?}");
     let all = registry.picture().unwrap().leases;
     assert!(all.iter().all(|l| l.durability == Durability::None));

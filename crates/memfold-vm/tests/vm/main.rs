@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_testkit::{bound, wait_for, wait_until};
+use memfold_testkit::{bound, patience, wait_for, wait_until};
 use memfold_units::{ByteSize, Gpa, Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_vm::{
     AccelChoice, Aio, CacheMode, DiskSpec, MachineError, Qmp, RamLayout, StopKind, Vm, VmDirectory,
@@ -471,7 +471,9 @@ fn a_guest_in_a_qemu_of_another_user_boots_is_folded_and_shuts_down_on_request()
     let mut spec = VmSpec::new("guest", ByteSize::mib(512));
     spec.boot.kernel = Some(image.kernel.clone());
     spec.boot.initrd = Some(image.initrd.clone());
-    spec.boot.cmdline = Some("root=/dev/vda rw console=ttyS0 quiet tsc=reliable".into());
+    spec.boot.cmdline = Some(
+        "root=/dev/vda rw console=ttyS0 quiet mitigations=off no_timer_check tsc=reliable".into(),
+    );
     let mut disk = DiskSpec::new(&image.disk);
     disk.snapshot = true;
     spec.disks = vec![disk];
@@ -514,7 +516,7 @@ fn a_guest_in_a_qemu_of_another_user_boots_is_folded_and_shuts_down_on_request()
     }
     // The guest's ACPI daemon may not listen yet, so `stop` repeats its request until it does.
     assert_eq!(
-        vm.0.stop(Duration::from_secs(60)).unwrap(),
+        vm.0.stop(patience(Duration::from_secs(60))).unwrap(),
         StopKind::PoweredDown
     );
 }

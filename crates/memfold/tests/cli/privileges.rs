@@ -53,7 +53,13 @@ fn threads_that_parse_foreign_bytes_have_no_capability_and_others_have_only_the_
     // The requests start threads of both kinds.
     assert_eq!(daemon.http("GET", "/v1/report", b"").0, 200);
     assert_eq!(door.ask("GET", "/", &[], "").status, 200);
-    let threads = threads(daemon);
+    // A thread has its name before it gives up its rights.
+    let threads = wait_for("parsers are confined", Duration::from_secs(60), || {
+        let all = threads(daemon);
+        let mut parsers = all.iter().filter(|thread| thread["Name"] == "http");
+        let are_confined = parsers.all(|parser| filters(parser) == outside + 1);
+        are_confined.then_some(all.clone()).ok_or(all)
+    });
     let (parsers, others): (Vec<_>, Vec<_>) =
         threads.iter().partition(|thread| thread["Name"] == "http");
     assert!(parsers.len() >= 2, "{threads:?}");

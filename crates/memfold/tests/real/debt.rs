@@ -14,7 +14,7 @@ use memfold_daemon::DaemonError;
 use memfold_fold::{EngineSettings, VmStats};
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::{DebtReport, Level};
-use memfold_testkit::patience;
+use memfold_testkit::{patience, wait_until};
 use memfold_units::ByteSize;
 use memfold_vm::MergeChoice;
 
@@ -295,11 +295,13 @@ fn if_guests_rewrite_all_shared_pages_the_brake_activates_in_time_and_no_vm_is_l
     println!("{:#?}", dropped(&after));
     assert!(after.folded_bytes < debt.folded_bytes / 2, "{after:#?}");
     assert_eq!(after.level, Level::Braked);
-    let given_back = taken_before.saturating_sub(taken());
-    println!("given back to the host: {} MiB", mib(given_back));
     // Some guests may have dropped their page cache earlier; at least that of the last one must
-    // come back.
-    assert!(given_back > 48 << 20, "{given_back}");
+    // come back. Guests report free pages some seconds later.
+    let given_back = || taken_before.saturating_sub(taken());
+    wait_until("the host has memory back", Duration::from_secs(60), || {
+        given_back() > 48 << 20
+    });
+    println!("given back to the host: {} MiB", mib(given_back()));
 
     // No VM is lost, and no byte that a guest reads.
     assert_eq!(lab.exec_all(&CLONES, READ, limit).unwrap(), sums);

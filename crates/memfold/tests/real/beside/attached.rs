@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{AttachRequest, Client, KeepChoice, RestoreRequest, SaveRequest, VmInfo};
 use memfold_host::guest_images;
 use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
-use memfold_testkit::{patience, wait_for};
+use memfold_testkit::{patience, wait_for, wait_until};
 use memfold_vm::{Qmp, VmDirectory};
 use serde_json::Value;
 
@@ -385,8 +385,9 @@ fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
         // The agent answers before the guest has found all of its devices.
         let there = "test ! -e /run/nonce && test -b /dev/vdc && for left in $(seq 60); do ls -d /sys/class/net/e* && exit 0; sleep 1; done; exit 1";
         exec(client, "again", there);
-        let console =
-            std::fs::read_to_string(VmDirectory::of(state, "again").console_log()).unwrap();
-        assert!(console.contains("login:"), "{console}");
+        let console = VmDirectory::of(state, "again").console_log();
+        wait_until("the guest asks for a login", BOOT, || {
+            String::from_utf8_lossy(&std::fs::read(&console).unwrap()).contains("login:")
+        });
     });
 }

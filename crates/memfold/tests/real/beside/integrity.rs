@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use memfold_fold::EngineSettings;
+use memfold_fold::{EngineSettings, EngineStats, VmStats};
 use memfold_lab::{DiskMode, Lab};
 use serde_json::json;
 
@@ -59,7 +59,17 @@ fn under_attack(lab: &Lab, names: &[&str]) {
         over.store(true, Ordering::SeqCst);
         (printed, balloons.join().unwrap())
     });
-    let stats = lab.stats().unwrap();
+    let total = |stats: &EngineStats, count: fn(&VmStats) -> u64| -> u64 {
+        names.iter().map(|n| count(support::vm(stats, n))).sum()
+    };
+    let stats = support::wait_stats(
+        "pages are folded again",
+        Duration::from_secs(60),
+        || lab.stats().unwrap(),
+        |stats| {
+            total(stats, |vm| vm.folded_pages) > 10_000 && total(stats, |vm| vm.refolded_pages) > 0
+        },
+    );
     println!("balloons moved {moves} times");
     for (name, printed) in names.iter().zip(printed.unwrap()) {
         println!(
@@ -69,14 +79,6 @@ fn under_attack(lab: &Lab, names: &[&str]) {
         assert!(printed.ends_with("all errors 0\n"), "{name}: {printed}");
     }
     assert!(moves > 4);
-    let total = |count: fn(&memfold_fold::VmStats) -> u64| -> u64 {
-        names.iter().map(|n| count(support::vm(&stats, n))).sum()
-    };
-    let (folded, again) = (total(|vm| vm.folded_pages), total(|vm| vm.refolded_pages));
-    assert!(
-        folded > 10_000 && again > 0,
-        "folded {folded}, again {again}"
-    );
     let script = format!(
         "{} && sums /run/sums.after && cmp /run/sums.before /run/sums.after",
         support::sums()

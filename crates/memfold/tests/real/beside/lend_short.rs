@@ -65,9 +65,15 @@ END
 systemd-run -q --unit=grow python3 /opt/grow.py"#;
 
 /// Shell script that binds the file over `/proc/meminfo`, and keeps its namespace until it is
-/// killed.
-const NAMESPACE: &str =
-    r#"mount --bind "$1" /proc/meminfo && touch "$1.ready" && exec sleep infinity"#;
+/// killed. Other tests' swapping and stalls on memory are not to be seen there.
+const NAMESPACE: &str = r#"set -e
+echo "pswpin 0" > "$1.vmstat"
+: > "$1.pressure"
+mount --bind "$1" /proc/meminfo
+mount --bind "$1.vmstat" /proc/vmstat
+[ ! -e /proc/pressure/memory ] || mount --bind "$1.pressure" /proc/pressure/memory
+touch "$1.ready"
+exec sleep infinity"#;
 
 /// Returns the memory of this test's VMs and exports, in bytes: of processes with the environment
 /// variable in which nextest stores the test's name. Without nextest, of all VMs and exports on

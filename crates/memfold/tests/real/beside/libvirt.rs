@@ -125,8 +125,8 @@ pub fn boot_id(client: &Client, name: &str) -> Option<String> {
     said(client, name, "cat /proc/sys/kernel/random/boot_id")
 }
 
-/// Returns what a script in the guest printed; `None` if the guest does not answer, or if the script
-/// failed. (A guest that shuts down kills the agent's scripts, which then print nothing.)
+/// Returns what a script in the guest printed; `None` if the guest does not answer, or if the
+/// script failed. (A guest that shuts down kills the agent's scripts, which then print nothing.)
 fn said(client: &Client, name: &str, script: &str) -> Option<String> {
     let request = ExecRequest {
         script: script.to_owned(),
@@ -233,7 +233,9 @@ fn saved_by_memfold(host: &Host, folded: &Folded) {
         let status = std::fs::read_to_string(format!("/proc/{}/status", info.pid)).unwrap();
         assert!(status.contains("Uid:\t64055\t64055"), "{status}");
     }
-    assert_eq!(exec(client, "copy", "hostname").stdout, "copy\n");
+    wait_until("the copy has its own name", BOOT, || {
+        said(client, "copy", "hostname").as_deref() == Some("copy\n")
+    });
     // The restored VMs have disks of their own.
     exec(client, "copy", "echo mine > /var/tmp/copy && sync");
     exec(client, "twin", "test ! -e /var/tmp/copy");

@@ -99,6 +99,7 @@ fn a_snapshot_moves_to_another_host_through_an_s3_server_even_if_both_daemons_ar
         (1, "warm", "web")
     );
     // The guest's memory is right, and it runs on.
+    wait_agent(&client, "web");
     let said = exec(&client, "web", VERIFY).stdout;
     assert!(said.starts_with("errors 0 rounds "), "{said}");
     drop(first);

@@ -22,7 +22,7 @@ use crate::support;
 const CLONES: [&str; 2] = ["copy-1", "copy-2"];
 
 /// Bytes a second that the server sends.
-const BYTES_PER_S: f64 = 40e6;
+const BYTES_PER_S: f64 = 20e6;
 
 /// Returns what the list says of the snapshot. A daemon that has just started lists it when the
 /// store answers.

@@ -77,9 +77,10 @@ pub fn the_other_does_not_notice(lab: &Lab, victim: &str, other: &str) {
         .unwrap();
     assert_eq!(status["status"], "running");
     lab.stop(other).unwrap();
-    let left = lab.stats().unwrap();
-    assert!(
-        left.domains.iter().all(|d| d.domain != "lab"),
-        "the domain's store is gone with its last VM"
+    support::wait_stats(
+        "the domain's store is gone with its last VM",
+        Duration::from_secs(60),
+        || lab.stats().unwrap(),
+        |left| left.domains.iter().all(|d| d.domain != "lab"),
     );
 }
