@@ -234,8 +234,8 @@ fn run(name: Name, arguments: &Arguments) -> anyhow::Result<()> {
         "the study '{title}' has its number of VMs: --vms is for 'ksm'"
     );
     ensure!(
-        options.memory.is_none() || name == Name::Snapshots,
-        "the study '{title}' has its sizes of VMs: --memory is for 'snapshots'"
+        options.memory.is_none() || matches!(name, Name::Snapshots | Name::Fork),
+        "the study '{title}' has its sizes of VMs: --memory is for 'snapshots' and 'fork'"
     );
     let boots_vms = match name {
         Name::Fold => false,
