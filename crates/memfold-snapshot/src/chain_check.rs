@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use memfold_store::StoreIdentity;
+use memfold_vm::qcow2::{self, NamedBacking};
 use memfold_vm::{Qmp, VmSpec};
 use rustix::process::Pid;
 
@@ -106,6 +107,15 @@ pub(super) fn check_header(
     if !facts.is_file() {
         return Err(refused("is not a regular file".into()));
     }
+    // Starting `qemu-img` takes longer than a fork's pause.
+    let plain = match qcow2::backing(overlay) {
+        Some(NamedBacking::Raw(file)) => Some((file, "raw")),
+        Some(NamedBacking::Qcow2(file)) => Some((file, "qcow2")),
+        Some(NamedBacking::None) | None => None,
+    };
+    if plain.is_some_and(|(file, format)| is_allowed(&file, Some(format), spec, disk, draft)) {
+        return Ok(());
+    }
     let image = header(overlay).map_err(failed(overlay))?;
     if image.is_null() {
         return Err(refused("has no header of a qcow2 image".into()));
@@ -118,15 +128,25 @@ pub(super) fn check_header(
         return Err(refused("has no backing file".into()));
     };
     let format = image["backing-filename-format"].as_str();
-    let is_own = spec
-        .disks
-        .get(disk)
-        .is_some_and(|disk| disk.path == backing && Some(disk.format().driver()) == format);
-    if is_own || format == Some("qcow2") && is_of_its_domain(backing, spec, disk, draft) {
+    if is_allowed(backing, format, spec, disk, draft) {
         return Ok(());
     }
     let (file, format) = (backing.display(), format.unwrap_or("no format"));
     Err(refused(format!("has the backing file {file} ({format})")))
+}
+
+/// Returns whether an overlay of a disk may have this backing file in this format.
+fn is_allowed(
+    backing: &Path,
+    format: Option<&str>,
+    spec: &VmSpec,
+    disk: usize,
+    draft: &Draft,
+) -> bool {
+    let own = spec.disks.get(disk);
+    let is_own =
+        own.is_some_and(|own| own.path == backing && Some(own.format().driver()) == format);
+    is_own || format == Some("qcow2") && is_of_its_domain(backing, spec, disk, draft)
 }
 
 /// Returns whether a file is this disk's file in another snapshot of this VM or its trust domain.
