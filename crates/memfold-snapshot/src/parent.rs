@@ -14,27 +14,20 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
 use memfold_store::mapped::{self, FileMapping};
 use memfold_store::{StoreIdentity, data_ranges};
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::{Region, category};
 use memfold_units::{Hva, PAGE_SIZE};
 
 use super::candidates::{MOST_COMPARED, Run, SourceFile, choose};
-use super::image::{CHUNK_PAGES, ImageBlock, Source};
+use super::image::{CHUNK_PAGES, ImageBlock, Source, bytes};
 use super::manifest::ParentName;
 use super::ranges::{joined, without};
 use super::refer::Reference;
 use super::stored::{Pages, Stored};
-
-/// Pages of a process that differ from the file that is mapped there, or may do so: private pages
-/// in memory and in swap.
-const CHANGED: Filter = Filter {
-    all_of: 0,
-    any_of: category::PRESENT | category::SWAPPED,
-    none_of: category::FILE,
-};
 
 /// Consecutive pages of the parent's image that are consecutive in a file, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -251,19 +244,42 @@ impl ParentBlock<'_> {
         Ok(())
     }
 
+    /// Reads the parent's pages in ranges of the block to their places in a buffer that begins at
+    /// page `first` of the block. Leaves the rest of the buffer as it is.
+    pub(super) fn read_ranges(
+        &self,
+        first: u64,
+        ranges: &[(u64, u64)],
+        buffer: &mut [u8],
+    ) -> io::Result<()> {
+        for &(from, to) in ranges {
+            buffer[bytes(from - first)..bytes(to - first)].fill(0);
+            for place in self.places(from..to) {
+                let at = bytes(place.page - self.first_page - first);
+                let part = &mut buffer[at..at + bytes(place.pages)];
+                let file = &self.parent.files[place.file].file;
+                file.read_exact_at(part, place.block * PAGE_SIZE)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the pages of a VM's block that are the parent's, by the mappings and page tables of
-    /// a stopped process. `mappings` are those of the parent's files, ascending.
+    /// a stopped process. `regions`: the block's pages that are in memory or in swap, ascending.
+    /// `mappings` are those of the parent's files, ascending.
     pub(super) fn unchanged(
         &self,
-        pagemap: &Pagemap,
+        regions: &[Region],
         mappings: &[(usize, FileMapping)],
         block: &Source,
     ) -> io::Result<Unchanged> {
         let (start, end) = (block.hva, block.hva.add_pages(block.pages));
         let mut unchanged = Unchanged::default();
-        // One scan for all mappings, because a VM may have thousands, and stands still meanwhile.
-        let changed = pagemap.scan(start, end, CHANGED)?;
-        let changed: Vec<Range<Hva>> = changed.iter().map(|r| r.start..r.end).collect();
+        // Private pages differ from the file that is mapped there, or may do so.
+        let changed = regions
+            .iter()
+            .filter(|r| r.categories & category::FILE == 0);
+        let changed = joined(changed.map(|region| region.start..region.end));
         for (file, mapping) in mappings {
             let view = mapping.hva.max(start)..mapping.hva.add_pages(mapping.pages).min(end);
             if view.start >= view.end {

@@ -12,6 +12,8 @@ use memfold_units::PAGE_BYTES;
 use rustix::mm::Advice;
 use rustix::process::Pid;
 
+use memfold_sys::pagemap::{Filter, Pagemap};
+
 use super::*;
 use crate::candidates::Candidates;
 use crate::copy_budget::COPIES;

@@ -9,7 +9,7 @@
 use std::io;
 use std::ops::Range;
 
-use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::pagemap::{Filter, Pagemap, Region, category};
 use memfold_units::Hva;
 use rustix::process::Pid;
 
@@ -44,18 +44,21 @@ fn mapped_files(maps: &str) -> Vec<Range<Hva>> {
     maps.lines().filter_map(file).collect()
 }
 
-/// Returns the addresses of the pages of `block` that must be saved, ascending.
-fn present(pagemap: &Pagemap, files: &[Range<Hva>], block: &Source) -> io::Result<Vec<Range<Hva>>> {
+/// Returns the addresses of the pages of `block` that must be saved, ascending. `regions`: those of
+/// its pages that are in memory or in swap.
+fn present(regions: &[Region], files: &[Range<Hva>], block: &Source) -> Vec<Range<Hva>> {
     let (start, end) = (block.hva, block.hva.add_pages(block.pages));
-    let regions = pagemap.scan(start, end, HELD)?;
-    let regions = regions.iter().map(|region| region.start..region.end);
-    let mut ranges: Vec<Range<Hva>> = regions
+    let held = regions
+        .iter()
+        .filter(|r| r.categories & category::ZERO == 0);
+    let held = held.map(|region| region.start..region.end);
+    let mut ranges: Vec<Range<Hva>> = held
         .chain(files.iter().cloned())
         .map(|part| part.start.max(start)..part.end.min(end))
         .filter(|part| part.start < part.end)
         .collect();
     ranges.sort_unstable_by_key(|range| range.start);
-    Ok(joined(ranges))
+    joined(ranges)
 }
 
 /// A chunk of a block that contains pages to save.
@@ -118,16 +121,21 @@ impl Plan {
         let files = mapped_files(maps);
         let mapped = parent.map_or(Ok(Vec::new()), |parent| parent.mappings(maps))?;
         let mut unchanged = Unchanged::default();
+        let mut there = Vec::new();
         for block in &plan.blocks {
+            // One scan of each block, because the VM stands still meanwhile.
+            let end = block.hva.add_pages(block.pages);
+            let regions = pagemap.scan(block.hva, end, Filter::THERE)?;
             if let Some(of) = parent.and_then(|parent| parent.block(block)) {
-                unchanged.add(of.unchanged(&pagemap, &mapped, block)?);
+                unchanged.add(of.unchanged(&regions, &mapped, block)?);
             }
+            there.push(regions);
         }
         let (kept, same) = unchanged.limited();
         let length = |range: &Range<Hva>| range.end.pages_since(range.start);
         let pages = |ranges: &[Range<Hva>]| ranges.iter().map(length).sum::<u64>();
-        for block in &plan.blocks {
-            let all = without(&present(&pagemap, &files, block)?, &same);
+        for (block, regions) in plan.blocks.iter().zip(&there) {
+            let all = without(&present(regions, &files, block), &same);
             let left = without(&all, free);
             plan.counts.pages += block.pages;
             plan.counts.free_pages += pages(&all) - pages(&left);

@@ -258,8 +258,14 @@ impl<'a> Writer<'a> {
             let end = first + PIECE_PAGES;
             let differing = within(&plan.differing[number], first, end);
             let is_checked = !self.trusts_parent;
-            if let Some(of_parent) = of_parent.filter(|_| is_checked || !differing.is_empty()) {
-                measure(&mut times.read, || of_parent.read(first, old))?;
+            if let Some(of_parent) = &of_parent {
+                measure(&mut times.read, || {
+                    if is_checked {
+                        of_parent.read(first, old)
+                    } else {
+                        of_parent.read_ranges(first, &differing, old)
+                    }
+                })?;
             }
             if of_parent.is_some() && is_checked {
                 let sum = measure(&mut times.hash, || pages_sum(first % CHUNK_PAGES, old));
