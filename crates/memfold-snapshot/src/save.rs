@@ -21,6 +21,7 @@
 
 use std::fs::{self, File};
 use std::io::Write as _;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 use std::time::{Instant, SystemTime};
@@ -70,7 +71,10 @@ pub fn mend(subject: &Subject, monitor: impl Monitor) -> Result<(), SnapshotErro
         &monitor,
         (spec, subject.user()),
         &subject.record_now().overlays,
-    )
+    )?;
+    // An overlay that a killed save left is open for writing, but is not one of the VM's files.
+    let overlays = subject.overlays_now();
+    freeze::drop_unused(&mut monitor.qmp(), spec, &overlays)
 }
 
 /// Saves a VM as a snapshot in `shelf`, and returns its manifest. `monitor` gives access to the
@@ -79,7 +83,7 @@ pub fn mend(subject: &Subject, monitor: impl Monitor) -> Result<(), SnapshotErro
 #[allow(clippy::needless_pass_by_value)] // callers pass a closure
 pub fn save(
     (vm, subject): (&Vm, &Subject),
-    monitor: impl Monitor,
+    monitor: impl Monitor + Sync,
     shelf: &Shelf,
     request: &Request,
     hold: &impl Hold,
@@ -132,7 +136,7 @@ fn new_key(
     Ok((key, header))
 }
 
-impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
+impl<M: Monitor + Sync, H: Hold> Attempt<'_, M, H> {
     fn run(&self, shelf: &Shelf, header: Option<&[u8]>) -> Result<Manifest, SnapshotError> {
         let draft = shelf.draft(&self.request.name)?;
         let image = if self.key.is_some() { SEALED } else { RAM };
@@ -189,8 +193,6 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
     fn take_beside(&self, draft: &Draft) -> Result<(VmSpec, Beside), SnapshotError> {
         let (vm, subject) = (self.vm, self.subject);
         let mut qmp = self.monitor.qmp();
-        // An overlay that a killed save left is open for writing, but is not one of the VM's files.
-        freeze::drop_unused(&mut qmp, &subject.spec, &subject.overlays_now())?;
         let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
         let cpu = self.request.cpu.as_ref();
         let beside = Beside::take(vm, subject, &mut qmp, &mut now, (draft, cpu))?;
@@ -249,21 +251,25 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
         let (writer, plan) = (&mut still.writer, &still.plan);
         // The old contents of the VM's RAM were protected, or copied, before the VM resumed.
         let past = still.past.as_ref().map(|(past, _)| past);
-        let copied = if live {
-            let pages = still.later.iter().map(|&number| plan.blocks[number].pages);
-            progress.begin("RAM copied", pages.sum::<u64>() * PAGE_SIZE);
-            let written = writer.blocks(plan, &still.later, past, progress);
-            written.map(|()| past.map_or(0, Past::kept_pages))
-        } else {
-            Ok(0)
-        };
+        let (copied, closed) = thread::scope(|scope| {
+            let monitor = self.monitor;
+            let closed = scope.spawn(move || close_frozen(monitor, spec, frozen));
+            let copied = if live {
+                let pages = still.later.iter().map(|&number| plan.blocks[number].pages);
+                progress.begin("RAM copied", pages.sum::<u64>() * PAGE_SIZE);
+                let written = writer.blocks(plan, &still.later, past, progress);
+                written.map(|()| past.map_or(0, Past::kept_pages))
+            } else {
+                Ok(0)
+            };
+            // The VM is released first, because QEMU may not answer.
+            self.hold.let_go();
+            (copied, closed.join())
+        });
         // Freeing hundreds of MiB takes milliseconds.
         let done_with = (still.past, still.plan);
         let _ = thread::Builder::new().spawn(move || drop(done_with));
-        // The VM is released first, because the steps after a failure may wait for QEMU.
-        self.hold.let_go();
-        freeze::check_frozen(&mut self.monitor.qmp(), frozen)?;
-        freeze::close_for_writing(&mut self.monitor.qmp(), spec, frozen);
+        closed.unwrap_or_else(|panic| resume_unwind(panic))?;
         let kept_pages = copied.map_err(draft.failed(RAM))?;
         let references = still.writer.take_references();
         compared.extend(references.1.files.iter().filter_map(|file| file.stamp));
@@ -407,6 +413,18 @@ impl<M: Monitor, H: Hold> Attempt<'_, M, H> {
             ))
         })
     }
+}
+
+/// Checks that QEMU no longer writes to frozen overlays, and makes it close its writable
+/// descriptors of them.
+fn close_frozen(
+    monitor: &impl Monitor,
+    spec: &VmSpec,
+    frozen: &[Frozen],
+) -> Result<(), SnapshotError> {
+    freeze::check_frozen(&mut monitor.qmp(), frozen)?;
+    freeze::close_for_writing(&mut monitor.qmp(), spec, frozen);
+    Ok(())
 }
 
 /// Removes the filters of a failed or interrupted save from the disks that a VM writes in place.

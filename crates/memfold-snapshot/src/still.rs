@@ -196,8 +196,9 @@ impl<M, H: Hold> Attempt<'_, M, H> {
             writer.trust_parent_if_large(&plan);
         }
         writer.compare_with(&plan, candidates).map_err(&failed)?;
-        // An image that will be compressed should not be written to the disk before.
-        if !request.compress || self.key.is_some() {
+        // An image that will be compressed should not be written to the disk before, and a fork
+        // should not wait for the disk.
+        if !request.fork && (!request.compress || self.key.is_some()) {
             writer.write_back().map_err(&failed)?;
         }
         let pages = plan.blocks.iter().map(|block| block.pages);
