@@ -282,7 +282,7 @@ fn fan_out(lab: &Lab, number: usize) -> anyhow::Result<Value> {
         let name = format!("fan-{number}");
         times.push(start(lab, &layer, &name, Renew::Network)?.ms);
         // The next one starts when this one is quiet.
-        lab.daemon().vms().wait_agent(&name, BOOT_TIMEOUT)?;
+        lab.wait_ready(&name, BOOT_TIMEOUT)?;
         lab.exec(&name, "systemctl stop tick", LIMIT)?;
         names.push(name);
     }
