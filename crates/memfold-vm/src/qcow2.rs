@@ -48,6 +48,9 @@ const LONGEST_NAME: usize = 1023;
 
 const SECTOR_BYTES: u64 = 512;
 
+/// Type of the extension that ends the list.
+const END: u32 = 0;
+
 /// Type of the extension with the format of the backing file.
 const BACKING_FORMAT: u32 = 0xe279_2aca;
 
@@ -162,7 +165,7 @@ pub fn parse(bytes: &[u8]) -> Option<NamedBacking> {
     let size = |number: u32| usize::try_from(number).ok();
     let header = match (u32_at(0)?, u32_at(4)?) {
         (MAGIC, 2) => 72,
-        (MAGIC, 3) if u64_at(72)? == 0 => size(u32_at(100)?)?,
+        (MAGIC, 3) if u64_at(72)? == 0 => size(u32_at(100)?).filter(|length| *length >= 104)?,
         _ => return None,
     };
     let is_encrypted = u32_at(32)? != 0;
@@ -179,18 +182,26 @@ pub fn parse(bytes: &[u8]) -> Option<NamedBacking> {
         return None;
     }
     let path = PathBuf::from(OsStr::from_bytes(name));
+    let mut found = None;
     let mut at = header;
-    loop {
+    // QEMU reads extensions up to the name of the backing file (`qcow2_read_extensions`).
+    while at < offset {
         let (kind, length) = (u32_at(at)?, size(u32_at(at.checked_add(4)?)?)?);
         at = at.checked_add(8)?;
-        match (kind, part(at, length)?) {
-            (BACKING_FORMAT, b"raw") => return Some(NamedBacking::Raw(path)),
-            (BACKING_FORMAT, b"qcow2") => return Some(NamedBacking::Qcow2(path)),
-            // Without a format, QEMU guesses it.
-            (0 | BACKING_FORMAT, _) => return None,
-            _ => at = at.checked_add(length.checked_next_multiple_of(8)?)?,
+        let text = part(at, length)?;
+        at = at.checked_add(length.checked_next_multiple_of(8)?)?;
+        match (kind, text) {
+            (END, _) => break,
+            // Of two formats, QEMU takes the last. memfold writes one.
+            (BACKING_FORMAT, _) if found.is_some() => return None,
+            (BACKING_FORMAT, b"raw") => found = Some(NamedBacking::Raw(path.clone())),
+            (BACKING_FORMAT, b"qcow2") => found = Some(NamedBacking::Qcow2(path.clone())),
+            (BACKING_FORMAT, _) => return None,
+            _ => {}
         }
     }
+    // Without a format, QEMU guesses it. An extension that crosses the name is an error of QEMU.
+    found.filter(|_| at <= offset.next_multiple_of(8))
 }
 
 #[cfg(test)]
@@ -256,7 +267,27 @@ mod tests {
         };
         let good = image(b"/x", 256, 2);
         assert_eq!(parse(&good), Some(NamedBacking::Raw("/x".into())));
+        // Of two formats, QEMU takes the last.
+        let mut twice = good.clone();
+        twice[128..132].copy_from_slice(&BACKING_FORMAT.to_be_bytes());
+        twice[132..136].copy_from_slice(&5_u32.to_be_bytes());
+        twice[136..141].copy_from_slice(b"qcow2");
+        // QEMU reads no extension behind the name, and then guesses the format.
+        let mut behind = image(b"/x", 112, 2);
+        behind[100..104].copy_from_slice(&256_u32.to_be_bytes());
+        behind[112..114].copy_from_slice(b"/x");
+        behind[256..260].copy_from_slice(&BACKING_FORMAT.to_be_bytes());
+        behind[260..264].copy_from_slice(&3_u32.to_be_bytes());
+        behind[264..267].copy_from_slice(b"raw");
+        let short_header = {
+            let mut bytes = good.clone();
+            bytes[100..104].copy_from_slice(&96_u32.to_be_bytes());
+            bytes
+        };
         for bad in [
+            twice,
+            behind,
+            short_header,
             image(b"/x", 511, 2),
             image(b"/x", u64::MAX, 2),
             image(b"/x", 256, u32::MAX),
