@@ -8,9 +8,11 @@ use memfold_wire::agent::FromAgent;
 
 use super::agent_budget::{Budget, weight};
 
-/// Most bytes of waiting messages, as they were sent; in memory they take up to five times as many.
-/// The inventory of 64 GiB of page cache in large files takes 0.3 MiB.
+/// Most bytes of waiting messages, as they were sent, and [`MESSAGE_BYTES`] for each; in memory
+/// they take up to fifteen times as many (files without a path). The inventory of 64 GiB of page
+/// cache in large files takes 0.3 MiB.
 const MOST_BYTES: usize = 1 << 20;
+const MESSAGE_BYTES: usize = size_of::<(FromAgent, usize)>();
 
 /// Messages that wait, and the budget for which they wait.
 pub(super) struct Held {
@@ -43,6 +45,7 @@ impl Held {
         if self.messages.is_empty() && self.due <= Instant::now() {
             return Some(message);
         }
+        let bytes = bytes + MESSAGE_BYTES;
         self.bytes += bytes;
         self.messages.push_back((message, bytes));
         None
