@@ -186,7 +186,7 @@ impl Agent {
         }
         // Answers come first: somebody waits for them.
         let is_idle = self.commands.is_idle();
-        while self.state != State::Refused && self.has_room_for_output() {
+        while self.state != State::Refused && self.has_room_for_answer() {
             let Some(message) = self.commands.next() else {
                 break;
             };
@@ -286,8 +286,8 @@ impl Agent {
             set.push(PollFd::new(&*self.worker.wake, PollFlags::IN));
         }
         let commands_at = set.len();
-        let room_for_output = self.has_room_for_output();
-        if room_for_output {
+        let room_for_answer = self.has_room_for_answer();
+        if room_for_answer {
             set.push(PollFd::new(&*self.commands.wake, PollFlags::IN));
         }
         let trace_at = set.len();
@@ -314,7 +314,7 @@ impl Agent {
             port: port_at.map(|at| events[at]),
             mounts: of(self.mountinfo.is_some(), mounts_at),
             worker: of(room, worker_at),
-            commands: of(room_for_output, commands_at),
+            commands: of(room_for_answer, commands_at),
             trace: events[trace_at..].iter().any(|e| !e.is_empty()),
         })
     }

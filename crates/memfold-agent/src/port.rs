@@ -16,9 +16,6 @@ const LIMIT: usize = 1 << 20;
 const EVENTS_LIMIT: usize = LIMIT / 2;
 /// Number of bytes in the send queue above which messages that can wait (inventory) are not added.
 const QUIET_LIMIT: usize = 128 << 10;
-/// Number of bytes in the send queue above which no output of commands is added. However many
-/// events there are, they leave room for it.
-const OUTPUT_LIMIT: usize = EVENTS_LIMIT + QUIET_LIMIT;
 /// Number of bytes after which received messages are carried out before more are read.
 const RECEIVE_LIMIT: usize = 64 << 10;
 
@@ -49,6 +46,8 @@ pub struct Port {
     decoder: Decoder,
     waiting: Vec<u8>,
     sent: usize,
+    /// Number of bytes at the beginning of `waiting` up to the end of the last answer to a command.
+    answered: usize,
 }
 
 impl Port {
@@ -67,6 +66,7 @@ impl Port {
             decoder: Decoder::new(),
             waiting: Vec::new(),
             sent: 0,
+            answered: 0,
         })
     }
 
@@ -93,7 +93,7 @@ impl Port {
     pub fn begin(&mut self) {
         self.decoder = Decoder::new();
         self.waiting = Vec::new();
-        self.sent = 0;
+        (self.sent, self.answered) = (0, 0);
         let mut scrap = [0; 4096];
         while self.file.read(&mut scrap).is_ok_and(|n| n > 0) {}
     }
@@ -140,9 +140,13 @@ impl Port {
         };
         if self.sent > 0 {
             self.waiting.drain(..self.sent);
+            self.answered = self.answered.saturating_sub(self.sent);
             self.sent = 0;
         }
         self.waiting.extend(frame);
+        if matches!(message, FromAgent::Output { .. } | FromAgent::Exited { .. }) {
+            self.answered = self.waiting.len();
+        }
         true
     }
 
@@ -156,9 +160,10 @@ impl Port {
         self.backlog() < QUIET_LIMIT
     }
 
-    /// Returns whether the send queue has space for output of commands.
-    pub fn has_room_for_output(&self) -> bool {
-        self.backlog() < OUTPUT_LIMIT
+    /// Returns whether the send queue has space for answers to commands. However many events there
+    /// are, one answer always has a place.
+    pub fn has_room_for_answer(&self) -> bool {
+        self.has_room() || (self.answered <= self.sent && self.backlog() < LIMIT)
     }
 
     /// Returns whether the send queue is so long that messages about page cache events are dropped.
@@ -177,7 +182,7 @@ impl Port {
                 Err(e) => return Err(e),
             }
         }
-        self.sent = 0;
+        (self.sent, self.answered) = (0, 0);
         self.waiting.clear();
         self.waiting.shrink_to(QUIET_LIMIT);
         Ok(())
@@ -228,7 +233,13 @@ mod tests {
         let taken = (0..1000).filter(|_| port.push(&message)).count();
         assert!(taken > 10 && port.backlog() < LIMIT);
         assert!(port.push(&FromAgent::InventoryBegin));
+        // One answer to a command has a place, and no more until it is sent.
+        assert!(!port.has_room() && port.has_room_for_answer());
+        let (command, code) = (1, 0);
+        assert!(port.push(&FromAgent::Exited { command, code }));
+        assert!(!port.has_room_for_answer());
         port.send().unwrap();
         assert_eq!(port.backlog(), 0);
+        assert!(port.has_room_for_answer());
     }
 }

@@ -90,9 +90,9 @@ impl Agent {
         }
     }
 
-    pub(super) fn has_room_for_output(&self) -> bool {
+    pub(super) fn has_room_for_answer(&self) -> bool {
         match &self.sink {
-            Sink::Port(port) => port.has_room_for_output(),
+            Sink::Port(port) => port.has_room_for_answer(),
             Sink::Text => true,
         }
     }
