@@ -247,23 +247,26 @@ fn reboot_guest(machine: &Machine, timeout: Duration) -> Result<(), DaemonError>
             machine.name()
         ))
     })?;
-    match machine.run(GuestOrder::Reboot, ANSWER_TIMEOUT) {
-        Ok(done) if done.code != 0 => {
-            return Err(DaemonError::BadRequest(format!(
-                "the guest of '{}' has no systemctl to reboot with",
-                machine.name()
-            )));
-        }
-        // The guest may end its agent before the answer is sent.
-        Ok(_) | Err(AgentError::Lost | AgentError::Timeout { .. }) => {}
-        Err(error) => return Err(error.into()),
-    }
+    // Tells the guest to reboot, and returns whether it has answered. It may end its agent before.
+    let tell = || match machine.run(GuestOrder::Reboot, ANSWER_TIMEOUT) {
+        Ok(done) if done.code != 0 => Err(DaemonError::BadRequest(format!(
+            "the guest of '{}' has no systemctl to reboot with",
+            machine.name()
+        ))),
+        Ok(_) => Ok(true),
+        Err(AgentError::Lost | AgentError::Timeout { .. }) => Ok(false),
+        Err(error) => Err(error.into()),
+    };
+    let mut is_told = tell()?;
     loop {
         std::thread::sleep(Duration::from_millis(500));
         // No answer means that the guest is rebooting.
         if let Ok(Some(now)) = boot(Duration::from_secs(2)) {
             if before != now {
                 return Ok(());
+            }
+            if !is_told {
+                is_told = tell()?;
             }
         }
         if Instant::now() > end {
