@@ -9,7 +9,7 @@
 //! The end of a long log is copied to another file, and then the log is emptied. As with
 //! logrotate's `copytruncate`, bytes that QEMU writes between these two steps are lost.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
@@ -73,10 +73,14 @@ fn shorten(log: &Path) -> io::Result<bool> {
     file.set_len(0)?;
     // Readers see the whole copy, or the one before.
     let new = log.with_extension("log.new");
-    std::fs::write(&new, end)?;
-    std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o600))?;
-    std::fs::rename(&new, log.with_extension("log.1"))?;
-    Ok(true)
+    let replaced = std::fs::write(&new, end)
+        .and_then(|()| std::fs::set_permissions(&new, Permissions::from_mode(0o600)))
+        .and_then(|()| std::fs::rename(&new, log.with_extension("log.1")));
+    if replaced.is_err() {
+        // A part of it would only take space.
+        let _ = std::fs::remove_file(&new);
+    }
+    replaced.map(|()| true)
 }
 
 /// Returns the newest part of a log, at most [`MOST`] bytes; empty if there is no log. Invalid
