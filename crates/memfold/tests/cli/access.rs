@@ -661,8 +661,7 @@ fn a_client_of_the_unix_socket_has_the_rights_of_its_user_and_group() {
     let reachable = Permissions::from_mode(0o755);
     set_permissions(daemon.directory.path(), reachable).unwrap();
     let socket = daemon.socket();
-    let mode = std::fs::metadata(&socket).unwrap().permissions().mode();
-    assert_eq!(mode & 0o777, 0o666);
+    wait_rights(&socket, 0o666);
     let gid = |name: &str| memfold_sys_group(name).to_string();
     let (games, news, users) = (gid("games"), gid("news"), gid("users"));
     for (group, read, change) in [(&games, 200, 403), (&news, 200, 200), (&users, 403, 403)] {
@@ -681,15 +680,20 @@ fn a_client_of_the_unix_socket_has_the_rights_of_its_user_and_group() {
     strangers.wait().unwrap();
     // If no group has access, only root does.
     let closed = Daemon::start();
-    let mode = std::fs::metadata(closed.socket())
-        .unwrap()
-        .permissions()
-        .mode();
     if memfold_server::Groups::find(None, None).unwrap().any() {
         memfold_testkit::report_skip("in part: this host has memfold's groups");
     } else {
-        assert_eq!(mode & 0o777, 0o600);
+        wait_rights(&closed.socket(), 0o600);
     }
+}
+
+/// Waits until a daemon that starts has set these rights of its socket. Before, only root can
+/// connect.
+fn wait_rights(socket: &std::path::Path, wanted: u32) {
+    wait_for("the socket's rights", Duration::from_secs(60), || {
+        let mode = std::fs::metadata(socket).unwrap().permissions().mode() & 0o777;
+        (mode == wanted).then_some(()).ok_or(mode)
+    });
 }
 
 fn memfold_sys_group(name: &str) -> u32 {
