@@ -123,8 +123,8 @@ impl Cluster {
                 ("--initial-advertise-peer-urls", peer_url),
                 ("--initial-cluster", names.clone()),
                 ("--logger", "zap".into()),
-                // Guests of other tests write to the same disk. Without these, an fsync that takes
-                // a second costs the leader its office.
+                // Guests of other tests write to the same disk. With etcd's defaults, the members
+                // elect another leader when an fsync takes a second.
                 ("--heartbeat-interval", "200".into()),
                 ("--election-timeout", "2000".into()),
             ];

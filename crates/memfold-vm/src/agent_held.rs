@@ -96,3 +96,24 @@ pub(super) const fn is_about_pages(message: &FromAgent) -> bool {
             | FromAgent::Clean(_)
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_reports_pages_without_end_fills_a_bounded_part_of_the_daemons_memory() {
+        let mut held = Held::new(1);
+        held.spend(&FromAgent::InventoryBegin);
+        let mut kept = 0;
+        while !held.is_full() {
+            assert_eq!(held.pass(FromAgent::InventoryBegin, 5), None);
+            kept += 1;
+        }
+        // The smallest message counts for the memory that it takes.
+        assert!(kept <= MOST_BYTES / MESSAGE_BYTES, "{kept}");
+        assert!(held.take_due().is_none() && held.wait() > Some(Duration::ZERO));
+        held.forget();
+        assert!(!held.is_full() && held.wait().is_none());
+    }
+}

@@ -187,14 +187,14 @@ fn if_a_qemu_process_is_stopped_saves_of_its_vm_time_out_and_the_daemon_can_rest
         assert_eq!(ended.code(), Some(0));
         let took = began.elapsed();
         assert!(
-            took <= bound(Duration::from_secs(10)),
+            took <= bound(Duration::from_secs(5)),
             "it ended after {took:?}"
         );
         daemon.start_again();
         let began = Instant::now();
         let vm = listed(&daemon, "still").expect("a VM that hangs is known");
         assert!(
-            began.elapsed() <= bound(Duration::from_secs(10)),
+            began.elapsed() <= bound(Duration::from_secs(5)),
             "{:?}",
             began.elapsed()
         );

@@ -299,7 +299,7 @@ fn first_merge_is_when_it_was_said(controls: &Controls, vm: &Still) {
     let began = Instant::now();
     while vm.explain().first_merge_s.is_some() {
         assert!(
-            began.elapsed().as_secs_f64() < said * 2.0 * slowness() + 1.0,
+            began.elapsed().as_secs_f64() < said * 1.25 * slowness() + 1.0,
             "{said} s"
         );
         std::thread::sleep(Duration::from_millis(50));

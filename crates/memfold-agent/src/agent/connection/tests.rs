@@ -154,3 +154,41 @@ fn a_new_session_begins_when_most_file_numbers_are_used_and_no_command_runs() {
     drop(command);
     assert!(agent.commands.is_idle());
 }
+
+#[test]
+fn the_agent_runs_no_command_that_comes_before_welcome() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    let mut agent = agent(&[Permission::Exec], VERSION);
+    agent.sink = Sink::Port(crate::port::Port::open(file.path()).unwrap());
+    agent.state = State::Waiting(Instant::now() + LIMIT);
+    // The agent reads what follows the part that it has read.
+    let mut say = |messages: &[ToAgent]| {
+        for message in messages {
+            let frame = memfold_wire::encode(message).unwrap();
+            std::io::Write::write_all(&mut file, &frame).unwrap();
+        }
+    };
+    say(&[script(1)]);
+    agent.port_event(PollFlags::IN);
+    assert!(
+        agent.commands.is_idle(),
+        "a command of an earlier session runs"
+    );
+    let welcome = ToAgent::Welcome {
+        version: VERSION,
+        include: Vec::new(),
+        exclude: Vec::new(),
+    };
+    say(&[welcome, script(2)]);
+    agent.port_event(PollFlags::IN);
+    assert_eq!(agent.state, State::Working);
+    wait_until("the command of this session ends", LIMIT, || {
+        matches!(
+            agent.commands.next(),
+            Some(FromAgent::Exited {
+                command: 2,
+                code: 0
+            })
+        )
+    });
+}

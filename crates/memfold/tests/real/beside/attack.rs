@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{Client, CodeRequest, FullReport, LoginCode, Role, VmInfo};
 use memfold_lab::{DiskMode, Lab};
-use memfold_testkit::{patience, slowness, wait_until};
+use memfold_testkit::{bound, slowness, wait_until};
 use memfold_units::ByteSize;
 
 use crate::served::{Served, exec};
@@ -216,11 +216,11 @@ fn a_flood_of_requests_to_the_http_api_does_not_affect_guests_and_folding() {
         slowest.load(Ordering::Relaxed)
     );
     // Guests, attackers and other tests use the same cores as the daemon.
-    assert!(best >= 250.0 / slowness(), "no flood: {best:.0} a second");
+    assert!(best >= 1_000.0 / slowness(), "no flood: {best:.0} a second");
     assert_eq!(granted.load(Ordering::Relaxed), 0);
     assert!(grown < GROWTH, "{grown} bytes");
     let slowest = Duration::from_millis(slowest.load(Ordering::Relaxed));
-    assert!(slowest < patience(Duration::from_secs(10)), "{slowest:?}");
+    assert!(slowest < bound(Duration::from_secs(10)), "{slowest:?}");
 
     // Files that the guests have read meanwhile are folded as well, and folded pages have stayed
     // folded.

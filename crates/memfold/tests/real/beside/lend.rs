@@ -10,7 +10,7 @@ use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_lend::wire::Wire;
 use memfold_lend::{Address, Durability, LenderStatus, Transport};
-use memfold_testkit::{patience, slowness, wait_until};
+use memfold_testkit::{bound, slowness, wait_until};
 use memfold_units::ByteSize;
 use memfold_vm::{Identity, Process, VmDirectory};
 use rustix::process::{Pid, Signal, kill_process};
@@ -301,7 +301,7 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
     );
     assert!(back.changed, "{back:?}");
     let took = Duration::from_millis(back.took_ms);
-    assert!(took < patience(Duration::from_secs(15)), "{back:?}");
+    assert!(took < bound(Duration::from_secs(15)), "{back:?}");
     lender.wait_free(SWAP);
     let (checked, wrong, longest) = all_checked(&lab);
     println!(
