@@ -278,7 +278,10 @@ fn hide(place: &Path, path: &Path) -> io::Result<()> {
 pub(super) fn sync_fork(place: &Path) -> Result<(), SnapshotError> {
     let ram = place.join(RAM);
     let synced = File::open(&ram).and_then(|file| file.sync_data());
+    let is_usable = || place.join(MANIFEST_SUM).exists();
+    let lost = || io::Error::other("the disk failed when the layer was written before");
     synced
+        .and_then(|()| is_usable().then_some(()).ok_or_else(lost))
         .map_err(|error| unusable(place, error))
         .map_err(failed(&ram))
 }

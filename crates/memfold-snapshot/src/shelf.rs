@@ -211,9 +211,23 @@ impl Shelf {
         read_manifest(&self.path(name)?, name)
     }
 
+    /// Syncs the RAM image of a layer that forks start from to the disk. Other snapshots were synced
+    /// when they were saved.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::Files`] if the disk failed; the layer cannot be used any more then.
+    pub fn sync_layer(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        if manifest.fork {
+            sync_fork(&self.path(&manifest.name)?)?;
+        }
+        Ok(())
+    }
+
     /// Verifies the RAM image, its tables and the device state of a snapshot, and returns the
-    /// image, ready to be mapped. The whole image is read, unless this process has saved or
-    /// verified it, and the identities, lengths and times of its files are unchanged since.
+    /// image. A VM may map it when [`Shelf::sync_layer`] has succeeded, too. The whole image is
+    /// read, unless this process has saved or verified it, and the identities, lengths and times of
+    /// its files are unchanged since.
     pub fn checked_image(
         &self,
         manifest: &Manifest,
@@ -222,9 +236,6 @@ impl Shelf {
         let name = &manifest.name;
         if let Some(part) = self.changed_parts(manifest)?.first() {
             return Err(manifest.broken(format!("{part} was changed since it was saved")));
-        }
-        if manifest.fork {
-            sync_fork(&self.path(name)?)?;
         }
         if !manifest.is_mappable() {
             return Ok(CheckedImage {
@@ -293,6 +304,7 @@ impl Shelf {
             return Err(SnapshotError::Impossible(why));
         }
         self.checked_image(manifest, progress)?;
+        self.sync_layer(manifest)?;
         let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
         let parts = std::iter::once(Path::new(RAM)).chain(sources.map(PathBuf::as_path));
         let open = |part: &Path| {

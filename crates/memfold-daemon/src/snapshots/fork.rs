@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::thread::{Builder, JoinHandle};
+use std::thread::{self, Builder};
 use std::time::{Duration, Instant};
 
 use memfold_api::{ForkReport, ForkRequest, KeepChoice, SaveRequest};
@@ -42,6 +42,10 @@ const MOST_STOPPED: Duration = Duration::from_millis(800);
 
 /// Least time that a stop counts for, so that the number of stops is bounded, too.
 const LEAST_STOPPED: Duration = Duration::from_millis(1);
+
+/// Delay until a forked VM begins to share its memory, so that the start of its first fork has the
+/// host's cores to itself.
+const SHARED_AFTER: Duration = Duration::from_millis(300);
 
 /// How often unused layers are looked for, and the least time for which a layer is left alone after
 /// it was seen first.
@@ -75,7 +79,10 @@ impl Snapshots {
             }
         } else {
             let (below, layer) = (self.below.clone(), manifest.clone());
-            let work = move || drop(share(&below, &machine, &layer));
+            let work = move || {
+                thread::park_timeout(SHARED_AFTER);
+                drop(share(&below, &machine, &layer));
+            };
             match Builder::new().name("share".into()).spawn(work) {
                 Ok(thread) => drop(self.sharing.lock().insert(vm.to_owned(), thread)),
                 Err(error) => not_shared = Some(format!("cannot start a thread: {error}")),
@@ -95,8 +102,10 @@ impl Snapshots {
     /// Waits until a forked VM shares its memory, or has failed to.
     pub fn shared(&self, vm: &str) {
         let thread = self.sharing.lock().remove(vm);
+        let Some(thread) = thread else { return };
+        thread.thread().unpark();
         // A thread that panicked shares nothing any more.
-        let _ = thread.map(JoinHandle::join);
+        let _ = thread.join();
     }
 
     /// Begins to remove layers of forks that no VM needs any more, until this value is dropped.
@@ -224,7 +233,8 @@ fn fold_onto(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<
     }
     // Bytes that are not on the disk yet may be lost.
     let checked = below.snapshots.checked_image(layer, &Progress::default());
-    checked.map_err(|error| text(&error))?;
+    let synced = checked.and_then(|_| below.snapshots.sync_layer(layer));
+    synced.map_err(|error| text(&error))?;
     let file = below.snapshots.file(&layer.name, shelf::RAM);
     let file = file.map_err(|error| text(&error))?;
     let runs = restore::own_runs(layer, &file, &machine.layout());
@@ -237,7 +247,7 @@ fn fold_onto(below: &Mechanisms, machine: &Machine, layer: &Manifest) -> Result<
         pages += done.pages;
         stopped += done.stopped.max(LEAST_STOPPED);
         left = done.left;
-        std::thread::sleep(done.stopped);
+        thread::sleep(done.stopped);
     }
     Ok(pages)
 }

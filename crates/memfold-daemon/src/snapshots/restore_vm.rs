@@ -1,7 +1,9 @@
 //! Starts VMs from snapshots. Also records a snapshot's working set, the pages that a VM touches
 //! first after a restore. Later restores load these pages in advance.
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use memfold_api::{RestoreRequest, VmInfo};
@@ -116,7 +118,12 @@ impl Snapshots {
             arriving: stream.is_some(),
         };
         let launched = self.vms.launch(spec, |state, spec, cancel| {
-            let vm = memfold_vm::start_unless(cancel, state, spec, Some(&incoming))?;
+            let start = || memfold_vm::start_unless(cancel, state, spec, Some(&incoming));
+            let (vm, synced) = match &stream {
+                Some(_) => (start(), Ok(())),
+                None => self.sync_beside(&manifest, start),
+            };
+            let vm = vm?;
             self.vms.share_kernel(&vm);
             let noted = vm.directory().map_or(Ok(()), |place| plan.write(place));
             let fill = |mut qmp: Qmp| {
@@ -126,25 +133,15 @@ impl Snapshots {
                 let devices = self.below.snapshots.devices(&manifest)?;
                 restore::fill(&vm, &mut qmp, &manifest, &devices, (&image, None))
             };
-            let filled = noted
-                .map_err(|error| no_plan(&error))
+            let filled = synced
+                .and_then(|()| noted.map_err(|error| no_plan(&error)))
                 .and_then(|()| own_disks.give(vm.user()))
                 .and_then(|()| Ok(vm.daemon_qmp()?))
                 .and_then(fill);
-            if let Err(error) = filled {
-                // The log is removed with the VM's directory, so it is read first.
-                let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
-                // A VM that is only half restored is killed.
-                let _ = vm.stop(Duration::ZERO);
-                return Err(match error {
-                    SnapshotError::Qemu(why) if !said.is_empty() => {
-                        SnapshotError::Qemu(format!("{why}; it said: {said}"))
-                    }
-                    other => other,
-                }
-                .into());
+            match filled {
+                Ok(()) => Ok(vm),
+                Err(error) => Err(half_restored(&vm, error)),
             }
-            Ok(vm)
         });
         drop(image);
         if launched.is_err() {
@@ -167,6 +164,21 @@ impl Snapshots {
             self.mind_working_set(machine.clone(), manifest, request.prefetch);
         }
         Ok(machine.info())
+    }
+
+    /// Starts a VM's QEMU by calling `start`. Meanwhile, a layer that forks start from is synced to
+    /// the disk. Returns the results of both.
+    fn sync_beside<T>(
+        &self,
+        manifest: &Manifest,
+        start: impl FnOnce() -> T,
+    ) -> (T, Result<(), SnapshotError>) {
+        thread::scope(|scope| {
+            let synced = scope.spawn(|| self.below.snapshots.sync_layer(manifest));
+            let started = start();
+            let synced = synced.join().unwrap_or_else(|panic| resume_unwind(panic));
+            (started, synced)
+        })
     }
 
     /// Fills a VM that was just started from a snapshot which is being fetched, and notes that the
@@ -248,7 +260,7 @@ impl Snapshots {
             // The pages touched by then. `None`: the VM has ended.
             let touched = |after: Duration| {
                 loop {
-                    std::thread::sleep(after.saturating_sub(began.elapsed()));
+                    thread::sleep(after.saturating_sub(began.elapsed()));
                     let machine = registry.upgrade().and_then(|all| all.machine(&name).ok());
                     let machine = machine.filter(|machine| machine.id() == id)?;
                     // During a save, all of the VM's pages may look accessed.
@@ -257,7 +269,7 @@ impl Snapshots {
                         let image = &manifest.sums.xxh3_128;
                         return Some(WorkingSet::of(machine.pid(), image, &places));
                     }
-                    std::thread::sleep(SAVE_LASTS);
+                    thread::sleep(SAVE_LASTS);
                 }
             };
             let [soon, all] = working_set::TIMES;
@@ -282,6 +294,20 @@ impl Snapshots {
             debug!(%error, "cannot start the thread that loads or records the restored VM's working set");
         }
     }
+}
+
+/// Kills a VM that is only half restored, and returns the error with what its QEMU said.
+fn half_restored(vm: &Vm, error: SnapshotError) -> DaemonError {
+    // The log is removed with the VM's directory, so it is read first.
+    let said = vm.directory().map(memfold_vm::log_tail).unwrap_or_default();
+    let _ = vm.stop(Duration::ZERO);
+    let error = match error {
+        SnapshotError::Qemu(why) if !said.is_empty() => {
+            SnapshotError::Qemu(format!("{why}; it said: {said}"))
+        }
+        other => other,
+    };
+    error.into()
 }
 
 /// Gives a VM the identities that are outside its guest: MAC address and seed disk.
