@@ -6,6 +6,7 @@
 //! userfaultfd cannot write-protect pages of a private file mapping, which these VMs have.
 
 use std::io;
+use std::thread;
 
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES};
@@ -20,6 +21,9 @@ use super::pipeline;
 const TASK_RANGES: usize = 1024;
 const TASK_PAGES: u64 = 1024;
 
+/// Least number of bytes that a thread allocates.
+const LEAST_PART: usize = 4 << 20;
+
 /// Memory for copies of pages, which the kernel has allocated already.
 #[derive(Debug)]
 pub(super) struct Room {
@@ -31,10 +35,13 @@ impl Room {
     /// Allocates room for as many pages as the share allows, while the VM still runs.
     pub(super) fn new(mut share: CopyShare) -> Self {
         let mut room = vec![0; bytes(share.pages())];
-        if memory::populate(&mut room).is_err() {
-            // The kernel allocates a page when it is written for the first time.
-            (room.iter_mut().step_by(PAGE_BYTES)).for_each(|byte| *byte = 1);
-        }
+        // The kernel fills new pages with zeroes, which takes as long as the copying does.
+        let part = room.len().div_ceil(pipeline::workers()).max(LEAST_PART);
+        thread::scope(|scope| {
+            for part in room.chunks_mut(part) {
+                scope.spawn(|| allocate(part));
+            }
+        });
         share.note_allocated();
         Self { bytes: room, share }
     }
@@ -43,6 +50,14 @@ impl Room {
     /// twice as many pages as at first, which would take long to allocate now.
     pub(super) fn fits(&mut self, pages: u64) -> io::Result<bool> {
         Ok(pages <= 2 * self.share.pages() && self.share.grow_to(pages)?)
+    }
+}
+
+/// Makes the kernel allocate the pages of a buffer.
+fn allocate(part: &mut [u8]) {
+    if memory::populate(part).is_err() {
+        // The kernel allocates a page when it is written for the first time.
+        (part.iter_mut().step_by(PAGE_BYTES)).for_each(|byte| *byte = 1);
     }
 }
 
@@ -88,6 +103,21 @@ impl PageCopies {
             _share: share,
             before,
         })
+    }
+
+    /// Returns the copies of the pages `first..end` of block `block`, if all of them were copied.
+    pub(super) fn piece(
+        &self,
+        (block, of_block): (usize, &Ranges),
+        first: u64,
+        end: u64,
+    ) -> Option<&[u8]> {
+        let of = of_block.partition_point(|range| range.1 <= first);
+        let &(from, to) = of_block.get(of)?;
+        let is_whole = from <= first && end <= to;
+        let place = bytes(*self.before.get(block)?.get(of)? + first.checked_sub(from)?);
+        let piece = self.bytes.get(place..place + bytes(end - first));
+        piece.filter(|_| is_whole)
     }
 
     /// Copies ranges of block `block` to their places in a buffer that begins at page `first`.

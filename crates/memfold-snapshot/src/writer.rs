@@ -275,23 +275,28 @@ impl<'a> Writer<'a> {
                 continue;
             }
             let here = within(&plan.ranges[number], first, end);
-            measure(&mut times.read, || {
+            let of_block = (number, &plan.ranges[number]);
+            let new: &[u8] = measure(&mut times.read, || {
                 if let Some(copied) = &plan.copied {
+                    if let Some(copy) = copied.piece(of_block, first, end) {
+                        return Ok(copy);
+                    }
                     buffer.fill(0);
-                    copied.read((number, &plan.ranges[number]), first, &here, buffer);
+                    copied.read(of_block, first, &here, buffer);
                 } else {
                     read(plan.pid, block, first, &here, buffer)?;
                 }
-                here.iter().try_for_each(|&(from, to)| {
+                for &(from, to) in &here {
                     let part = &mut buffer[bytes(from - first)..bytes(to - first)];
-                    past.map_or(Ok(()), |past| past.settle(block.hva.add_pages(from), part))
-                })
+                    past.map_or(Ok(()), |past| past.settle(block.hva.add_pages(from), part))?;
+                }
+                io::Result::Ok(&*buffer)
             })?;
             let old = of_parent.is_some().then_some(&*old);
             measure(&mut times.hash, || {
                 for page in differing.iter().flat_map(|&(from, to)| from..to) {
                     let at = bytes(page - first)..bytes(page + 1 - first);
-                    let (new, old) = (&buffer[at.clone()], old.map(|old| &old[at]));
+                    let (new, old) = (&new[at.clone()], old.map(|old| &old[at]));
                     change = change.wrapping_add(page_change(page % CHUNK_PAGES, old, new));
                 }
             });
@@ -299,7 +304,7 @@ impl<'a> Writer<'a> {
                 block,
                 place,
                 first,
-                bytes: buffer,
+                bytes: new,
                 of_parent: old,
             };
             let references = &mut written.references;
@@ -311,7 +316,7 @@ impl<'a> Writer<'a> {
             measure(&mut times.write, || {
                 left.iter().try_for_each(|&(from, to)| {
                     let (start, end) = (bytes(from - first), bytes(to - first));
-                    let part = &buffer[start..end];
+                    let part = &new[start..end];
                     let saved = match &mut frame {
                         Some((_, frame)) => frame.add(from % CHUNK_PAGES, part)?,
                         None => write_nonzero(part, self.ram, at + start as u64)?,
