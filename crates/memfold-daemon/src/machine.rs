@@ -153,8 +153,7 @@ impl Machine {
     ) -> Result<Arc<Self>, DaemonError> {
         let mut qmp = vm.daemon_qmp()?;
         let (major, minor, micro) = qmp.version();
-        let layout = vm.layout(&mut qmp)?;
-        let conditions = vm.conditions(&mut qmp)?;
+        let (layout, conditions) = vm.layout_and_conditions(&mut qmp)?;
         let state = RunState::ask(&role.name, &mut qmp)?;
         let monitor = Arc::new(SharedQmp::new(qmp));
         let library = SharedLibraryState::default();
@@ -260,12 +259,7 @@ impl Machine {
     /// Reads again the layout of the VM's RAM and whether the VM can be folded. Tells the fold
     /// engine about changes.
     pub fn look_again(&self) {
-        let looked = {
-            let mut qmp = self.monitor.lock();
-            self.vm
-                .layout(&mut qmp)
-                .and_then(|layout| Ok((layout, self.vm.conditions(&mut qmp)?)))
-        };
+        let looked = self.vm.layout_and_conditions(&mut self.monitor.lock());
         let (layout, conditions) = match looked {
             Ok(looked) => looked,
             Err(error) => {

@@ -2,7 +2,7 @@
 //! any version of QEMU, or to another program that answers in its place.
 
 use memfold_units::{PAGE_SIZE, Pfn};
-use memfold_vm::ram;
+use memfold_vm::ram::{self, RamFacts};
 use serde_json::{Value, json};
 
 use crate::subject::parts;
@@ -41,8 +41,8 @@ pub fn layout(data: &[u8]) -> u64 {
     let [blocks, backends, devices, tree] = parts(data);
     let json = |bytes: &[u8]| serde_json::from_slice(bytes).unwrap_or(Value::Null);
     let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
-    let answer = ram::parse(&text(blocks), &json(backends), &json(devices), &text(tree));
-    let Ok(layout) = answer else {
+    let facts = ram::parse(&text(blocks), &json(backends), &json(devices), &text(tree));
+    let Ok(RamFacts { layout, .. }) = facts else {
         return 0;
     };
     assert!(!layout.slots.is_empty());

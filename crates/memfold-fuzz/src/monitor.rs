@@ -270,7 +270,7 @@ fn ask(qmp: &mut Qmp) -> u64 {
             assert!(slot.pages > 0 && slot.block < layout.blocks.len());
         }
     }
-    if let Ok(read) = conditions::read(qmp, getpid(), false) {
+    if let Ok((_, read)) = conditions::read(qmp, getpid(), false) {
         add(1 + read.fold.len(), 4);
         add(read.refold_live.len(), 3);
         assert!(!read.may_fold() || read.fold.is_empty());

@@ -12,8 +12,9 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::endpoints::command_line;
+use super::layout::RamLayout;
 use super::qmp::Qmp;
-use super::ram::{self, RamError};
+use super::ram::{self, RamError, RamFacts};
 
 /// Why a VM cannot be folded, or what the VM costs the host, with a remedy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -67,22 +68,26 @@ fn reason(condition: impl Into<String>, remedy: &str) -> Reason {
     }
 }
 
-/// Reads from QEMU and the kernel whether the VM of process `pid` can be folded. `library`: whether
-/// memfold's library is in this QEMU; an open userfaultfd is then the library's own.
-pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<VmConditions, RamError> {
+/// Reads from QEMU and the kernel the RAM layout of the VM of process `pid`, and whether the VM can
+/// be folded. `library`: whether memfold's library is in this QEMU; an open userfaultfd is then the
+/// library's own.
+///
+/// QEMU's monitor thread reads a command byte by byte (`monitor_can_read` of QEMU 10.0), with
+/// several system calls for each, so nothing is asked twice.
+pub fn read(qmp: &mut Qmp, pid: Pid, library: bool) -> Result<(RamLayout, VmConditions), RamError> {
     let mut found = VmConditions::default();
-    memory(qmp, &mut found)?;
+    let facts = ram::read_facts(qmp)?;
+    memory(qmp, &facts, &mut found)?;
     migration(qmp, &mut found)?;
     plugged(qmp, &mut found)?;
     process(pid, library, &mut found);
     let words = command_line(pid).unwrap_or_default();
     // Under TCG, this option has no effect.
-    let is_kvm = qmp.query("query-kvm")?["enabled"] == true;
-    if is_kvm && says_cpu_pm(words.iter().map(String::as_str)) {
+    if says_cpu_pm(words.iter().map(String::as_str)) && qmp.query("query-kvm")?["enabled"] == true {
         let remedy = "start the VM without cpu-pm=on to run more VMs than the host has cores";
         found.costs.push(reason(KEEPS_CPUS, remedy));
     }
-    Ok(found)
+    Ok((facts.layout, found))
 }
 
 /// Text for the operator about `-overcommit cpu-pm=on`: HLT, PAUSE and MWAIT of the guest do not
@@ -122,7 +127,7 @@ fn plugged(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
     Ok(())
 }
 
-fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
+fn memory(qmp: &mut Qmp, facts: &RamFacts, found: &mut VmConditions) -> Result<(), RamError> {
     // SEV, SEV-SNP and TDX set this property to a link to their object; without them, the link is
     // empty (QEMU's hw/core/machine.c).
     let guest = json!({ "path": "/machine", "property": "confidential-guest-support" });
@@ -133,12 +138,9 @@ fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
             "run the VM without SEV or TDX: equal pages differ once they are encrypted",
         ));
     }
-    let backends = ram::read_backends(qmp)?;
-    let layout = ram::read(qmp)?;
-    let blocks = ram::read_blocks(qmp)?;
-    for block in &layout.blocks {
+    for block in &facts.layout.blocks {
         let id = ram::backend_id(&block.name);
-        if backends.iter().any(|b| b.id == id && b.share) {
+        if facts.backends.iter().any(|b| b.id == id && b.share) {
             found.fold.push(reason(
                 format!("RAM backend '{id}' is shared memory"),
                 "use memory-backend-ram, or share=off",
@@ -155,7 +157,7 @@ fn memory(qmp: &mut Qmp, found: &mut VmConditions) -> Result<(), RamError> {
                 "use memory-backend-ram",
             ));
         }
-        let facts = blocks.iter().find(|b| b.name == block.name);
+        let facts = facts.blocks.iter().find(|b| b.name == block.name);
         if let Some(facts) = facts.filter(|b| b.page_bytes != 4096) {
             let kib = facts.page_bytes >> 10;
             found.fold.push(reason(

@@ -348,6 +348,14 @@ impl Vm {
 
     /// Reads from QEMU and the kernel whether the VM's RAM can be folded now.
     pub fn conditions(&self, qmp: &mut Qmp) -> Result<VmConditions, RamError> {
+        Ok(self.layout_and_conditions(qmp)?.1)
+    }
+
+    /// Reads from QEMU and the kernel the VM's RAM layout, and whether the RAM can be folded now.
+    pub fn layout_and_conditions(
+        &self,
+        qmp: &mut Qmp,
+    ) -> Result<(RamLayout, VmConditions), RamError> {
         conditions::read(qmp, self.pid(), self.has_library())
     }
 

@@ -60,8 +60,24 @@ pub struct Backend {
     pub size_bytes: u64,
 }
 
+/// What QEMU says of its RAM, and the layout that follows from it.
+#[derive(Clone, Debug)]
+pub struct RamFacts {
+    /// All RAM blocks of QEMU.
+    pub blocks: Vec<BlockFacts>,
+    /// All RAM backends of QEMU.
+    pub backends: Vec<Backend>,
+    /// Which of the blocks are the guest's RAM, and where.
+    pub layout: RamLayout,
+}
+
 /// Reads a VM's RAM layout from QEMU.
 pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
+    Ok(read_facts(qmp)?.layout)
+}
+
+/// Reads a VM's RAM blocks, RAM backends and RAM layout from QEMU.
+pub fn read_facts(qmp: &mut Qmp) -> Result<RamFacts, RamError> {
     let blocks = qmp.human("info ramblock")?;
     let backends = qmp.query("query-memdev")?;
     let devices = qmp.query("query-memory-devices")?;
@@ -69,17 +85,22 @@ pub fn read(qmp: &mut Qmp) -> Result<RamLayout, RamError> {
     parse(&blocks, &backends, &devices, &tree)
 }
 
-/// Makes the RAM layout from QEMU's answers to `info ramblock`, `query-memdev`,
-/// `query-memory-devices` and `info mtree -f`. Every slot lies inside its block, and slots are
-/// sorted and do not overlap; answers that contradict this are errors.
+/// Parses QEMU's answers to `info ramblock`, `query-memdev`, `query-memory-devices` and
+/// `info mtree -f`. Every slot of the layout lies inside its block, and slots are sorted and do not
+/// overlap; answers that contradict this are errors.
 pub fn parse(
     blocks: &str,
     backends: &Value,
     devices: &Value,
     tree: &str,
-) -> Result<RamLayout, RamError> {
-    let system = system_ram(&parse_backends(backends)?, devices);
-    assemble(&parse_blocks(blocks)?, &system, tree)
+) -> Result<RamFacts, RamError> {
+    let (blocks, backends) = (parse_blocks(blocks)?, parse_backends(backends)?);
+    let layout = assemble(&blocks, &system_ram(&backends, devices), tree)?;
+    Ok(RamFacts {
+        blocks,
+        backends,
+        layout,
+    })
 }
 
 /// Reads QEMU's RAM blocks (`info ramblock`).
