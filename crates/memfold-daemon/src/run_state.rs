@@ -30,6 +30,9 @@ pub(crate) const SILENT: &str = "silent";
 /// Names of the QMP events that explain a run state.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
 
+/// Names of the QMP events that come with a change of the run state, other than [`TELLING`].
+pub(crate) const CHANGING: [&str; 2] = ["STOP", "RESUME"];
+
 const NOTHING: &str = "no action is needed";
 
 /// Command that resumes the VM.
@@ -133,6 +136,14 @@ impl RunState {
                 "find out what QEMU waits for (usually a disk on another host); 'memfold vm stop {vm}' ends the VM"
             ),
         )
+    }
+
+    /// Returns whether QEMU has sent an event that may come with a change of the run state. QEMU is
+    /// not asked.
+    pub fn may_have_changed(qmp: &mut Qmp) -> bool {
+        let [stop, resume] = CHANGING;
+        let [error, panic, watchdog] = TELLING;
+        qmp.has_event(&[stop, resume, error, panic, watchdog])
     }
 
     /// Asks QEMU for the VM's run state, and for the cause if the VM is not running.

@@ -11,6 +11,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use serde_json::{Value, json};
 
 use memfold_host::socket;
@@ -20,6 +22,8 @@ use super::process::peer_pid;
 
 /// Largest accepted answer of QEMU, in bytes.
 const MAX_MESSAGE: usize = 64 << 20;
+/// Most bytes that QEMU may send by itself between two looks at its events.
+const MAX_UNASKED: usize = 1 << 20;
 /// Most events that are kept until a caller takes them; the oldest are dropped first.
 const MAX_EVENTS: usize = 1024;
 /// Timeout of commands that wait for the host's disks, which other processes may keep busy.
@@ -386,6 +390,41 @@ impl Qmp {
         named.into()
     }
 
+    /// Receives what QEMU has sent by itself, without waiting and without asking QEMU. Returns
+    /// whether one of the kept events has one of these names, the connection is lost, or QEMU sends
+    /// more than [`MAX_UNASKED`] at once.
+    pub fn has_event(&mut self, names: &[&str]) -> bool {
+        let mut unasked = 0;
+        loop {
+            match self.received("an event") {
+                Ok(Some(message)) if message.get("event").is_some() => self.keep(message),
+                // A late answer to a command.
+                Ok(Some(_)) => {}
+                Ok(None) => {
+                    let Some(stream) = &self.stream else {
+                        return true;
+                    };
+                    let mut chunk = [0; 16 << 10];
+                    match recv(stream, &mut chunk[..], RecvFlags::DONTWAIT) {
+                        Ok((n, _)) if n > 0 && unasked < MAX_UNASKED => {
+                            self.buffer.extend_from_slice(&chunk[..n]);
+                            unasked += n;
+                        }
+                        Ok((n, _)) if n > 0 => {
+                            self.buffer.extend_from_slice(&chunk[..n]);
+                            return true;
+                        }
+                        Err(Errno::AGAIN | Errno::INTR) => break,
+                        Ok(_) | Err(_) => return true,
+                    }
+                }
+                Err(_) => return true,
+            }
+        }
+        let is_named = |event: &Value| event["event"].as_str().is_some_and(|n| names.contains(&n));
+        self.events.iter().any(is_named)
+    }
+
     /// Waits for an event with one of these names, which may already have been received. Returns
     /// the event and drops earlier ones; `None` if there is no such event within `timeout`.
     pub fn wait_event(
@@ -422,19 +461,8 @@ impl Qmp {
         deadline: Instant,
     ) -> Result<Option<Value>, QmpError> {
         loop {
-            if let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
-                let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                if line.trim_ascii().is_empty() {
-                    continue;
-                }
-                let message = serde_json::from_slice(&line);
-                return message.map(Some).map_err(|_| QmpError::Unexpected {
-                    command: command.into(),
-                    text: String::from_utf8_lossy(&line).chars().take(200).collect(),
-                });
-            }
-            if self.buffer.len() > MAX_MESSAGE {
-                return Err(self.lost(command, ErrorKind::FileTooLarge.into()));
+            if let Some(message) = self.received(command)? {
+                return Ok(Some(message));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -454,6 +482,25 @@ impl Qmp {
                 Err((_, error)) => return Err(self.lost(command, error)),
             }
         }
+    }
+
+    /// Takes the next message out of the received bytes; `None` if it is not complete yet.
+    fn received(&mut self, command: &str) -> Result<Option<Value>, QmpError> {
+        while let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
+            let line: Vec<u8> = self.buffer.drain(..=end).collect();
+            if line.trim_ascii().is_empty() {
+                continue;
+            }
+            let message = serde_json::from_slice(&line);
+            return message.map(Some).map_err(|_| QmpError::Unexpected {
+                command: command.into(),
+                text: String::from_utf8_lossy(&line).chars().take(200).collect(),
+            });
+        }
+        if self.buffer.len() > MAX_MESSAGE {
+            return Err(self.lost(command, ErrorKind::FileTooLarge.into()));
+        }
+        Ok(None)
     }
 
     fn lost(&mut self, command: &str, source: std::io::Error) -> QmpError {
@@ -486,6 +533,7 @@ fn text_of(value: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use memfold_testkit::wait_until;
     use std::io::{BufRead, BufReader, Write};
     use std::os::unix::net::UnixListener;
 
@@ -527,6 +575,32 @@ mod tests {
         assert_eq!(qmp.query("query-status").unwrap(), 7);
         let event = qmp.wait_event(&["STOP"], Duration::ZERO).unwrap().unwrap();
         assert_eq!(event["event"], "STOP");
+    }
+
+    #[test]
+    fn an_event_from_qemu_and_a_lost_connection_are_noticed_without_a_question() {
+        let answer = "{\"return\": 7, \"id\": ID}\r\n{\"event\": \"STOP\"}";
+        let (_dir, path) = server(vec![vec![answer, r#"{"return": 8, "id": ID}"#]]);
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        assert!(!qmp.has_event(&["STOP", "RESUME"]), "nothing was sent yet");
+        assert_eq!(qmp.query("query-status").unwrap(), 7);
+        wait_until("the event is here", Duration::from_secs(10), || {
+            qmp.has_event(&["STOP"])
+        });
+        assert!(!qmp.has_event(&["RESUME"]));
+        assert_eq!(qmp.take_events_named(&["STOP"]).len(), 1);
+        assert!(
+            !qmp.has_event(&["STOP"]),
+            "events are noticed until they are taken"
+        );
+        // After this answer, the simulated QEMU ends.
+        assert_eq!(qmp.query("query-status").unwrap(), 8);
+        let is_noticed = || qmp.has_event(&["NEVER"]);
+        wait_until(
+            "the lost connection is noticed",
+            Duration::from_secs(10),
+            is_noticed,
+        );
     }
 
     #[test]

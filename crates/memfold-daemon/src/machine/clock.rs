@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use crate::machine::pauses::LONG;
 use crate::machine::{Machine, is_disconnected, text};
-use crate::run_state::RunState;
+use crate::run_state::{CHANGING, RunState};
 use crate::threads::unix_time;
 
 /// Time limit for a guest to report its time, or to set its clock.
@@ -136,7 +136,7 @@ impl Machine {
     /// Processes QEMU's STOP and RESUME events. After a long pause, sets the guest's clock.
     /// `before`: the VM's state when it was last read.
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
-        let events = qmp.take_events_named(&["STOP", "RESUME"]);
+        let events = qmp.take_events_named(&CHANGING);
         let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);
         let length = self.marks.pauses.lock().hear(&events, is_known);
         let is_long = length.is_some_and(|length| length >= LONG);

@@ -18,6 +18,10 @@ use crate::run_state::{RunState, SILENT};
 /// Time between two checks of the VM's run state.
 const STATE: Duration = Duration::from_secs(1);
 
+/// Longest time for which QEMU is not asked for the run state of a VM that runs. QEMU tells of most
+/// changes itself, and a question costs QEMU several system calls for each byte.
+const ASK: Duration = Duration::from_secs(5);
+
 /// Longest pause before the next attempt to connect to a fold library that keeps failing.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 
@@ -28,7 +32,8 @@ const ORDER: Duration = Duration::from_millis(1500);
 impl Machine {
     /// Checks the VM periodically until QEMU's process ends.
     pub fn watch(self: &Arc<Self>) {
-        let (mut looked, mut seen) = (Instant::now(), self.state());
+        let (mut looked, mut asked, mut seen) = (Instant::now(), Instant::now(), self.state());
+        let mut connections = 0;
         let mut room = RoomWatch::default();
         let mut is_told = false;
         let mut has_ended = || match self.vm.process().wait_exit(STATE) {
@@ -44,13 +49,17 @@ impl Machine {
         };
         while !has_ended() {
             self.end_outlived();
-            // A state counts only after two checks: the fold library may stop the VM for a moment.
-            let now = self.look_at_state(Duration::ZERO);
-            if now == seen {
-                self.note_state(&now);
-                room.look(self, &now);
+            if asked.elapsed() >= ASK || !self.runs_still(&seen, &mut connections) {
+                asked = Instant::now();
+                // A state counts only after two checks: the fold library may stop the VM for a
+                // moment.
+                let now = self.look_at_state(Duration::ZERO);
+                if now == seen {
+                    self.note_state(&now);
+                    room.look(self, &now);
+                }
+                seen = now;
             }
-            seen = now;
             if looked.elapsed() >= INTERVAL {
                 looked = Instant::now();
                 if seen.name != SILENT {
@@ -59,6 +68,20 @@ impl Machine {
                 self.reach_library_again();
             }
         }
+    }
+
+    /// Returns whether a VM that ran at the last check (`seen`) seems to run still. QEMU is not
+    /// asked. `connections`: how often the monitor was connected to QEMU by then; events that QEMU
+    /// sends between two connections are lost.
+    fn runs_still(&self, seen: &RunState, connections: &mut u64) -> bool {
+        let mut has_news = || {
+            let Some(mut qmp) = self.monitor.try_lock() else {
+                return false;
+            };
+            let before = std::mem::replace(connections, qmp.connections());
+            before != *connections || RunState::may_have_changed(&mut qmp)
+        };
+        seen.is_running() && self.state().is_running() && self.stopped().is_none() && !has_news()
     }
 
     /// Reconnects to the fold library after it did not answer the engine, or answered nothing when
