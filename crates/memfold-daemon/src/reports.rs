@@ -16,7 +16,7 @@ use crate::error::DaemonError;
 use crate::figures::{CachedFigures, Figures, OnShelf};
 use crate::mechanisms::Mechanisms;
 use crate::single_flight::SingleFlight;
-use crate::threads::thread_cpu;
+use crate::threads::{on_all_cores, thread_cpu};
 use crate::vms::Vms;
 
 /// Service that makes the ledger's report, the report of leases, and the figures for metrics
@@ -42,6 +42,12 @@ impl Reports {
 
     /// Makes the ledger's report now. Reads the page maps of all VMs.
     pub fn report(&self) -> Result<FullReport, DaemonError> {
+        Ok(self.report_and_cpu()?.0)
+    }
+
+    /// Makes the ledger's report. Also returns the CPU time of its worker threads: not the caller's,
+    /// and not the engine's.
+    pub(crate) fn report_and_cpu(&self) -> Result<(FullReport, Duration), DaemonError> {
         let (fold, owed) = self.below.folding.look()?;
         let store = |d: &DomainStats| StoreAccount {
             domain: d.domain.clone(),
@@ -51,9 +57,10 @@ impl Reports {
         let stores: Vec<StoreAccount> = fold.domains.iter().map(store).collect();
         let identities: Vec<StoreIdentity> = stores.iter().map(|s| s.identity).collect();
         let machines = self.below.registry.machines();
+        // The kernel walks the page tables of each VM, which takes some milliseconds.
+        let (vms, cpu) = on_all_cores(&machines, |machine| machine.account(&identities));
         // A VM that ends while the report is made is left out.
-        let vms = machines.iter().filter_map(|m| m.account(&identities));
-        let vms: Vec<_> = vms.collect();
+        let vms: Vec<_> = vms.into_iter().flatten().collect();
         let relays = self.below.swap_disks.relays();
         let own = ledger::take::own(ByteSize(fold.own_bytes), &identities, &relays)?;
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
@@ -63,7 +70,7 @@ impl Reports {
         host.lent_bytes = ByteSize(lending.map_or(0, |status| status.lent_bytes));
         let mut ledger = ledger::Report::new(host, vms);
         ledger.debt = Some(self.below.brake.debt_of(owed)?);
-        Ok(FullReport { ledger, fold })
+        Ok((FullReport { ledger, fold }, cpu))
     }
 
     /// Makes the ledger's report, for API requests. Concurrent requests share one report.
@@ -121,7 +128,7 @@ impl Reports {
         let taken = Instant::now();
         let engine_before = self.below.folding.reports_cpu()?;
         let thread_before = thread_cpu();
-        let report = self.report()?;
+        let (report, others) = self.report_and_cpu()?;
         // This also counts reports that the engine made for other callers meanwhile.
         let engine = Duration::from_secs_f64(report.fold.report_cpu_s.max(0.0));
         let engine = engine.saturating_sub(engine_before);
@@ -143,7 +150,7 @@ impl Reports {
             took: Duration::ZERO,
             cpu: Duration::ZERO,
         };
-        figures.cpu = engine + thread_cpu().saturating_sub(thread_before);
+        figures.cpu = engine + others + thread_cpu().saturating_sub(thread_before);
         figures.took = taken.elapsed();
         Ok(figures)
     }

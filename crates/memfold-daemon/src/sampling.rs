@@ -243,7 +243,7 @@ impl Sampling {
     /// Takes one sample. Returns the CPU time that the sample took.
     fn sample(&self, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
         let before = thread_cpu();
-        let report = self.reports.report()?;
+        let (report, workers) = self.reports.report_and_cpu()?;
         let beside = Beside {
             vms: self.vms.list(),
             distrusted: self.below.leases.lies().0,
@@ -280,7 +280,7 @@ impl Sampling {
                 );
             }
         }
-        let cost = thread_cpu().saturating_sub(before);
+        let cost = workers + thread_cpu().saturating_sub(before);
         let live = Live {
             report: &report,
             vms: &beside.vms,
@@ -292,7 +292,7 @@ impl Sampling {
             Ok(text) => drop(self.samples.latest.send_replace(text.into())),
             Err(error) => warn!(%error, "cannot encode a sample as JSON; report this bug"),
         }
-        Ok(thread_cpu().saturating_sub(before))
+        Ok(workers + thread_cpu().saturating_sub(before))
     }
 }
 
