@@ -27,6 +27,7 @@ use memfold_server::{
 use memfold_snapshot::keys::KeySource;
 use memfold_snapshot::{DEFAULT_SHELF, KeyError, Keys, NamedKey};
 use memfold_units::ByteSize;
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::ParseError;
@@ -427,6 +428,7 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
         return Ok(ExitCode::from(IMPOSSIBLE_HERE));
     }
     keep_secrets()?;
+    allow_many_files();
     let mut socket = context.socket.clone();
     arguments.for_user(&mut socket)?;
     let arguments = &arguments;
@@ -559,6 +561,20 @@ fn keep_secrets() -> anyhow::Result<()> {
     memfold_transfer::take_credentials()
         .context("cannot take credentials of object stores out of the environment")?;
     private_memory::protect().context("cannot keep the daemon's memory out of core dumps")
+}
+
+/// Most open files that the daemon allows itself. Programs that it starts inherit the limit, and
+/// some of them close every descriptor below it.
+const MOST_FILES: u64 = 1 << 20;
+
+/// Lets the daemon open as many files as its hard limit allows: it has about eight open for each VM,
+/// and the usual soft limit is 1,024.
+fn allow_many_files() {
+    let mut limit = getrlimit(Resource::Nofile);
+    let most = limit.maximum.unwrap_or(MOST_FILES).min(MOST_FILES);
+    limit.current = limit.current.map(|current| current.max(most));
+    // Raising the soft limit to the hard one needs no right.
+    let _ = setrlimit(Resource::Nofile, limit);
 }
 
 /// Ends the process after `limit`, even if threads still wait.

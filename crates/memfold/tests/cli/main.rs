@@ -49,7 +49,9 @@ mod ttl;
 mod user_mode;
 mod vm_logs;
 
-use std::process::Stdio;
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -569,4 +571,41 @@ fn the_http_api_serves_its_openapi_description_and_reports_errors_in_json() {
         );
     }
     assert_eq!(daemon.http("GET", "/v1/version", b"").0, 200);
+}
+
+#[test]
+fn the_daemon_raises_its_limit_of_open_files_to_the_hard_limit() {
+    let place = tempfile::tempdir().unwrap();
+    let socket = place.path().join("s");
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "ulimit -Sn 64; exec \"$@\"", "sh"])
+        .arg(env!("CARGO_BIN_EXE_memfold"))
+        .arg("--socket")
+        .arg(&socket)
+        .arg("serve")
+        .env("MEMFOLD_CONFIG", "/dev/null")
+        .stdin(Stdio::null())
+        .stderr(Stdio::null());
+    for directory in ["state", "snapshots"] {
+        let option = format!("--{directory}");
+        command.arg(option).arg(place.path().join(directory));
+    }
+    let mut daemon = command.spawn().unwrap();
+    // The daemon is ended before anything is asserted.
+    let answers = (0..600).any(|_| {
+        std::thread::sleep(Duration::from_millis(100));
+        UnixStream::connect(&socket).is_ok()
+    });
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", daemon.id()));
+    daemon.kill().unwrap();
+    daemon.wait().unwrap();
+    assert!(answers, "no daemon answers");
+    let limits = limits.unwrap();
+    let files = limits
+        .lines()
+        .find(|line| line.starts_with("Max open files"));
+    let words: Vec<&str> = files.unwrap().split_whitespace().collect();
+    let limit = |word: usize| words[word].parse::<u64>().unwrap();
+    assert_eq!(limit(3), limit(4).min(1 << 20), "{limits}");
 }
