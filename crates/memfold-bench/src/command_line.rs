@@ -134,7 +134,7 @@ impl Name {
             Self::Desktops => study(desktops::run, desktops::figures, true),
             Self::Remote => study(remote::run, remote::figures, true),
             Self::Rightsize => study(rightsize::run, rightsize::figures, true),
-            Self::Scale => study(scale::run, |_| Vec::new(), false),
+            Self::Scale => study(scale::run, |_| Vec::new(), true),
             Self::Mappings => study(mappings::run, mappings::figures, true),
         }
     }

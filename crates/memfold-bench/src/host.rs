@@ -62,6 +62,15 @@ impl Stat {
     }
 }
 
+/// Returns the memory of a process in bytes (`VmRSS`), from its file `/proc/PID/status`.
+pub fn memory(status: &Path) -> anyhow::Result<u64> {
+    let text = std::fs::read_to_string(status)?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|text| text.trim().strip_suffix(" kB"));
+    let kib: u64 = kib.context("the kernel tells no VmRSS")?.parse()?;
+    Ok(kib << 10)
+}
+
 /// Runs a program and returns its output. `package`: Debian package with the program, for the error
 /// message.
 pub fn run_program(package: &str, program: &str, arguments: &[&str]) -> anyhow::Result<String> {

@@ -6,6 +6,7 @@ mod command_line;
 mod demo;
 mod desktops;
 mod figure;
+mod fleet;
 mod fold;
 mod folding;
 mod fork;

@@ -1,5 +1,6 @@
-//! The study `memfold bench scale`: memory and time of the fold engine by the number of VMs, up to
-//! 1,000 VMs that cache 1 GiB of files each.
+//! The study `memfold bench scale`: what memfold costs by the number of VMs. Its part `daemon`
+//! starts up to 1,000 QEMU processes ([`fleet`]). Its part `engine` measures memory and time of the
+//! fold engine, up to 1,000 VMs that cache 1 GiB of files each:
 //!
 //! One real guest boots and reads files, so its agent reports which page of which file each page of
 //! its RAM caches. This report is recorded and then repeated for each VM of the study, until the VM
@@ -42,6 +43,8 @@ use rustix::process::Pid;
 use serde_json::{Value, json};
 
 use crate::figure::number;
+use crate::fleet;
+use crate::host::memory;
 use crate::study::Options;
 
 /// RAM and image of the guest that is recorded.
@@ -60,6 +63,9 @@ const FILES: usize = 512;
 
 const BOOT: Duration = Duration::from_secs(180);
 const READ: Duration = Duration::from_secs(300);
+
+/// Where the kernel tells how much memory this process has.
+const OWN_STATUS: &str = "/proc/self/status";
 
 /// Number of seconds for which each VM of the study reports a run of pages per second.
 const CHURN_ROUNDS: u32 = 20;
@@ -262,20 +268,11 @@ impl Drop for Running {
     }
 }
 
-/// Returns the memory of this process in bytes (`VmRSS`).
-fn own_memory() -> anyhow::Result<u64> {
-    let status = std::fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|text| text.trim().strip_suffix(" kB"));
-    let kib: u64 = kib.context("/proc/self/status has no VmRSS")?.parse()?;
-    Ok(kib << 10)
-}
-
 /// Measures the engine with this number of VMs.
 fn measure(vms: u32, cache: &Cache, rounds: u32) -> anyhow::Result<Value> {
     let engine = Running::start(EngineSettings::default());
     engine.tell(Command::SetPaused(true))?;
-    let before = own_memory()?;
+    let before = memory(OWN_STATUS.as_ref())?;
     let began_cpu = engine.stats()?.engine_cpu_s;
     for id in 1..=vms {
         engine.add(id, RAM, cache.ram_pages)?;
@@ -283,7 +280,7 @@ fn measure(vms: u32, cache: &Cache, rounds: u32) -> anyhow::Result<Value> {
     }
     // The answer waits until all hints are taken.
     let stats = engine.stats()?;
-    let grown = own_memory()?.saturating_sub(before);
+    let grown = memory(OWN_STATUS.as_ref())?.saturating_sub(before);
     let pages: u64 = stats.vms.iter().map(|vm| vm.cached_pages).sum();
     let wanted = cache.pages * u64::from(vms);
     ensure!(
@@ -362,8 +359,28 @@ fn churn(vms: u32, rounds: u32) -> anyhow::Result<(Option<f64>, f64)> {
     Ok((after.hint_to_fold_p95_s, cpu_s / elapsed_s * 100.0))
 }
 
+/// Names of the study's parts.
+const PARTS: [&str; 2] = ["engine", "daemon"];
+
 /// Runs the study `scale`. Returns its JSON record.
 pub fn run(options: &Options) -> anyhow::Result<Value> {
+    options.check_arms("scale", &PARTS)?;
+    let mut record = if options.is_wanted("engine") {
+        run_engine(options)?
+    } else {
+        json!({ "results": {}, "samples": [] })
+    };
+    if options.is_wanted("daemon") {
+        let (results, samples) = fleet::run(options)?;
+        record["results"]["daemon"] = results;
+        if let Some(all) = record["samples"].as_array_mut() {
+            all.extend(samples);
+        }
+    }
+    Ok(record)
+}
+
+fn run_engine(options: &Options) -> anyhow::Result<Value> {
     let recorded = record()?;
     let cache = Cache::new(&recorded)?;
     let run_pages = recorded.pages as f64 / recorded.runs.len().max(1) as f64;

@@ -15,8 +15,9 @@ pub struct Options {
     #[arg(long)]
     pub quick: bool,
     /// Run only this arm of `hints` or `rightsize` (may be given several times), `block-path` of
-    /// `remote`, `starts` of `desktops`, `stalls` or `neighbours` of `mappings`, or `pipeline`,
-    /// `vms`, `study-disk` or `warmth` of `snapshots`. A wrong name prints all
+    /// `remote`, `starts` of `desktops`, `stalls` or `neighbours` of `mappings`, `engine` or
+    /// `daemon` of `scale`, or `pipeline`, `vms`, `study-disk` or `warmth` of `snapshots`. A wrong
+    /// name prints all
     #[arg(long = "arm", value_name = "NAME")]
     pub arms: Vec<String>,
     /// Most VMs at once, for `ksm` (4 by default; with --quick 2)
