@@ -1,8 +1,8 @@
 //! The part `daemon` of the study `memfold bench scale`: what a daemon costs by the number of VMs.
 //!
 //! `memfold serve` runs as a process of its own and starts real QEMU processes, whose guests never
-//! run (QEMU's option `-S`). So there are no agents, and the VMs have touched almost none of their memory: what hints
-//! cost is measured by the study's part `engine`.
+//! run (QEMU's option `-S`). So there are no agents, and the VMs have touched almost none of their
+//! memory: what hints cost is measured by the study's part `engine`.
 //!
 //! | key | what is measured, for each number of VMs |
 //! |---|---|

@@ -45,8 +45,8 @@ impl Reports {
         Ok(self.report_and_cpu()?.0)
     }
 
-    /// Makes the ledger's report. Also returns the CPU time of its worker threads: not the caller's,
-    /// and not the engine's.
+    /// Makes the ledger's report. Also returns the CPU time of its worker threads: not the
+    /// caller's, and not the engine's.
     pub(crate) fn report_and_cpu(&self) -> Result<(FullReport, Duration), DaemonError> {
         let (fold, owed) = self.below.folding.look()?;
         let store = |d: &DomainStats| StoreAccount {

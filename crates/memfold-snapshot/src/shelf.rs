@@ -211,8 +211,8 @@ impl Shelf {
         read_manifest(&self.path(name)?, name)
     }
 
-    /// Syncs the RAM image of a layer that forks start from to the disk. Other snapshots were synced
-    /// when they were saved.
+    /// Syncs the RAM image of a layer that forks start from to the disk. Other snapshots were
+    /// synced when they were saved.
     ///
     /// # Errors
     ///

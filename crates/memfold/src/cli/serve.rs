@@ -567,8 +567,8 @@ fn keep_secrets() -> anyhow::Result<()> {
 /// some of them close every descriptor below it.
 const MOST_FILES: u64 = 1 << 20;
 
-/// Lets the daemon open as many files as its hard limit allows: it has about eight open for each VM,
-/// and the usual soft limit is 1,024.
+/// Lets the daemon open as many files as its hard limit allows: it has about eight open for each
+/// VM, and the usual soft limit is 1,024.
 fn allow_many_files() {
     let mut limit = getrlimit(Resource::Nofile);
     let most = limit.maximum.unwrap_or(MOST_FILES).min(MOST_FILES);
