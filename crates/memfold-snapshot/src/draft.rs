@@ -279,7 +279,8 @@ pub(super) fn sync_fork(place: &Path) -> Result<(), SnapshotError> {
     let ram = place.join(RAM);
     let synced = File::open(&ram).and_then(|file| file.sync_data());
     let is_usable = || place.join(MANIFEST_SUM).exists();
-    let lost = || io::Error::other("the disk failed when the layer was written before");
+    let lost =
+        || io::Error::other("an earlier write of the layer to the disk failed; fork the VM again");
     synced
         .and_then(|()| is_usable().then_some(()).ok_or_else(lost))
         .map_err(|error| unusable(place, error))
@@ -426,6 +427,10 @@ mod tests {
         sync_fork(&layer).unwrap_err();
         fs::rename(layer.join("moved"), layer.join(RAM)).unwrap();
         assert!(!is_usable(&layer, "layer"));
+        // The kernel reports a failed write only once, and another start may come later.
+        let again = sync_fork(&layer).unwrap_err();
+        let why = std::error::Error::source(&again).unwrap().to_string();
+        assert!(why.contains("fork the VM again"), "{why}");
         let whole = draft("whole", false);
         sync_snapshot(&whole).unwrap();
         assert!(is_usable(&whole, "whole"));

@@ -39,7 +39,8 @@ impl Room {
         let part = room.len().div_ceil(pipeline::workers()).max(LEAST_PART);
         thread::scope(|scope| {
             for part in room.chunks_mut(part) {
-                scope.spawn(|| allocate(part));
+                // Without the thread, the pages are allocated when they are written.
+                drop(thread::Builder::new().spawn_scoped(scope, || allocate(part)));
             }
         });
         share.note_allocated();
@@ -162,4 +163,43 @@ fn copy(pid: Pid, parts: &[(Hva, u64)], mut rest: &mut [u8]) -> io::Result<()> {
         }
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::copy_budget::COPIES;
+    use super::*;
+
+    #[test]
+    fn copies_of_pages_are_found_at_their_places_in_a_block() {
+        let pages = 300;
+        let mut memory = vec![0_u8; bytes(pages)];
+        for (page, bytes) in (0_u8..=250).cycle().zip(memory.chunks_mut(PAGE_BYTES)) {
+            bytes.fill(page);
+        }
+        let block = Source {
+            name: "ram".into(),
+            hva: Hva(memory.as_ptr().addr() as u64),
+            pages,
+        };
+        let ranges: Ranges = vec![(3, 5), (10, 300)];
+        let share = COPIES.take(pages, 2, Duration::ZERO).unwrap().unwrap();
+        let of = (std::slice::from_ref(&block), std::slice::from_ref(&ranges));
+        let pid = rustix::process::getpid();
+        let copies = PageCopies::take(pid, of, Room::new(share)).unwrap();
+        for (first, end) in [(10, 74), (64, 128), (236, 300), (3, 5)] {
+            let copy = copies.piece((0, &ranges), first, end);
+            assert!(copy == Some(&memory[bytes(first)..bytes(end)]), "{first}");
+        }
+        for (first, end) in [(0, 64), (4, 6), (5, 10), (9, 20), (250, 301), (300, 364)] {
+            assert!(copies.piece((0, &ranges), first, end).is_none(), "{first}");
+        }
+        let mut buffer = vec![255; bytes(64)];
+        copies.read((0, &ranges), 0, &[(3, 5), (10, 64)], &mut buffer);
+        assert!(buffer[bytes(3)..bytes(5)] == memory[bytes(3)..bytes(5)]);
+        assert!(buffer[bytes(10)..] == memory[bytes(10)..bytes(64)]);
+        assert!(buffer[bytes(5)..bytes(10)].iter().all(|byte| *byte == 255));
+    }
 }
