@@ -57,10 +57,12 @@ pub(crate) fn on_all_cores<I: Sync, R: Send>(
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     let workers = cores.min(MAX_WORKERS).min(items.len());
     let (mut done, cpu) = std::thread::scope(|scope| {
-        // Without a thread, the others do its work.
+        // A panic counts as one of the caller's thread. Without a thread, the others do its work.
+        let current = std::thread::current();
+        let name = current.name().unwrap_or("worker");
         let begin = |_| {
             Builder::new()
-                .name("report".into())
+                .name(name.into())
                 .spawn_scoped(scope, worker)
                 .ok()
         };
