@@ -108,5 +108,5 @@ fn a_vm_keeps_its_size_if_its_agent_its_balloon_driver_or_its_clock_fails_and_wo
         size(&lab) == MEMORY
     });
     let killed = lab.exec(VM, "grep ^oom_kill /proc/vmstat", LONG).unwrap();
-    assert_eq!(killed, "oom_kill 0");
+    assert_eq!(killed.trim(), "oom_kill 0");
 }
