@@ -15,7 +15,9 @@
 //! ```
 //!
 //! Each number is a varint: 7 bits a byte, lowest first; the highest bit says that more follow. The
-//! piece that was changed last is kept unpacked, because changes come in the order of pages.
+//! piece that was changed last is kept unpacked, because changes come in the order of pages. A piece
+//! with many short runs, which takes long to pack and to read, stays unpacked until no more changes
+//! come ([`Table::pack_short_runs`]).
 
 use std::sync::Arc;
 
@@ -23,6 +25,10 @@ use std::sync::Arc;
 pub(super) const PACKED_PAGES: u32 = 256;
 
 const ENTRIES: usize = PACKED_PAGES as usize;
+
+/// Number of runs up to which a piece is packed as soon as another piece is changed. A reader
+/// decodes half of a piece's runs on average.
+const FEW_RUNS: usize = 32;
 
 /// Value of a table's entry. `Self::default()` means that the entry has no value.
 pub(super) trait Value: Copy + Default + PartialEq {
@@ -67,14 +73,19 @@ pub(super) fn write_number(mut number: u32, bytes: &mut Vec<u8>) {
 
 /// Reads a number that [`write_number`] wrote. Returns it and its length in bytes.
 pub(super) fn read_number(bytes: &[u8]) -> (u32, usize) {
-    let mut number = 0;
-    for (&byte, at) in bytes.iter().zip(0_usize..5) {
+    // Most numbers have one byte, and tables are read very often.
+    if let Some(&byte) = bytes.first().filter(|byte| **byte < 0x80) {
+        return (u32::from(byte), 1);
+    }
+    let (mut number, mut at) = (0, 0);
+    while let Some(&byte) = bytes.get(at).filter(|_| at < 5) {
         number |= u32::from(byte & 0x7f) << (7 * at);
+        at += 1;
         if byte < 0x80 {
-            return (number, at + 1);
+            break;
         }
     }
-    (number, bytes.len().min(5))
+    (number, at)
 }
 
 /// Reads numbers that [`write_number`] wrote one after the other. Missing numbers are 0.
@@ -202,11 +213,48 @@ pub(super) fn packed_value<T: Value>(bytes: &[u8], at: u32) -> T {
     value.unwrap_or_default()
 }
 
-/// A table of `length` entries. A copy shares the packed pieces.
+/// A piece of a table.
+#[derive(Clone, Debug)]
+enum Piece<T> {
+    /// No bytes if no entry has a value.
+    Packed(Arc<[u8]>),
+    Short(Arc<ShortRuns<T>>),
+}
+
+/// A piece with many short runs, unpacked.
+#[derive(Clone, Debug)]
+struct ShortRuns<T> {
+    entries: [T; ENTRIES],
+    /// Whether the piece was changed since the last [`Table::pack_short_runs`].
+    changed: bool,
+}
+
+impl<T: Value> Piece<T> {
+    /// The empty piece, which takes no memory.
+    fn empty() -> Self {
+        Self::Packed(Arc::default())
+    }
+
+    fn pack(entries: &[T; ENTRIES]) -> Self {
+        let bytes = pack(&entries[..]);
+        if bytes.is_empty() {
+            return Self::empty();
+        }
+        Self::Packed(bytes.into())
+    }
+}
+
+fn has_few_runs<T: Value>(entries: &[T; ENTRIES]) -> bool {
+    runs_of(&entries[..]).nth(FEW_RUNS).is_none()
+}
+
+/// A table of `length` entries. A copy shares the pieces.
 #[derive(Clone, Debug)]
 pub(super) struct Table<T> {
     length: u32,
-    pieces: Vec<Option<Arc<[u8]>>>,
+    pieces: Vec<Piece<T>>,
+    /// Number of pieces of [`Piece::Short`].
+    short: u32,
     /// Number and entries of the piece that was changed last.
     open: Option<(u32, Unpacked<T, ENTRIES>)>,
 }
@@ -215,7 +263,8 @@ impl<T: Value> Table<T> {
     pub fn new(length: u32) -> Self {
         Self {
             length,
-            pieces: vec![None; length.div_ceil(PACKED_PAGES) as usize],
+            pieces: vec![Piece::empty(); length.div_ceil(PACKED_PAGES) as usize],
+            short: 0,
             open: None,
         }
     }
@@ -225,49 +274,93 @@ impl<T: Value> Table<T> {
         if let Some((_, entries)) = self.open.as_ref().filter(|(open, _)| *open == piece) {
             return entries.get(within);
         }
-        let bytes = self.pieces.get(piece as usize).and_then(Option::as_ref);
-        bytes.map_or_else(T::default, |bytes| packed_value(bytes, within))
+        match self.pieces.get(piece as usize) {
+            Some(Piece::Packed(bytes)) => packed_value(bytes, within),
+            Some(Piece::Short(piece)) => piece.entries[within as usize],
+            None => T::default(),
+        }
     }
 
     /// Sets an entry, and returns its value before. Does nothing if the table has no such entry.
     pub fn set(&mut self, at: u32, value: T) -> T {
-        let piece = at / PACKED_PAGES;
-        let bytes = self.pieces.get(piece as usize);
-        let Some(bytes) = bytes.filter(|_| at < self.length) else {
-            return T::default();
-        };
-        let is_open = self.open.as_ref().is_some_and(|(open, _)| *open == piece);
-        if !is_open {
-            if bytes.is_none() && value == T::default() {
+        let (number, within) = (at / PACKED_PAGES, at % PACKED_PAGES);
+        let piece = self.pieces.get_mut(number as usize);
+        let is_open = self.open.as_ref().is_some_and(|(open, _)| *open == number);
+        match piece.filter(|_| at < self.length) {
+            None => return T::default(),
+            Some(Piece::Short(piece)) => {
+                let piece = Arc::make_mut(piece);
+                piece.changed = true;
+                return std::mem::replace(&mut piece.entries[within as usize], value);
+            }
+            Some(Piece::Packed(_)) if is_open => {}
+            Some(Piece::Packed(bytes)) if bytes.is_empty() && value == T::default() => {
                 return value;
             }
-            let entries = Unpacked::new(bytes.as_deref().unwrap_or_default());
-            self.close();
-            self.open = Some((piece, entries));
+            Some(Piece::Packed(bytes)) => {
+                let entries = Unpacked::new(bytes);
+                self.close();
+                self.open = Some((number, entries));
+            }
         }
         let open = self.open.as_mut();
-        open.map_or_else(T::default, |(_, entries)| {
-            entries.set(at % PACKED_PAGES, value)
-        })
+        open.map_or_else(T::default, |(_, entries)| entries.set(within, value))
     }
 
-    /// Packs the piece that was changed last.
+    /// Packs the piece that was changed last, unless it has many short runs.
     fn close(&mut self) {
-        if let Some((piece, entries)) = self.open.take() {
-            let bytes = entries.pack();
-            self.pieces[piece as usize] = (!bytes.is_empty()).then(|| bytes.into());
+        let Some((number, entries)) = self.open.take() else {
+            return;
+        };
+        let piece = &mut self.pieces[number as usize];
+        if has_few_runs(&entries.0) {
+            *piece = Piece::pack(&entries.0);
+        } else {
+            self.short += 1;
+            *piece = Piece::Short(Arc::new(ShortRuns {
+                entries: *entries.0,
+                changed: true,
+            }));
         }
+    }
+
+    /// Packs the pieces with many short runs that were not changed since the last call, and those
+    /// that have few runs by now. `all`: also the others.
+    pub fn pack_short_runs(&mut self, all: bool) {
+        if self.short == 0 {
+            return;
+        }
+        for place in &mut self.pieces {
+            let Piece::Short(piece) = place else {
+                continue;
+            };
+            if !all && piece.changed && !has_few_runs(&piece.entries) {
+                Arc::make_mut(piece).changed = false;
+            } else {
+                *place = Piece::pack(&piece.entries);
+                self.short -= 1;
+            }
+        }
+    }
+
+    /// Returns whether [`Table::pack_short_runs`] has something to do, now or when called again.
+    pub const fn has_unpacked(&self) -> bool {
+        self.short > 0
     }
 
     /// Returns all runs, in ascending order. No run reaches beyond a piece.
     pub fn runs(&self) -> impl Iterator<Item = Run<T>> + '_ {
-        (0..).zip(&self.pieces).flat_map(move |(piece, bytes)| {
-            let open = self.open.as_ref().filter(|(open, _)| *open == piece);
-            let packed = bytes.as_deref().filter(|_| open.is_none());
+        (0..).zip(&self.pieces).flat_map(move |(number, piece)| {
+            let open = self.open.as_ref().filter(|(open, _)| *open == number);
+            let (packed, short) = match piece {
+                Piece::Packed(bytes) => (Some(&bytes[..]).filter(|_| open.is_none()), None),
+                Piece::Short(piece) => (None, Some(&piece.entries[..])),
+            };
             let packed = packed.into_iter().flat_map(unpack::<T>);
+            let short = short.into_iter().flat_map(runs_of::<T>);
             let open = open.into_iter().flat_map(|(_, entries)| entries.runs());
-            packed.chain(open).map(move |run| Run {
-                at: piece * PACKED_PAGES + run.at,
+            packed.chain(short).chain(open).map(move |run| Run {
+                at: number * PACKED_PAGES + run.at,
                 ..run
             })
         })
@@ -275,10 +368,14 @@ impl<T: Value> Table<T> {
 
     /// Returns the memory use of the table in bytes.
     pub fn own_bytes(&self) -> usize {
-        let packed = self.pieces.iter().flatten();
+        let of_piece = |piece: &Piece<T>| match piece {
+            Piece::Packed(bytes) if bytes.is_empty() => 0,
+            Piece::Packed(bytes) => packed_bytes(bytes),
+            Piece::Short(_) => size_of::<ShortRuns<T>>() + 2 * size_of::<usize>(),
+        };
         let open = self.open.as_ref().map_or(0, |_| size_of::<[T; ENTRIES]>());
-        self.pieces.len() * size_of::<Option<Arc<[u8]>>>()
-            + packed.map(|bytes| packed_bytes(bytes)).sum::<usize>()
+        self.pieces.len() * size_of::<Piece<T>>()
+            + self.pieces.iter().map(of_piece).sum::<usize>()
             + open
     }
 }
@@ -308,10 +405,23 @@ pub(super) mod tests {
         let mut random = numbers();
         let (mut table, mut model) = (Table::new(2000), vec![0_u32; 2000]);
         let mut copy = (table.clone(), model.clone());
-        for round in 0..20_000 {
+        let mut were_short = Vec::new();
+        for round in 0..30_000 {
+            // First long runs, then short ones, then long ones again.
+            let longest = if (10_000..20_000).contains(&round) {
+                3
+            } else {
+                200
+            };
+            if round % 1000 == 0 {
+                table.pack_short_runs(false);
+            }
+            if round % 10_000 == 9_999 {
+                were_short.push(table.has_unpacked());
+            }
             let (at, value) = (random(2000), random(u32::MAX));
-            for step in 0..random(30) {
-                let value = if random(6) == 0 {
+            for step in 0..random(longest) {
+                let value = if random(longest) == 0 {
                     0
                 } else {
                     value.wrapping_add(step)
@@ -321,7 +431,7 @@ pub(super) mod tests {
                     *entry = value;
                 }
             }
-            if round == 10_000 {
+            if round == 15_000 {
                 copy = (table.clone(), model.clone());
             }
         }
@@ -336,6 +446,8 @@ pub(super) mod tests {
             assert_eq!(&listed, model);
         }
         assert_eq!((table.get(2000), table.get(u32::MAX)), (0, 0));
+        assert_eq!(were_short, [false, true, false]);
+        assert_eq!(size_of::<Piece<u32>>(), size_of::<Arc<[u8]>>());
     }
 
     #[test]

@@ -83,6 +83,7 @@ impl Engine {
         // The next sync introduces the files that still wait, if no message of the agent comes.
         vm.active = !vm.late_files.is_empty();
         vm.last_sync = now;
+        vm.table.pack_unchanged();
         let hint = |file, page| Hint::new(file, page, 1, now);
         for hint in vm.huge.worth_it_now(&vm.table, hint) {
             vm.stack.push(hint);
@@ -252,12 +253,12 @@ impl Engine {
 }
 
 impl VmState {
-    /// Returns the time at which the next sync of this VM is due; `None` for a VM that is inactive
-    /// and maps no store page.
+    /// Returns the time at which the next sync of this VM is due; `None` for a VM that is inactive,
+    /// maps no store page, and whose tables are packed.
     pub(super) fn look_due(&self, interval: Duration) -> Option<Instant> {
         let interval = if self.active {
             interval
-        } else if self.stats.mapped_pages > 0 {
+        } else if self.stats.mapped_pages > 0 || self.table.has_unpacked() {
             QUIET_INTERVAL
         } else {
             return None;

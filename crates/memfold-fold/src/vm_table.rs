@@ -581,6 +581,7 @@ impl VmTable {
         for at in missing {
             self.uncache(at);
         }
+        self.cached.pack_short_runs(true);
     }
 
     /// Removes all cached pages from the table, because a new agent session numbers its files anew.
@@ -596,6 +597,18 @@ impl VmTable {
         self.dirty = Bits::new(total);
         self.refused = Bits::new(total);
         self.seen = None;
+    }
+
+    /// Packs the parts of the tables that have short runs and were not changed since the last call.
+    pub fn pack_unchanged(&mut self) {
+        self.cached.pack_short_runs(false);
+        self.mapped.pack_short_runs(false);
+    }
+
+    /// Returns whether [`VmTable::pack_unchanged`] should be called again.
+    #[must_use]
+    pub const fn has_unpacked(&self) -> bool {
+        self.cached.has_unpacked() || self.mapped.has_unpacked()
     }
 
     /// Returns the memory use of the tables in bytes.
