@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use memfold_wire::library::{Order, Reply};
+use memfold_wire::library::{MAX_RUNS, Order, Reply};
 
 use super::guest::{GuestError, VmId};
 use super::hint_stack::Hint;
@@ -19,6 +19,10 @@ use super::vm_table::Index;
 /// VM stands still for less than a twentieth of the time, also if QEMU needs seconds to stop it: a
 /// stop first waits for the VM's disks.
 const REST: u32 = 20;
+
+/// Number of runs from which the longest are chosen for one stop. An order has at most
+/// [`MAX_RUNS`].
+const CANDIDATES: usize = 4 * MAX_RUNS;
 
 impl VmState {
     /// Returns the time at which the VM may be stopped to fold pages again; `None` if no page waits
@@ -65,17 +69,19 @@ impl Engine {
             return Ok(());
         };
         vm.next_pause = now + self.settings.pause_interval;
-        let hints = std::mem::take(&mut vm.wait_for_pause);
+        let mut hints = std::mem::take(&mut vm.wait_for_pause);
         // The newest hint comes first, and each page is folded once, because a page that was hinted
         // twice must not use the pause twice.
         let mut planned = HashSet::new();
         let mut runs: Vec<Run> = Vec::new();
-        for hint in hints.iter().rev() {
-            runs.extend(self.runs_for_pause(id, hint, &mut planned));
+        while runs.len() < CANDIDATES {
+            let Some(hint) = hints.pop() else { break };
+            runs.extend(self.runs_for_pause(id, &hint, &mut planned));
         }
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };
+        vm.wait_for_pause = hints;
         let mut queue = group(runs, &vm.table);
         if queue.is_empty() {
             return Ok(());
@@ -87,16 +93,19 @@ impl Engine {
         let Some(vm) = self.vms.get_mut(&id) else {
             return Ok(());
         };
-        // Runs for which the time did not suffice wait for the next pause.
-        let left = queue.iter().flatten();
-        vm.wait_for_pause
-            .extend(left.take(self.settings.stack_limit / 2).map(|run| Hint {
-                file: run.file,
-                page: run.page,
-                pages: run.pages,
-                at: run.at.unwrap_or(now),
-                tries: run.tries,
-            }));
+        // Runs for which the time did not suffice wait for the next pause, the longest first. The
+        // oldest hints give way to new ones.
+        let left = queue.iter().rev().flatten();
+        vm.wait_for_pause.extend(left.map(|run| Hint {
+            file: run.file,
+            page: run.page,
+            pages: run.pages,
+            at: run.at.unwrap_or(now),
+            tries: run.tries,
+        }));
+        let waiting = vm.wait_for_pause.len();
+        let too_many = waiting.saturating_sub(self.settings.stack_limit / 2);
+        vm.wait_for_pause.drain(..too_many);
         Ok(())
     }
 
