@@ -56,9 +56,11 @@ impl Engine {
 mod tests {
     use std::time::Duration;
 
+    use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
+
     use super::*;
     use crate::packed::tests::numbers;
-    use crate::random_changes::step;
+    use crate::random_changes::{PAGES, add, step};
 
     const ALL: [Work; KINDS] = [
         Work::FullBatch,
@@ -68,6 +70,32 @@ mod tests {
         Work::Zero,
         Work::FoldBack,
     ];
+
+    #[test]
+    fn syncs_of_a_vm_whose_agent_reports_nothing_more_pack_its_tables() {
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1);
+        let facts = FileFacts {
+            file: 1,
+            path: b"/f".into(),
+            size_bytes: 1 << 30,
+        };
+        engine.agent(1, FromAgent::Files(vec![facts]));
+        let run = |at| HintRun {
+            file: 1,
+            page: u64::from(2 * at),
+            pfn: u64::from(at),
+            pages: 1,
+        };
+        engine.agent(1, FromAgent::Hints((0..PAGES).map(run).collect()));
+        assert!(engine.vms[&1].table.has_unpacked());
+        let begin = Instant::now();
+        for minute in 1..=10 {
+            engine.sync_due(begin + Duration::from_secs(60 * minute));
+        }
+        assert!(!engine.vms[&1].table.has_unpacked());
+        assert_eq!(engine.vms[&1].table.cached(300), Some((1, 600)));
+    }
 
     #[test]
     fn the_vms_that_are_due_are_those_that_a_search_of_all_vms_finds_after_random_changes() {

@@ -350,7 +350,7 @@ mod tests {
             while stack.pages() < u64::from(BATCH_PAGES) {
                 stack.push(Hint::new(1, 0, BATCH_PAGES, begin));
             }
-            // The VM may be stopped, and the stop finds nothing to fold.
+            // A hint waits for a pause, which finds nothing to fold.
             let vm = engine.vms.get_mut(&2).unwrap();
             vm.wait_for_pause = vec![Hint::new(1, 0, 1, begin)];
             engine.turn(begin + Duration::from_secs(second));
@@ -365,7 +365,7 @@ mod tests {
             assert_eq!(vm.zero.due, None, "the VM's zero pages are searched for");
         }
         assert!(batches >= 35, "hints have half of the turns: {batches}");
-        assert!(pauses >= 25, "stops have most other turns: {pauses}");
+        assert!(pauses >= 25, "pauses have most other turns: {pauses}");
     }
 
     #[test]

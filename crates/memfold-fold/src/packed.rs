@@ -15,9 +15,9 @@
 //! ```
 //!
 //! Each number is a varint: 7 bits a byte, lowest first; the highest bit says that more follow. The
-//! piece that was changed last is kept unpacked, because changes come in the order of pages. A piece
-//! with many short runs, which takes long to pack and to read, stays unpacked until no more changes
-//! come ([`Table::pack_short_runs`]).
+//! piece that was changed last is kept unpacked, because changes come in the order of pages. A
+//! piece with many short runs, which takes long to pack and to read, stays unpacked until no more
+//! changes come ([`Table::pack_short_runs`]).
 
 use std::sync::Arc;
 
@@ -343,7 +343,7 @@ impl<T: Value> Table<T> {
         }
     }
 
-    /// Returns whether [`Table::pack_short_runs`] has something to do, now or when called again.
+    /// Returns whether pieces with many short runs are unpacked.
     pub const fn has_unpacked(&self) -> bool {
         self.short > 0
     }

@@ -605,7 +605,7 @@ impl VmTable {
         self.mapped.pack_short_runs(false);
     }
 
-    /// Returns whether [`VmTable::pack_unchanged`] should be called again.
+    /// Returns whether parts of the tables with short runs are unpacked.
     #[must_use]
     pub const fn has_unpacked(&self) -> bool {
         self.cached.has_unpacked() || self.mapped.has_unpacked()
