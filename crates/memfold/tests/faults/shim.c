@@ -54,9 +54,8 @@ static struct control *control;
 static char place[4096];
 static size_t place_length;
 static int is_memfold;
-/* The file for the record, and its descriptor while an event is recorded: memfold looks for files
- * that QEMU has open for writing. */
-static const char *record_file;
+/* The file for the record, and its descriptor while an event is recorded. */
+static char record_file[4096];
 static int record = -1;
 
 #define NEXT(name) \
@@ -120,10 +119,19 @@ struct event {
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 
+/* memfold lists the files that QEMU has open for writing. The record is not QEMU's own file. */
+ssize_t readlink(const char *path, char *target, size_t size) {
+    NEXT(readlink);
+    ssize_t length = next(path, target, size);
+    if (!record_file[0] || length != (ssize_t)strlen(record_file) || memcmp(target, record_file, length)) return length;
+    errno = ENOENT;
+    return -1;
+}
+
 /* Operations and their events have the same order in all processes. */
 static int lock_record(void) {
     NEXT(open);
-    if (!record_file) return 0;
+    if (!record_file[0]) return 0;
     int before = errno;
     pthread_mutex_lock(&turn);
     record = next(record_file, O_WRONLY | O_APPEND | O_CLOEXEC);
@@ -507,6 +515,7 @@ __attribute__((constructor)) static void begin(void) {
     place_length = strlen(place);
     is_memfold = strcmp(program_invocation_short_name, "memfold") == 0;
     control = map;
-    record_file = getenv("MEMFOLD_FAULT_RECORD");
+    const char *recorded = getenv("MEMFOLD_FAULT_RECORD");
+    if (recorded && !realpath(recorded, record_file)) abort();
     begin_traps();
 }
