@@ -223,11 +223,13 @@ impl Host {
             own.display()
         );
         fs::write(own.join("etc/libvirtd.conf"), conf).unwrap();
-        // virtlogd would be one more process.
+        // virtlogd would be one more process. Each host has ports of its own: two libvirtds that
+        // look for a free port at once find the same one.
+        let [vnc, migration] = [6100, 49_300].map(|first| first + number * 20);
         let qemu = format!(
-            "stdio_handler = \"file\"\nmigration_port_min = {}\nmigration_port_max = {}\n",
-            49_300 + number * 20,
-            49_310 + number * 20
+            "stdio_handler = \"file\"\nremote_display_port_min = {vnc}\nremote_display_port_max = {}\nmigration_port_min = {migration}\nmigration_port_max = {}\n",
+            vnc + 10,
+            migration + 10
         );
         fs::write(own.join("etc/qemu.conf"), qemu).unwrap();
         let ended = Arc::new(AtomicBool::new(false));
