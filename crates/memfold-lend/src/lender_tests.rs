@@ -409,7 +409,7 @@ fn a_released_lease_is_not_recalled() {
 #[test]
 fn if_the_registry_loses_a_lease_the_lender_keeps_the_lent_memory_until_the_deadline() {
     let Some(host) = host(64 * MIB) else { return };
-    let lease = host.take(16 * MIB, patience(Duration::from_secs(20)));
+    let lease = host.take(16 * MIB, patience(Duration::from_secs(5)));
     let path = host.wait_exported(lease.id);
     // The registry loses the lease, as it would with a new database.
     host.registry.ended(lease.id, &lease.lender).unwrap();
