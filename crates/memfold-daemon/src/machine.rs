@@ -592,6 +592,13 @@ impl Machine {
         self.agent_or_error()?.take_inventory()
     }
 
+    /// Waits for the agent if it cannot have connected yet, because the daemon has just started.
+    pub fn wait_first_session(&self) {
+        if let Some(agent) = self.agent() {
+            agent.wait_first_session();
+        }
+    }
+
     pub fn wait_agent(&self, timeout: Duration) -> Result<(), AgentError> {
         self.agent_or_error()?.wait_session(timeout).map(drop)
     }

@@ -49,6 +49,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Longest time that a command waits for the next session of an agent that had one before. An agent
 /// on a busy host repeats its Hello, because the answer came late, and each Hello begins a session.
+/// A user's command waits as long for the first session after the start of the link.
 const NEXT_SESSION: Duration = Duration::from_secs(5);
 /// Queue length of a command's output, in pieces of 64 KiB.
 const OUTPUT_PIECES: usize = 64;
@@ -79,6 +80,8 @@ pub struct AgentLink {
 pub(super) struct Shared {
     path: PathBuf,
     options: AgentOptions,
+    /// When the link was started.
+    began: Instant,
     state: Mutex<State>,
     changed: Condvar,
     /// Serializes writes to the agent. This lock is separate from the state's lock, so that a slow
@@ -121,6 +124,7 @@ impl AgentLink {
         let shared = Arc::new(Shared {
             path: path.into(),
             options,
+            began: Instant::now(),
             state: Mutex::default(),
             changed: Condvar::new(),
             writer: Mutex::default(),
@@ -153,6 +157,14 @@ impl AgentLink {
             .wait_timeout_while(self.shared.lock(), timeout, |state| state.session.is_none())
             .unwrap_or_else(PoisonError::into_inner);
         state.facts().cloned()
+    }
+
+    /// Waits for the first session, until this link is 5 s old: a daemon that has just started has
+    /// no session with any agent yet.
+    pub fn wait_first_session(&self) {
+        let left = NEXT_SESSION.saturating_sub(self.shared.began.elapsed());
+        // A caller without a session gets an error that says why.
+        let _ = self.wait_session(left);
     }
 
     /// Returns what the guest's owner allows the daemon; `None` if there is no session, or if the

@@ -82,6 +82,7 @@ impl Vms {
     ) -> Result<CommandResult, DaemonError> {
         let machine = self.below.registry.machine(name)?;
         machine.check_runs("no command was run")?;
+        machine.wait_first_session();
         machine.wait_clock();
         machine
             .run(script, timeout)
@@ -102,6 +103,7 @@ impl Vms {
     ) -> Result<StreamedCommand, DaemonError> {
         let machine = self.below.registry.machine(name)?;
         machine.check_runs("no command was run")?;
+        machine.wait_first_session();
         machine.wait_clock();
         machine
             .stream(request, sink)
@@ -115,6 +117,7 @@ impl Vms {
     pub fn trim(&self, name: &str, trim: &Trim) -> Result<TrimResult, DaemonError> {
         let machine = self.below.registry.machine(name)?;
         machine.check_runs("no page cache was trimmed")?;
+        machine.wait_first_session();
         machine.trim(trim)
     }
 

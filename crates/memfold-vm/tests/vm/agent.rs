@@ -278,6 +278,29 @@ fn a_command_waits_while_an_agent_repeats_its_hello() {
 }
 
 #[test]
+fn a_new_link_waits_for_its_first_session_until_the_link_is_five_seconds_old() {
+    let (_dir, listener, link, _events) = link(AgentOptions::default());
+    let guest = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        let mut guest = Guest::accept(&listener);
+        guest.greet("one");
+        guest
+    });
+    link.wait_first_session();
+    assert!(link.session().is_some());
+    drop(guest.join().unwrap());
+
+    let (_dir, _listener, link, _events) = self::link(AgentOptions::default());
+    let began = Instant::now();
+    link.wait_first_session();
+    assert!(link.session().is_none());
+    assert!(began.elapsed() > Duration::from_secs(4));
+    let old = Instant::now();
+    link.wait_first_session();
+    assert!(old.elapsed() < Duration::from_secs(4));
+}
+
+#[test]
 fn an_agent_that_sends_too_much_data_is_throttled() {
     let options = AgentOptions {
         max_bytes_per_s: 64 << 10,
