@@ -204,8 +204,9 @@ impl Registry for EtcdRegistry {
             }
             let mut lease = self.lease(id, what.value, renewed.as_ref(), recall.as_ref())?;
             // A lease that has enough time left is not written, because each write costs an etcd
-            // revision.
-            if lease.left_ms >= ttl / 4 * 3 && lease.left_ms > 0 {
+            // revision. A process that has just started does not know when the lease was renewed.
+            let is_known = self.saw_before(&keys.renewed);
+            if is_known && lease.left_ms >= ttl / 4 * 3 && lease.left_ms > 0 {
                 return Ok(Some(lease));
             }
             lease.left_ms = ttl;

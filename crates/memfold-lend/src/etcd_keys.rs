@@ -57,6 +57,18 @@ pub(super) struct At<T> {
     pub(super) revision: u64,
 }
 
+/// What a process has seen of a key.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    /// Revision that this process last saw.
+    revision: u64,
+    /// When this process first saw that revision.
+    at: Instant,
+    /// Whether this process saw an earlier revision before. Otherwise, the revision may be much
+    /// older than `at`.
+    is_new: bool,
+}
+
 /// A registry of leases whose records are keys in an etcd. The module `etcd` describes the keys and
 /// the transactions.
 #[derive(Debug)]
@@ -65,8 +77,8 @@ pub struct EtcdRegistry {
     pub(super) place: String,
     pub(super) prefix: String,
     pub(super) begun: Instant,
-    /// For each key, the revision that this process last saw, and when it first saw that revision.
-    pub(super) seen: Mutex<HashMap<String, (u64, Instant)>>,
+    /// What this process has seen of each key.
+    pub(super) seen: Mutex<HashMap<String, Seen>>,
 }
 
 /// Keys of one lease.
@@ -123,7 +135,7 @@ impl EtcdRegistry {
         }
     }
 
-    pub(super) fn seen(&self) -> MutexGuard<'_, HashMap<String, (u64, Instant)>> {
+    pub(super) fn seen(&self) -> MutexGuard<'_, HashMap<String, Seen>> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -131,12 +143,26 @@ impl EtcdRegistry {
     pub(super) fn since(&self, key: &str, revision: u64) -> Duration {
         let now = Instant::now();
         let mut seen = self.seen();
-        let at = seen.entry(key.to_owned()).or_insert((revision, now));
+        let first = Seen {
+            revision,
+            at: now,
+            is_new: false,
+        };
+        let last = seen.entry(key.to_owned()).or_insert(first);
         // Answers may arrive out of order, so the revision may be older than the last one.
-        if at.0 < revision {
-            *at = (revision, now);
+        if last.revision < revision {
+            *last = Seen {
+                is_new: true,
+                ..first
+            };
         }
-        at.1.elapsed()
+        last.at.elapsed()
+    }
+
+    /// Returns whether this process saw the key before its present revision was written, so that
+    /// [`Self::left`] is not too long.
+    pub(super) fn saw_before(&self, key: &str) -> bool {
+        self.seen().get(key).is_some_and(|seen| seen.is_new)
     }
 
     /// Returns the time left of the duration in a key, counted from when this process first saw the
@@ -255,7 +281,7 @@ impl EtcdRegistry {
             let (left, silent) = if let Some(heard) = heard {
                 (self.left(heard)?, self.since(&heard_key, heard.revision))
             } else {
-                let seen = self.seen().get(&heard_key).map(|(_, at)| at.elapsed());
+                let seen = self.seen().get(&heard_key).map(|seen| seen.at.elapsed());
                 // The offer expired before this process first read it.
                 let unseen = || Duration::from_millis(account.value.ttl_ms) + self.begun.elapsed();
                 (Duration::ZERO, seen.unwrap_or_else(unseen))

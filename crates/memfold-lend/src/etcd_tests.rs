@@ -209,6 +209,30 @@ fn several_clients_of_one_etcd_pass_the_test_suite_of_lease_registries() {
     });
 }
 
+/// Borrower and lender are processes of their own, so each has a registry here.
+#[test]
+fn a_borrower_that_has_just_started_renews_a_lease_at_once_and_then_only_when_it_has_to() {
+    let Some(cluster) = Cluster::start(1) else {
+        return;
+    };
+    let [lender, before, after] = [(); 3].map(|()| cluster.registry("started", &[0]));
+    offer(&lender, "a", 1, 100);
+    let ttl = Duration::from_secs(60);
+    let id = before.take(&want("vm", UNIT), ttl).unwrap().id;
+    let left = || lender.picture().unwrap().leases[0].left_ms;
+    left();
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(left() <= 57_000, "{}", left());
+    let renewed = |registry: &EtcdRegistry| {
+        registry.renew(id, "borrower", ttl).unwrap();
+        let [renewed] = lender.get([&lender.lease_keys(id).renewed]).unwrap();
+        renewed.unwrap().revision
+    };
+    let first = renewed(&after);
+    assert!(left() > 57_000, "{}", left());
+    assert_eq!(renewed(&after), first);
+}
+
 fn is_unusable(error: &RegistryError) -> bool {
     matches!(error, RegistryError::Unusable { .. })
 }
