@@ -31,7 +31,7 @@ use super::stream::Stream;
 use super::stripes::{Run, Stripes};
 use super::sums::Sums;
 
-/// Maximum number of bytes of requests in progress.
+/// Maximum number of bytes of requests in progress, and of answers that the client has not read.
 const UNDER_WAY: u64 = 4 << 20;
 
 /// If the previous wait was shorter than this, the next wait polls for this long before it sleeps,
@@ -180,8 +180,13 @@ impl Relay {
             if ready[0] {
                 self.hear_client();
             }
-            self.take_requests();
-            self.send()?;
+            loop {
+                let is_held_back = self.take_requests();
+                self.send()?;
+                if !is_held_back || !self.outbox.is_empty() {
+                    break;
+                }
+            }
             self.end_silent()?;
         }
         Ok(())
@@ -303,21 +308,25 @@ impl Relay {
         self.outbox.bytes.extend_from_slice(data);
     }
 
-    /// Starts the client's requests, until one is incomplete or must wait.
-    fn take_requests(&mut self) {
+    /// Starts the client's requests, until one is incomplete or must wait. Returns whether one
+    /// waits until the client has read answers.
+    fn take_requests(&mut self) -> bool {
         while let Some(head) = self.inbox.first::<REQUEST_BYTES>() {
+            if self.outbox.rest().len() as u64 >= UNDER_WAY {
+                return true;
+            }
             let Ok(request) = Request::decode(&head) else {
                 // QEMU never sends an invalid header. After one, the position of the next request
                 // is unknown.
                 self.leaves = true;
-                return;
+                return false;
             };
             let mut whole = REQUEST_BYTES;
             if request.command == Command::Write {
                 whole += request.length as usize;
             }
             if self.inbox.rest().len() < whole {
-                return;
+                return false;
             }
             if !request.is_valid(self.stripes.bytes) {
                 self.inbox.skip(whole);
@@ -325,12 +334,12 @@ impl Relay {
                 continue;
             }
             if self.bytes_under_way >= UNDER_WAY || self.waiting.iter().any(|w| w.meets(&request)) {
-                return;
+                return false;
             }
             match request.command {
                 Command::Disconnect => {
                     self.leaves = true;
-                    return;
+                    return false;
                 }
                 Command::Read | Command::Write => self.forward(&request),
                 Command::Trim | Command::WriteZeroes => {
@@ -346,6 +355,7 @@ impl Relay {
             }
             self.inbox.skip(whole);
         }
+        false
     }
 
     /// Sends a read or a write to the lenders of its blocks, and leaves out lenders of which it

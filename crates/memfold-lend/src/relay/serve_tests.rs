@@ -195,6 +195,51 @@ fn pattern(blocks: usize, seed: u64) -> Vec<u8> {
 }
 
 #[test]
+fn a_client_that_reads_no_answers_makes_the_relay_hold_few_of_them() {
+    let (mut client, theirs) = UnixStream::pair().unwrap();
+    theirs.set_nonblocking(true).unwrap();
+    let stripes = Stripes {
+        count: 1,
+        bytes: 8 * MIB,
+    };
+    let sums = Arc::new(Sums::new(8 * MIB).unwrap());
+    let patience = Arc::new(Patience::ms(PATIENCE.as_millis().try_into().unwrap()));
+    // No block was written, so no lender is asked.
+    let mut relay = Relay::new(theirs, Vec::new(), stripes, sums, patience);
+    let count = 100;
+    for cookie in 0..count {
+        let request = Request {
+            command: Command::Read,
+            cookie,
+            offset: 0,
+            length: u32::try_from(MIB).unwrap(),
+        };
+        relay.inbox.bytes.extend(request.encode());
+    }
+    assert!(relay.take_requests());
+    assert!(relay.outbox.rest().len() as u64 <= UNDER_WAY + MIB);
+    // All answers come as soon as the client reads.
+    let reader = std::thread::spawn(move || {
+        for cookie in 0..count {
+            let mut head = [0; REPLY_BYTES];
+            client.read_exact(&mut head).unwrap();
+            assert_eq!(Reply::decode(&head).unwrap().cookie, cookie);
+            client.read_exact(&mut vec![0; 1 << 20]).unwrap();
+        }
+        let leave = Request {
+            command: Command::Disconnect,
+            cookie: 0,
+            offset: 0,
+            length: 0,
+        };
+        client.write_all(&leave.encode()).unwrap();
+        client
+    });
+    relay.serve().unwrap();
+    drop(reader.join().unwrap());
+}
+
+#[test]
 fn however_a_lender_misbehaves_a_read_fails_and_never_returns_wrong_data() {
     for (lie, why) in [
         (Lie::FlipBit, Why::Lied),
