@@ -423,12 +423,18 @@ impl Work {
         if !self.can_cut() {
             return call(&*registry);
         }
+        let call = Mutex::new(Some(call));
+        let run = || {
+            let call = call.lock().unwrap_or_else(PoisonError::into_inner).take();
+            call.map(|call| call(&*registry))
+        };
         std::thread::scope(|scope| {
             let (done, is_done) = std::sync::mpsc::channel::<()>();
-            let asked = scope.spawn(move || {
+            let run = &run;
+            let asked = std::thread::Builder::new().spawn_scoped(scope, move || {
                 // The channel ends when the call has returned or panicked.
                 let _done = done;
-                call(&*registry)
+                run()
             });
             while is_done.recv_timeout(GLANCE) == Err(RecvTimeoutError::Timeout) {
                 if self.is_pressed() {
@@ -436,9 +442,15 @@ impl Work {
                     self.cut(verdict.recall_bytes);
                 }
             }
-            // If the call panicked, the panic continues in this thread.
-            let answer = asked.join();
-            answer.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            let answer = match asked {
+                // If the call panicked, the panic continues in this thread.
+                Ok(asked) => asked
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                // Without another thread, this one calls.
+                Err(_) => run(),
+            };
+            answer.expect("one thread has made the call")
         })
     }
 
