@@ -21,7 +21,9 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use self::keeper::Keeper;
-use self::on_lvm::{FAILED, Fit, check_tools, fit, forgotten, gone, images, off_lent, random};
+use self::on_lvm::{
+    Fit, check_tools, fit, forgotten, gone, images, off_lent, own_lacks_writes, random,
+};
 use crate::error::{DaemonError, refused, state_error};
 use crate::json_file::write_json;
 use crate::leases::{Leases, RESUMED, lease_ttl, ms, returned};
@@ -374,7 +376,7 @@ fn keep_watch(volumes: &Weak<SwapVolumes>, keeper: &Arc<Keeper>) {
             });
             let images = images.flatten();
             if let Some(images) = &images {
-                keeper.own_image_failed(images.starts_with(FAILED));
+                keeper.own_image_failed(own_lacks_writes(images));
             }
             if let Some(why) = gone(&loan, images.as_deref()) {
                 keeper.lose(why);

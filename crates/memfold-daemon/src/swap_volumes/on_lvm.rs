@@ -13,6 +13,15 @@ use crate::error::{DaemonError, refused};
 /// Letter with which the kernel reports a failed mirror image ([`tools::images`]).
 pub(super) const FAILED: char = 'D';
 
+/// States of the images while this host's is copied from the lender's, after `lvconvert --repair`.
+/// In the first copy of a new mirror, which goes the other way, they are `aa`.
+const REBUILT: &str = "aA";
+
+/// Returns whether this host's image lacks writes, so that the lender has the only copy.
+pub(super) fn own_lacks_writes(images: &str) -> bool {
+    images.starts_with(FAILED) || images.starts_with(REBUILT)
+}
+
 /// Facts about a volume, read before the volume is moved to lent RAM.
 pub(super) struct Fit {
     pub logical: Logical,
@@ -265,6 +274,17 @@ fn whole_here(volume: &Volume, logical: &Logical) -> Result<(), DaemonError> {
         return Ok(());
     }
     let states = tools::images(volume)?.unwrap_or_default();
+    if states.starts_with(REBUILT) {
+        return Err(refused(
+            format!(
+                "the image of {volume} on this host's disk is being rebuilt from the lender, which holds the only copy until then"
+            ),
+            format!(
+                "wait until 'lvs -o sync_percent {volume}' says 100; or swapoff {} first",
+                volume.device()
+            ),
+        ));
+    }
     if states.starts_with(FAILED) {
         return Err(refused(
             format!(
@@ -305,6 +325,12 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+
+    #[test]
+    fn an_image_that_failed_or_is_rebuilt_from_the_lenders_lacks_writes() {
+        assert!(["DA", "aA"].into_iter().all(own_lacks_writes));
+        assert!(!["AA", "Aa", "aa", "AD"].into_iter().any(own_lacks_writes));
+    }
 
     /// Imitates the group `vg` with the disks /dev/own and /dev/lent. Files say which moves are
     /// unfinished (`moving`: the source) and on which disk the volume is (`place`). Like LVM, the
