@@ -118,7 +118,7 @@ impl DebtWatch {
     /// # Errors
     ///
     /// [`DaemonError::Braked`] if the brake is on or these bytes would put it on, unless `despite`
-    /// is set.
+    /// is set; [`DaemonError::NameTaken`] while another start of this name brings bytes.
     pub fn admit(&self, vm: &str, brings: u64, despite: bool) -> Result<Admitted<'_>, DaemonError> {
         let memory = self.memory()?;
         let mut state = self.lock();
@@ -129,6 +129,11 @@ impl DebtWatch {
         if despite || report.level < Level::Braked && strain <= 1.0 {
             let noted = (brings > 0).then(|| vm.to_owned());
             if let Some(vm) = &noted {
+                // The other restore's bytes would no longer count.
+                let other = state.starting.get(vm);
+                if other.is_some_and(|(_, since)| since.is_none()) {
+                    return Err(DaemonError::NameTaken(vm.clone()));
+                }
                 // A restore may take minutes, so `STARTING` counts from the end of the restore.
                 state.starting.insert(vm.clone(), (brings, None));
             }
@@ -358,6 +363,23 @@ mod tests {
             cover_percent: 50.0,
         });
         watch.0.into_inner()
+    }
+
+    #[test]
+    fn a_second_restore_of_a_name_is_refused_and_the_first_keeps_its_debt() {
+        let watch = DebtWatch::new(BrakePolicy {
+            reserve: Reserve::Bytes(ByteSize(0)),
+            cover_percent: 0.0,
+        });
+        let starting = || watch.lock().starting.get("v").map(|(bytes, _)| *bytes);
+        let first = watch.admit("v", 4096, true).unwrap();
+        let second = watch.admit("v", 8192, true);
+        assert!(matches!(second, Err(DaemonError::NameTaken(_))));
+        assert_eq!(starting(), Some(4096));
+        drop(first);
+        assert_eq!(starting(), None);
+        watch.admit("v", 8192, true).unwrap().started();
+        assert_eq!(starting(), Some(8192));
     }
 
     #[test]
