@@ -248,6 +248,8 @@ impl Snapshots {
             Err(error) => return Err(error),
         };
         let _alone = machine.save_right_soon()?;
+        // A save that has just ended may have built a snapshot on this one.
+        self.refuse_if_built_on(name)?;
         // A VM that memfold did not start uses its own disks, and the snapshot has copies.
         if machine.vm().spec().is_none() {
             return Ok(());

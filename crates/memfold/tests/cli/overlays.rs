@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use memfold_testkit::skip;
 use serde_json::Value;
@@ -52,6 +53,33 @@ fn if_a_disk_overlay_was_removed_a_save_fails_and_the_error_names_the_overlay() 
     );
     let stopped = daemon.run(&["vm", "stop", "v", "--timeout", "0"]);
     assert_eq!(code(&stopped), 0, "{}", err(&stopped));
+}
+
+#[test]
+fn a_snapshot_removed_during_a_save_of_its_vm_leaves_the_new_snapshot_whole() {
+    let daemon = Daemon::start();
+    let disk = daemon.state().join("disk.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let run = ["vm", "run", "--name", "v", "--memory", "64M", "--snapshot"];
+    let disk = ["--disk", disk.to_str().unwrap()];
+    daemon.json(&[&run[..], &disk].concat());
+    let save = |name: &str| daemon.json(&["snapshot", "save", "v", name]);
+    save("s0");
+    for round in 0..4 {
+        let (old, new) = (format!("s{round}"), format!("s{}", round + 1));
+        std::thread::scope(|scope| {
+            scope.spawn(|| save(&new));
+            // The removal comes at the beginning of the save, or later.
+            std::thread::sleep(Duration::from_millis(20 * round));
+            let removed = daemon.run(&["snapshot", "remove", &old]);
+            if code(&removed) != 0 {
+                refused(&removed, 1, &[&old]);
+            }
+        });
+        let verified = daemon.run(&["snapshot", "verify", &new]);
+        assert_eq!(code(&verified), 0, "{}", err(&verified));
+    }
+    save("last");
 }
 
 #[test]
