@@ -33,6 +33,9 @@ const TAG_BYTES: u64 = 16;
 /// Most bytes of the list of pages that a restore prefetches.
 const MOST_WORKING_SET: u64 = 16 << 20;
 
+/// Most bytes of a table that is read into memory as a whole: enough for checksums of 32 TiB of RAM.
+const MOST_TABLE: u64 = 256 << 20;
+
 /// A file of a snapshot that is in an object store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
@@ -140,8 +143,8 @@ impl Description {
         let tag = manifest.encryption.as_ref().map_or(0, |_| TAG_BYTES);
         for (part, bytes, _) in manifest.parts() {
             let most = match part {
-                "ram.sums" | "ram.index" => chunks * 16 + tag,
-                "ram.refs" => manifest.ram_bytes / 4096 * 24 + tag,
+                "ram.sums" | "ram.index" => (chunks * 16).min(MOST_TABLE) + tag,
+                "ram.refs" => (manifest.ram_bytes / 4096 * 24).min(MOST_TABLE) + tag,
                 "devices" => MOST_BESIDE_RAM,
                 "key" => HEADER_BYTES as u64,
                 _ => u64::MAX,

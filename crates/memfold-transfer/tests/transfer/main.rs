@@ -244,6 +244,19 @@ fn a_pulled_snapshot_whose_description_names_files_of_this_host_is_refused() {
     assert!(told.contains("chunks"), "{told}");
     let told = with(&set("/files/0/bytes", 65 * MIB));
     assert!(told.contains("has another length"), "{told}");
+    // A table that is read into memory as a whole, of a VM with as much memory as it needs.
+    let table = json!({ "bytes": 300 * MIB, "xxh3_128": "" });
+    let told = with(&|of: &mut Value| {
+        let ram = 1_u64 << 40;
+        of["manifest"]["references"] = json!({ "table": table, "sources": [], "pages": 0 });
+        of["manifest"]["spec"]["memory"] = json!(ram);
+        of["manifest"]["ram_bytes"] = json!(ram);
+        let files = of["files"].as_array_mut().unwrap();
+        let of_ram = files.iter_mut().find(|file| file["name"] == "ram");
+        of_ram.unwrap()["bytes"] = json!(ram);
+        files.push(json!({ "name": "ram.refs", "bytes": 300 * MIB }));
+    });
+    assert!(told.contains("its file ram.refs"), "{told}");
     let told = with(&set("/format", 2));
     assert!(told.contains("update memfold"), "{told}");
 }
