@@ -33,7 +33,8 @@ const TAG_BYTES: u64 = 16;
 /// Most bytes of the list of pages that a restore prefetches.
 const MOST_WORKING_SET: u64 = 16 << 20;
 
-/// Most bytes of a table that is read into memory as a whole: enough for checksums of 32 TiB of RAM.
+/// Most bytes of a table that is read into memory as a whole: enough for checksums of 32 TiB of
+/// RAM.
 const MOST_TABLE: u64 = 256 << 20;
 
 /// A file of a snapshot that is in an object store.
