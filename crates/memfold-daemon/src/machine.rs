@@ -592,7 +592,8 @@ impl Machine {
         self.agent_or_error()?.take_inventory()
     }
 
-    /// Waits for the agent if it cannot have connected yet, because the daemon has just started.
+    /// Waits for the agent if it may not have connected yet, because the daemon or the VM has just
+    /// started: until 5 s after that start.
     pub fn wait_first_session(&self) {
         if let Some(agent) = self.agent() {
             agent.wait_first_session();

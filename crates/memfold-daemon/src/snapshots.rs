@@ -243,7 +243,8 @@ impl Snapshots {
         let place = self.below.snapshots.path(name)?;
         let machine = match self.below.registry.machine(vm) {
             Ok(machine) => machine,
-            Err(DaemonError::NoSuchVm(_)) => return Ok(()),
+            // The VM may have been saved and ended since the last check.
+            Err(DaemonError::NoSuchVm(_)) => return self.refuse_if_built_on(name),
             // The VM runs, but its QEMU cannot be asked yet.
             Err(error) => return Err(error),
         };

@@ -376,7 +376,7 @@ fn keep_watch(volumes: &Weak<SwapVolumes>, keeper: &Arc<Keeper>) {
             });
             let images = images.flatten();
             if let Some(images) = &images {
-                keeper.own_image_failed(own_lacks_writes(images));
+                keeper.own_image_lacks_writes(own_lacks_writes(images));
             }
             if let Some(why) = gone(&loan, images.as_deref()) {
                 keeper.lose(why);

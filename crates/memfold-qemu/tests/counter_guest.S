@@ -1,5 +1,6 @@
-# A guest in place of the firmware, which takes ten seconds under an emulated KVM: counts in the first word of 64 pages from 0x20000 in
-# random order, and the same counts in a table at 0x1000.
+# A guest that QEMU starts in place of a firmware. (Under an emulated KVM, the firmware alone takes
+# ten seconds.) The guest counts in the first word of 64 pages from 0x20000, in random order, and
+# keeps the same counts in a table at 0x1000.
 #   as --32 -o g.o counter_guest.S && ld -m elf_i386 -Ttext 0 --oformat binary -o g g.o
 .code16
 .globl _start

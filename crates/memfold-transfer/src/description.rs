@@ -34,7 +34,7 @@ const TAG_BYTES: u64 = 16;
 const MOST_WORKING_SET: u64 = 16 << 20;
 
 /// Most bytes of a table that is read into memory as a whole: enough for checksums of 32 TiB of
-/// RAM.
+/// RAM, or for 11 million references to runs of pages.
 const MOST_TABLE: u64 = 256 << 20;
 
 /// A file of a snapshot that is in an object store.
@@ -152,7 +152,9 @@ impl Description {
             };
             let found = self.files.iter().find(|file| file.name == part);
             if bytes > most || found.is_none_or(|file| file.bytes != bytes) {
-                return Err(format!("its file {part} is missing, or has another length"));
+                return Err(format!(
+                    "its file {part} is missing, has another length, or is too long"
+                ));
             }
         }
         let working_set = self.files.iter().find(|file| file.name == "working-set");

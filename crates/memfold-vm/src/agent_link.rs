@@ -159,8 +159,8 @@ impl AgentLink {
         state.facts().cloned()
     }
 
-    /// Waits for the first session, until this link is 5 s old: a daemon that has just started has
-    /// no session with any agent yet.
+    /// Waits for a session, until this link is 5 s old: if the daemon or the VM has just started,
+    /// the agent had no time to connect.
     pub fn wait_first_session(&self) {
         let left = NEXT_SESSION.saturating_sub(self.shared.began.elapsed());
         // A caller without a session gets an error that says why.

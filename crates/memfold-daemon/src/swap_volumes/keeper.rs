@@ -77,16 +77,17 @@ impl Keeper {
         }
     }
 
-    /// Records whether the volume's mirror image on this host's disk has failed.
-    pub fn own_image_failed(&self, failed: bool) {
-        if failed && !self.is_alone.swap(true, Ordering::AcqRel) {
+    /// Records whether the volume's mirror image on this host's disk lacks writes: it has failed,
+    /// or is being rebuilt from the lender's.
+    pub fn own_image_lacks_writes(&self, lacks: bool) {
+        if lacks && !self.is_alone.swap(true, Ordering::AcqRel) {
             let loan = self.loan();
             error!(
                 volume = %loan.volume,
                 lender = loan.lender,
-                "volume's mirror image on this host failed, and the lender has the only copy; run 'lvconvert --repair' now"
+                "volume's mirror image on this host lacks writes, and the lender has the only copy; run 'lvconvert --repair' unless a repair is running"
             );
-        } else if !failed {
+        } else if !lacks {
             self.is_alone.store(false, Ordering::Release);
         }
     }
@@ -184,12 +185,12 @@ mod tests {
             let keeper = Keeper::new(loan, holds);
             assert_eq!(keeper.has_to_end(), has_to_end, "{durability:?} {left}");
             // The lender now has the only copy.
-            keeper.own_image_failed(true);
+            keeper.own_image_lacks_writes(true);
             assert_eq!(keeper.durability_now(), Durability::None);
             assert_eq!(keeper.has_to_end(), left < 40, "{durability:?} {left}");
             keeper.lose("gone".into());
             assert_eq!(keeper.borrowed().place, SwapPlace::Lost);
-            keeper.own_image_failed(false);
+            keeper.own_image_lacks_writes(false);
             assert_eq!(keeper.durability_now(), durability);
         }
     }

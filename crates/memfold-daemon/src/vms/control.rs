@@ -73,7 +73,8 @@ impl Vms {
         Ok(machine.info())
     }
 
-    /// Runs a command in a guest. If the guest's clock is about to be set, waits for that first.
+    /// Runs a command in a guest. Waits first for the agent of a VM that has just started, and for
+    /// the guest's clock if it is about to be set.
     pub fn exec(
         &self,
         name: &str,

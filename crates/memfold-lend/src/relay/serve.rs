@@ -31,7 +31,9 @@ use super::stream::Stream;
 use super::stripes::{Run, Stripes};
 use super::sums::Sums;
 
-/// Maximum number of bytes of requests in progress, and of answers that the client has not read.
+/// No request is started while the requests in progress have this many bytes, or while the client
+/// has this many bytes of answers to read. The requests in progress are still answered, so unread
+/// answers reach at most twice this, and two requests.
 const UNDER_WAY: u64 = 4 << 20;
 
 /// If the previous wait was shorter than this, the next wait polls for this long before it sleeps,

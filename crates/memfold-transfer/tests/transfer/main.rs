@@ -244,7 +244,7 @@ fn a_pulled_snapshot_whose_description_names_files_of_this_host_is_refused() {
     assert!(told.contains("chunks"), "{told}");
     let told = with(&set("/files/0/bytes", 65 * MIB));
     assert!(told.contains("has another length"), "{told}");
-    // A table that is read into memory as a whole, of a VM with as much memory as it needs.
+    // A table of 300 MiB, which would be read into memory as a whole. RAM of 1 TiB would allow it.
     let table = json!({ "bytes": 300 * MIB, "xxh3_128": "" });
     let told = with(&|of: &mut Value| {
         let ram = 1_u64 << 40;
