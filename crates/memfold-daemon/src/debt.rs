@@ -15,7 +15,7 @@ use memfold_ledger::{Brake, BrakeEvent, BrakePolicy, DebtReport, Level, Look, Vm
 use memfold_units::{ByteSize, PageCount};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, refused};
 use crate::threads::unix_time;
 
 pub(crate) mod brake;
@@ -118,7 +118,7 @@ impl DebtWatch {
     /// # Errors
     ///
     /// [`DaemonError::Braked`] if the brake is on or these bytes would put it on, unless `despite`
-    /// is set; [`DaemonError::NameTaken`] while another start of this name brings bytes.
+    /// is set; [`DaemonError::Refused`] while another VM of this name is being restored.
     pub fn admit(&self, vm: &str, brings: u64, despite: bool) -> Result<Admitted<'_>, DaemonError> {
         let memory = self.memory()?;
         let mut state = self.lock();
@@ -129,10 +129,13 @@ impl DebtWatch {
         if despite || report.level < Level::Braked && strain <= 1.0 {
             let noted = (brings > 0).then(|| vm.to_owned());
             if let Some(vm) = &noted {
-                // The other restore's bytes would no longer count.
+                // The end of this restore would remove the other one's bytes.
                 let other = state.starting.get(vm);
                 if other.is_some_and(|(_, since)| since.is_none()) {
-                    return Err(DaemonError::NameTaken(vm.clone()));
+                    return Err(refused(
+                        format!("'{vm}' is being restored already"),
+                        "choose another --name, or wait until that restore has ended",
+                    ));
                 }
                 // A restore may take minutes, so `STARTING` counts from the end of the restore.
                 state.starting.insert(vm.clone(), (brings, None));
@@ -373,8 +376,8 @@ mod tests {
         });
         let starting = || watch.lock().starting.get("v").map(|(bytes, _)| *bytes);
         let first = watch.admit("v", 4096, true).unwrap();
-        let second = watch.admit("v", 8192, true);
-        assert!(matches!(second, Err(DaemonError::NameTaken(_))));
+        let second = watch.admit("v", 8192, true).err().unwrap();
+        assert_eq!(second.to_string(), "'v' is being restored already");
         assert_eq!(starting(), Some(4096));
         drop(first);
         assert_eq!(starting(), None);
