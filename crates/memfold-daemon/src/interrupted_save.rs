@@ -1,7 +1,7 @@
-//! Writes a note before a VM that memfold did not start (an attached VM) is saved as a snapshot. If
-//! the daemon dies during the save, the VM may stay stopped, and no other file says how its disks
-//! were attached. The VM's next save, or the next daemon, reads the note and undoes the interrupted
-//! save.
+//! Writes a note before a save that the VM cannot recover from by itself if the daemon dies. Such a
+//! VM was not started by memfold (an attached VM), so no other file says how its disks were
+//! attached; or memfold's library does not stop it for the save, so nothing in QEMU resumes it. The
+//! VM's next save, or the next daemon, reads the note and undoes the interrupted save.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -128,8 +128,8 @@ fn go_on(machine: &Arc<Machine>) -> bool {
     went_on.is_ok()
 }
 
-/// Undoes an interrupted save of a VM that memfold did not start. This runs on a thread, because
-/// QEMU may take a while.
+/// Undoes an interrupted save about which there is a note. This runs on a thread, because QEMU may
+/// take a while.
 pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
     let undo = move || {
         if let Some(right) = machine.try_save() {

@@ -220,7 +220,9 @@ pub fn start_unless(
     if let Some(incoming) = incoming {
         fits(incoming, &qemu, accel)?;
     }
-    let library = spec.fold.then(files::library).transpose();
+    // A saved VM's memory is filled by the library, even if the VM is not folded.
+    let needs_library = spec.fold || incoming.is_some();
+    let library = needs_library.then(files::library).transpose();
     let library = library.map_err(LaunchError::Library)?;
     let user = QemuUser::choose(&spec)?;
     let directory = VmDirectory::of(state, &spec.name);

@@ -257,7 +257,8 @@ pub struct VmSpec {
     /// a user-mode network, where each VM is alone, QEMU's default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<MacAddress>,
-    /// Whether memfold's library is preloaded into QEMU, so that the VM's RAM can be folded.
+    /// Whether the VM's RAM is folded, for which memfold's library is preloaded into QEMU. A
+    /// restored VM has the library in any case, because it fills the VM's RAM.
     #[serde(default = "yes")]
     pub fold: bool,
     /// Whether KSM may merge the VM's memory with that of other VMs.

@@ -27,7 +27,7 @@ impl Settings {
         let changed = changed.and_then(|path| VmDirectory::read_json(&path).ok());
         let spec = vm.spec();
         changed.unwrap_or(Self {
-            fold: vm.has_library(),
+            fold: vm.has_library() && spec.is_none_or(|spec| spec.fold),
             resume_when_room: spec.is_some_and(|spec| spec.resume_when_room),
             ttl_s: spec.and_then(|spec| spec.ttl_s),
         })

@@ -46,7 +46,8 @@ pub(super) struct HeldVm<'a> {
     stood: Cell<Duration>,
     /// The guest's answer about its free pages, when it arrives; or why the guest gives no answer.
     listing: RefCell<Result<Receiver<FreePages>, String>>,
-    /// The note about this save; only for a VM that memfold did not start.
+    /// The note about this save; only for a VM that memfold did not start, or that the library does
+    /// not stop.
     noted: Option<NotedSave<'a>>,
 }
 
@@ -55,6 +56,7 @@ impl<'a> HeldVm<'a> {
     pub fn new(
         folding: &'a Folding,
         machine: &'a Arc<Machine>,
+        can_stop: bool,
         agent: Option<&'a AgentLink>,
         merging: Option<MergingStops<'a>>,
         noted: Option<NotedSave<'a>>,
@@ -63,7 +65,7 @@ impl<'a> HeldVm<'a> {
             folding,
             machine,
             agent,
-            can_stop: machine.can_stop(),
+            can_stop,
             quiet: RefCell::default(),
             merging: RefCell::new(merging),
             stopped: Cell::new(None),

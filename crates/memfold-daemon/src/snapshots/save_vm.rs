@@ -284,12 +284,13 @@ impl Snapshots {
             .then(|| self.below.ksm.stop_merging())
             .transpose()?;
         let agent = machine.agent();
-        let noted = (machine.vm().spec().is_none())
+        let can_stop = machine.can_stop();
+        let noted = (machine.vm().spec().is_none() || !can_stop)
             .then(|| NotedSave::new(self.below.registry.state(), machine, right, subject.spec()))
             .transpose()
             .map_err(state_error(self.below.registry.state()))?;
         let folding = &self.below.folding;
-        let held = HeldVm::new(folding, machine, agent.as_deref(), merging, noted);
+        let held = HeldVm::new(folding, machine, can_stop, agent.as_deref(), merging, noted);
         let is_small = base.is_some_and(|base| base.needs_no_answers(request.keep).is_some());
         if !is_small && *kind != SaveKind::Fork {
             held.ask_free_pages();

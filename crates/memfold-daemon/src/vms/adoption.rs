@@ -129,7 +129,12 @@ impl Vms {
         boot_snapshot::find(&self.below.snapshots, &machine);
         self.below.swap_disks.resume(&machine);
         recall_segments(&machine);
-        interrupted_save::let_go_of_disks(machine);
+        let state = self.below.registry.state();
+        if interrupted_save::is_cut_off(state, &machine) {
+            interrupted_save::undo_soon(state.to_owned(), machine);
+        } else {
+            interrupted_save::let_go_of_disks(machine);
+        }
         Ok(())
     }
 

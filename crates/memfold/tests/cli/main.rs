@@ -46,6 +46,7 @@ mod symbols;
 mod top;
 mod transfers;
 mod ttl;
+mod unfolded;
 mod user_mode;
 mod vm_logs;
 

@@ -1,0 +1,69 @@
+//! Tests of snapshots of VMs that run without memfold's library (`--no-fold`).
+
+use std::time::{Duration, Instant};
+
+use memfold_vm::Qmp;
+
+use crate::support::{Daemon, code, err, wait};
+
+/// Starts a VM that runs only its firmware.
+fn run(daemon: &Daemon) {
+    daemon.json(&["vm", "run", "--name", "v", "--memory", "64M", "--no-fold"]);
+}
+
+#[test]
+fn a_vm_that_is_not_folded_is_saved_and_restored_and_stays_unfolded_until_it_is_set() {
+    let daemon = Daemon::start();
+    run(&daemon);
+    daemon.json(&["snapshot", "save", "v", "s"]);
+    let verified = daemon.run(&["snapshot", "verify", "s"]);
+    assert_eq!(code(&verified), 0, "{}", err(&verified));
+    let problem = |vm: &str| daemon.json(&["vm", "show", vm])["fold_problems"].to_string();
+    let copies = daemon.json(&["clone", "s", "-n", "2", "--no-wait", "--force"]);
+    for copy in copies.as_array().unwrap() {
+        let name = copy["name"].as_str().unwrap();
+        let why = problem(name);
+        assert!(why.contains("switched off"), "{name}: {why}");
+    }
+    let copy = copies[0]["name"].as_str().unwrap();
+    daemon.json(&["vm", "set", copy, "fold=true"]);
+    assert!(!problem(copy).contains("switched off"), "{}", problem(copy));
+    // The copy's own snapshot says the same as the first one.
+    daemon.json(&["vm", "stop", "v", "--timeout", "0"]);
+    let other = copies[1]["name"].as_str().unwrap();
+    daemon.json(&["snapshot", "save", other, "t"]);
+    daemon.json(&["snapshot", "restore", "t", "--as", "v", "--force"]);
+    assert!(problem("v").contains("switched off"), "{}", problem("v"));
+}
+
+#[test]
+fn if_the_daemon_is_killed_during_a_save_the_next_daemon_resumes_a_vm_without_the_library() {
+    let mut daemon = Daemon::start();
+    run(&daemon);
+    let socket = daemon.state().join("vms/v/qmp.sock");
+    let mut qmp = Qmp::connect(&socket, Duration::from_secs(20)).unwrap();
+    let mut is_stopped = || qmp.query("query-status").unwrap()["status"] != "running";
+    let end = Instant::now() + memfold_testkit::patience(Duration::from_secs(60));
+    loop {
+        let mut save = daemon.command(&["snapshot", "save", "v", "s"]);
+        let mut save = save.stderr(std::process::Stdio::null()).spawn().unwrap();
+        while !is_stopped() && save.try_wait().unwrap().is_none() {}
+        daemon.child.kill().unwrap();
+        daemon.child.wait().unwrap();
+        save.wait().unwrap();
+        let stays_stopped = is_stopped();
+        daemon.start_again();
+        daemon.wait_adopted();
+        if stays_stopped {
+            break;
+        }
+        assert!(Instant::now() < end, "no save was interrupted in its pause");
+        let _ = daemon.run(&["snapshot", "remove", "s"]);
+    }
+    wait("the VM runs again", || !is_stopped());
+    // The next daemon may still be removing what the save left on the disks.
+    wait("the VM is saved", || {
+        code(&daemon.run(&["snapshot", "save", "v", "after"])) == 0
+    });
+    assert!(!is_stopped());
+}
