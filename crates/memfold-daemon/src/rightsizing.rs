@@ -33,6 +33,7 @@ use self::order_log::OrderLog;
 use self::records::{MovedBalloon, Records, VmRecord};
 use self::signals::QemuMemories;
 use self::unplugs::Unplugs;
+use self::untrimmable::{Untrimmable, is_refusal};
 use crate::debt::DebtWatch;
 use crate::error::{DaemonError, refused};
 use crate::lending::Lending;
@@ -45,6 +46,7 @@ mod order_log;
 mod records;
 mod signals;
 mod unplugs;
+mod untrimmable;
 
 /// Time between two looks at all VMs.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -61,6 +63,9 @@ const EFFECT: Duration = Duration::from_secs(60);
 
 /// Share of time for which tasks of a guest may wait for memory while it is trimmed.
 const TRIM_PRESSURE: f64 = 0.01;
+
+/// What a guest needs so that its agent can trim.
+const NEEDED_TO_TRIM: &str = "trimming needs Linux 5.19 and cgroup v2 with its memory controller in the guest, and 'swappiness=' of memory.reclaim if the guest has swap space; until then memfold moves the VM's balloon";
 
 /// Number of the last orders in a report, unless the request says otherwise.
 pub const EVENTS: usize = 100;
@@ -85,6 +90,7 @@ struct State {
     /// When VMs got the last order that changes their size, by the machine's number.
     ordered: BTreeMap<u32, Instant>,
     unplugs: Unplugs,
+    untrimmable: Untrimmable,
     /// VMs that did not get back what is in their balloons, and about which a line was logged.
     owed: BTreeSet<u32>,
     last: Option<Last>,
@@ -211,6 +217,7 @@ impl Rightsizing {
                 orders: InProgress::default(),
                 ordered: BTreeMap::new(),
                 unplugs: Unplugs::default(),
+                untrimmable: Untrimmable::default(),
                 owed: BTreeSet::new(),
                 last: None,
                 log: OrderLog::default(),
@@ -373,7 +380,9 @@ impl Rightsizing {
             };
             let folded = debt.vms.iter().find(|vm| vm.name == machine.name());
             let folded = ByteSize(folded.map_or(0, |vm| vm.folded_bytes));
-            let signals = signals::of_vm(&machine, self.began, memory, folded);
+            let is_untrimmable = self.state.lock().untrimmable.contains(machine.id());
+            let trims = !is_untrimmable && signals::may_trim(&machine);
+            let signals = signals::of_vm(&machine, self.began, memory, folded, trims);
             let sizing = self.sizing(&machine);
             let limits = signals::limits(sizing, signals.ram, self.ceiling(&machine, &signals));
             looked.push(Looked {
@@ -391,7 +400,10 @@ impl Rightsizing {
         let machines: Vec<Arc<Machine>> = self.registry.machines();
         self.records.keep(&machines);
         let is_there = |id: &u32| machines.iter().any(|machine| machine.id() == *id);
-        self.state.lock().unplugs.keep(is_there);
+        let mut state = self.state.lock();
+        state.unplugs.keep(is_there);
+        state.untrimmable.keep(is_there);
+        drop(state);
         for machine in &machines {
             if mode != RightsizeMode::On || self.sizing(machine).pinned == Some(true) {
                 self.give_all_back(machine);
@@ -455,24 +467,7 @@ impl Rightsizing {
     /// Carries an order out, and notes what became of it.
     fn carry_out(&self, machine: &Machine, order: Order, event: u64) {
         let done = match order.action {
-            Action::Trim { bytes, .. } => {
-                let trim = Trim {
-                    bytes: bytes.0,
-                    max_pressure: TRIM_PRESSURE,
-                    limit: TRIM_LIMIT,
-                    spare_swap: true,
-                };
-                machine.trim(&trim).and_then(|result| {
-                    let reclaimed = ByteSize(result.reclaimed_bytes);
-                    let text = format!("{reclaimed} reclaimed, {}", trim_end(result.end));
-                    match result.end {
-                        TrimEnd::Forbidden | TrimEnd::Unsupported | TrimEnd::Failed(_) => {
-                            Err(refused(text, "see /etc/memfold/agent.toml in the guest"))
-                        }
-                        _ => Ok(text),
-                    }
-                })
-            }
+            Action::Trim { bytes, .. } => self.trim(machine, bytes),
             Action::Balloon { target } => {
                 let set = self.move_balloon(machine, target);
                 set.map(|()| format!("balloon target is {target}"))
@@ -499,6 +494,24 @@ impl Rightsizing {
         // Right-sizing may have been turned off, or the VM pinned, while the order was carried out.
         if !is_on || self.sizing(machine).pinned == Some(true) {
             self.give_all_back(machine);
+        }
+    }
+
+    /// Makes a guest reclaim clean page cache. Returns what became of it, as text.
+    fn trim(&self, machine: &Machine, bytes: ByteSize) -> Result<String, DaemonError> {
+        let result = machine.trim(&Trim {
+            bytes: bytes.0,
+            max_pressure: TRIM_PRESSURE,
+            limit: TRIM_LIMIT,
+            spare_swap: true,
+        })?;
+        self.state.lock().untrimmable.note(machine.id(), result.end);
+        let reclaimed = ByteSize(result.reclaimed_bytes);
+        let text = format!("{reclaimed} reclaimed, {}", trim_end(result.end));
+        match result.end {
+            TrimEnd::Forbidden => Err(refused(text, "see /etc/memfold/agent.toml in the guest")),
+            end if is_refusal(end) => Err(refused(text, NEEDED_TO_TRIM)),
+            _ => Ok(text),
         }
     }
 
@@ -597,11 +610,12 @@ impl Rightsizing {
         let old = self.records.get(machine).moved;
         let new = Some(MovedBalloon::moved(old, now, target));
         self.records.change(machine, |record| record.moved = new)?;
-        if let Err(error) = balloon::set_target(&mut qmp, target) {
+        let set = balloon::set_target(&mut qmp, target);
+        // If it is not known whether the balloon moves, the record says that it does.
+        if set.as_ref().is_err_and(|error| !error.may_have_moved()) {
             self.records.change(machine, |record| record.moved = old)?;
-            return Err(error.into());
         }
-        Ok(())
+        Ok(set?)
     }
 
     /// Notes that a VM was restored from a snapshot. What its balloon held when it was saved counts

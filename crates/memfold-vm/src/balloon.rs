@@ -51,6 +51,15 @@ pub enum BalloonError {
     Qmp(#[from] QmpError),
 }
 
+impl BalloonError {
+    /// Returns whether QEMU may have taken the order, or may still take it, although its answer is
+    /// missing.
+    #[must_use]
+    pub const fn may_have_moved(&self) -> bool {
+        matches!(self, Self::Qmp(error) if !matches!(error, QmpError::Refused { .. }))
+    }
+}
+
 /// Memory figures that a guest's balloon driver reports (`guest-stats`; QEMU's
 /// `docs/interop/virtio-balloon-stats.rst`), in bytes unless the name says otherwise. `None`: the
 /// guest's kernel or QEMU does not know the figure. Untrusted.
@@ -283,5 +292,22 @@ mod tests {
         assert_eq!(GuestStats::parse(&silent), None);
         let zero = json!({ "stats": { "stat-total-memory": 0, "stat-available-memory": 0 } });
         assert_eq!(GuestStats::parse(&zero), None);
+    }
+
+    #[test]
+    fn an_order_without_an_answer_may_have_moved_the_balloon_and_a_refused_one_has_not() {
+        let command = || "balloon".to_owned();
+        let late = QmpError::Timeout {
+            command: command(),
+            seconds: 1.0,
+        };
+        assert!(BalloonError::from(late).may_have_moved());
+        let refused = QmpError::Refused {
+            command: command(),
+            class: "GenericError".into(),
+            description: "no".into(),
+        };
+        assert!(!BalloonError::from(refused).may_have_moved());
+        assert!(!BalloonError::NoDriver.may_have_moved());
     }
 }

@@ -13,6 +13,7 @@ use memfold_rightsize::{
 };
 use memfold_units::{ByteSize, PageCount};
 use memfold_vm::{Qmp, QmpError, VmSpec, balloon, virtio_mem};
+use memfold_wire::permission::Permission;
 use tracing::debug;
 
 use crate::machine::Machine;
@@ -215,17 +216,26 @@ pub(super) fn ram(machine: &Machine) -> ByteSize {
     spec.map_or_else(layout, |spec| spec.memory)
 }
 
-/// Returns the signals of one VM. `began`: the zero of the service's clock.
+/// Returns whether the host gets what a guest's agent reclaims, and the guest's owner allows that.
+/// Older agents do not say what is allowed.
+pub(super) fn may_trim(machine: &Machine) -> bool {
+    let has_reporting = machine.vm().spec().is_some_and(|spec| spec.balloon);
+    let allowed = machine.agent().and_then(|agent| agent.allowed());
+    has_reporting && allowed.is_none_or(|all| all.contains(&Permission::Trim))
+}
+
+/// Returns the signals of one VM. `began`: the zero of the service's clock. `trims`: the VM's
+/// agent, if it has one, can trim page cache.
 pub(super) fn of_vm(
     machine: &Machine,
     began: Instant,
     qemu: QemuMemory,
     folded_cache: ByteSize,
+    trims: bool,
 ) -> Signals {
     let memory = machine.guest_memory();
     let is_agent = |memory: &GuestMemory| memory.source == GuestMemorySource::Agent;
     let from_agent = memory.as_ref().is_some_and(|(_, memory)| is_agent(memory));
-    let has_reporting = machine.vm().spec().is_some_and(|spec| spec.balloon);
     let (at, guest) = report(memory, began).unzip();
     Signals {
         at: at.unwrap_or_default(),
@@ -234,9 +244,7 @@ pub(super) fn of_vm(
         virtio_mem: qemu.virtio_mem,
         folded_cache,
         source: if from_agent {
-            Source::Agent {
-                trims: has_reporting,
-            }
+            Source::Agent { trims }
         } else {
             Source::BalloonStats
         },

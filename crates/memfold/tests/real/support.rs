@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use memfold_fold::{EngineStats, VmStats};
 use memfold_host::{QemuFacts, guest_images};
 use memfold_lab::Lab;
-use memfold_testkit::{patience, reports_skip};
+use memfold_testkit::{patience, reports_skip, wait_until};
 use memfold_units::ByteSize;
 use memfold_vm::{Qmp, RamLayout, Vm, VmDirectory};
 use rustix::fs::{FlockOperation, flock};
@@ -330,4 +330,21 @@ pub fn prepare(lab: &Lab, names: &[&str]) -> Vec<String> {
     );
     lab.exec_all(names, &script, Duration::from_secs(300))
         .unwrap()
+}
+
+/// Changes what a guest's owner allows, and restarts the agent. `words`: a JSON array.
+pub fn set_allowed(lab: &Lab, vm: &str, words: &str) {
+    let allowed = || {
+        let vms = lab.daemon().vms().list();
+        vms.into_iter().find(|info| info.name == vm)?.allowed
+    };
+    let script = format!(
+        "echo 'allow = {words}' > /etc/memfold/agent.toml; systemctl --no-block restart memfold-agent"
+    );
+    // The answer may be lost with the agent.
+    let _ = lab.exec(vm, &script, BOOT);
+    let words: Vec<String> = serde_json::from_str(words).unwrap();
+    wait_until("the agent says what is allowed", BOOT, || {
+        allowed().as_ref() == Some(&words)
+    });
 }

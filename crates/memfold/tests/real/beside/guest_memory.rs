@@ -11,7 +11,7 @@ use memfold_units::ByteSize;
 use memfold_vm::Trim;
 use memfold_wire::memory::TrimEnd;
 
-use crate::support::{self, BOOT, MEMORY};
+use crate::support::{self, BOOT, MEMORY, set_allowed};
 
 const VM: &str = "trimmed";
 const LONG: Duration = Duration::from_secs(120);
@@ -172,30 +172,13 @@ fn the_owner_can_forbid_trimming(lab: &Lab) {
         limit: patience(LONG),
         spare_swap: true,
     };
-    set_allowed(lab, r#"["exec"]"#);
+    set_allowed(lab, VM, r#"["exec"]"#);
     let result = lab.daemon().vms().trim(VM, &trim).unwrap();
     assert_eq!(
         (result.end, result.reclaimed_bytes),
         (TrimEnd::Forbidden, 0)
     );
-    set_allowed(lab, r#"["exec", "inspect", "trim"]"#);
-}
-
-/// Changes what the guest's owner allows, and restarts the agent.
-fn set_allowed(lab: &Lab, words: &str) {
-    let allowed = || {
-        let vms = lab.daemon().vms().list();
-        vms.into_iter().find(|vm| vm.name == VM)?.allowed
-    };
-    let script = format!(
-        "echo 'allow = {words}' > /etc/memfold/agent.toml; systemctl --no-block restart memfold-agent"
-    );
-    // The answer may be lost with the agent.
-    let _ = lab.exec(VM, &script, LONG);
-    let words: Vec<String> = serde_json::from_str(words).unwrap();
-    wait_until("the agent says what is allowed", LONG, || {
-        allowed().as_ref() == Some(&words)
-    });
+    set_allowed(lab, VM, r#"["exec", "inspect", "trim"]"#);
 }
 
 fn the_balloon_moves(lab: &Lab) {

@@ -15,7 +15,7 @@ use memfold_testkit::{bound, patience, wait_until};
 use memfold_units::ByteSize;
 
 use crate::served::{Served, wait_agent};
-use crate::support::{self, BOOT};
+use crate::support::{self, BOOT, set_allowed};
 
 const VM: &str = "sized";
 const LONG: Duration = Duration::from_secs(300);
@@ -102,6 +102,7 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
         now(&lab).reason.contains("pinned")
     });
     assert_eq!(trims(&lab).len(), 0);
+    set_allowed(&lab, VM, r#"["exec", "inspect"]"#);
     service
         .set_sizing(
             VM,
@@ -112,6 +113,11 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
         )
         .unwrap();
 
+    wait_until("right-sizing decides about the guest", LONG, || {
+        !now(&lab).reason.contains("pinned")
+    });
+    assert_eq!(trims(&lab).len(), 0, "its owner forbids trims");
+    set_allowed(&lab, VM, r#"["exec", "inspect", "trim"]"#);
     let goal = 64 << 20;
     wait_until("the guest has lost 64 MiB of page cache", LONG, || {
         cached(&lab) + goal <= cached_before
