@@ -75,8 +75,14 @@ impl Snapshots {
                 request,
                 snapshot: stream.identity().clone(),
             };
-            write_json(&path, &saved).map_err(|source| SnapshotError::Files { path, source })?;
-            self.begin_fetching(name, &stream)?;
+            let written = write_json(&path, &saved);
+            written.map_err(|source| SnapshotError::Files {
+                path: path.clone(),
+                source,
+            })?;
+            self.begin_fetching(name, &stream).inspect_err(|_| {
+                let _ = fs::remove_file(&path);
+            })?;
         }
         let stream = self.streamed(name).ok_or_else(|| unknown(name))?;
         let status = stream.status();
@@ -151,18 +157,21 @@ impl Snapshots {
         let mut all = self.streams.snapshots.lock();
         all.insert(name.to_owned(), stream.clone());
         drop(all);
-        let (this, stream, name) = (Arc::clone(self), stream.clone(), name.to_owned());
-        let begun = threads::begin("stream", move || this.fetch(&name, &stream));
-        begun.map_err(|_| DaemonError::Internal("no thread to fetch the snapshot"))
+        let (this, stream, of_thread) = (Arc::clone(self), stream.clone(), name.to_owned());
+        let begun = threads::begin("stream", move || this.fetch(&of_thread, &stream));
+        begun.map_err(|_| {
+            self.streams.snapshots.lock().remove(name);
+            DaemonError::Internal("no thread to fetch the snapshot")
+        })
     }
 
     fn fetch(&self, name: &str, stream: &StreamedSnapshot) {
-        let fetched = {
-            let progress = match self.below.snapshot_locks.begin(name) {
-                Ok(progress) => progress,
-                Err(error) => return debug!(%error, "snapshot is not fetched"),
-            };
-            stream.run(&self.below.snapshots, &progress)
+        let fetched = match self.below.snapshot_locks.begin(name) {
+            Ok(progress) => stream.run(&self.below.snapshots, &progress),
+            Err(error) => {
+                debug!(%error, "snapshot is not fetched");
+                Ok(false)
+            }
         };
         match fetched {
             Ok(true) => info!(snapshot = name, url = stream.url(), "snapshot pulled"),
@@ -214,8 +223,12 @@ impl Snapshots {
         };
         stream.stop();
         drop(starting);
-        let is_over = || self.streamed(name).is_none();
+        // A snapshot that could not be completed is not being fetched any more, but VMs could have
+        // gone on with what is there.
+        let is_idle = || self.below.snapshot_locks.now(name).is_none();
+        let is_over = || self.streamed(name).is_none() || is_idle();
         if threads::wait_until(Duration::from_secs(30), Duration::from_millis(20), is_over) {
+            self.streams.snapshots.lock().remove(name);
             return Ok(());
         }
         Err(SnapshotError::Impossible(format!(
@@ -392,11 +405,16 @@ impl Snapshots {
                     let expected = Some(&saved.snapshot);
                     StreamedSnapshot::begin(&this.below.snapshots, remote, &saved.request, expected)
                 });
-                match begun.map_err(DaemonError::from) {
-                    Ok(stream) => {
-                        let begun = this.begin_fetching(&name, &stream);
-                        return begun.unwrap_or_else(|error| debug!(%error, "no stream"));
+                let begun = begun.map_err(DaemonError::from).and_then(|stream| {
+                    // A removal holds this lock while it removes the file and stops the stream.
+                    let _starting = this.streams.starting.lock();
+                    if path.exists() {
+                        this.begin_fetching(&name, &stream)?;
                     }
+                    Ok(())
+                });
+                match begun {
+                    Ok(()) => return,
                     Err(error) if !is_told => {
                         is_told = true;
                         warn!(

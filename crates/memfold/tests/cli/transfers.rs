@@ -177,3 +177,26 @@ fn a_killed_daemon_is_followed_by_one_that_goes_on_with_a_streamed_snapshot_whil
     let verified = daemon.run(&["snapshot", "verify", "copy"]);
     assert_eq!(code(&verified), 0, "{}{}", out(&verified), err(&verified));
 }
+
+#[test]
+fn a_streamed_snapshot_that_is_removed_while_the_next_daemon_resumes_it_stays_removed() {
+    let mut daemon = Daemon::start();
+    let (url, store) = save(&daemon);
+    succeeds(&daemon, &["snapshot", "push", "warm", &url]);
+    let aside = take_large_chunks(&store);
+    let pull = ["snapshot", "pull", "warm", &url, "--as", "copy"];
+    for _ in 0..4 {
+        succeeds(&daemon, &[&pull[..], &["--stream"]].concat());
+        kill(&mut daemon);
+        daemon.start_again();
+        // A removal is refused while the draft is being opened.
+        wait("the snapshot is removed", || {
+            code(&daemon.run(&["snapshot", "remove", "copy"])) == 0
+        });
+    }
+    put_back(&store, &aside);
+    // A snapshot that came back would hold the draft.
+    succeeds(&daemon, &pull);
+    assert_eq!(problem(&daemon, "copy"), Some(Value::Null));
+    assert!(ram(&daemon, "copy") == ram(&daemon, "warm"));
+}
