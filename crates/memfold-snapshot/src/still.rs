@@ -211,6 +211,11 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         let began = Instant::now();
         disk_copy::begin(qmp, spec, copies)?;
         freeze::switch(qmp, frozen)?;
+        if qmp.query("query-status")?["running"] == true {
+            return Err(SnapshotError::Impossible(
+                "another program resumed the VM during the save, so the saved disks may not match the saved RAM; save the VM again, and let no other program resume it meanwhile".into(),
+            ));
+        }
         steps.disks_ms = milliseconds(began.elapsed());
         self.go_on(qmp);
         Ok(Still {

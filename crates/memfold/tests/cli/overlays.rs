@@ -3,9 +3,11 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use memfold_testkit::skip;
+use memfold_vm::Qmp;
 use serde_json::Value;
 
 use crate::support::{Daemon, Small, code, err, refused};
@@ -80,6 +82,42 @@ fn a_snapshot_removed_during_a_save_of_its_vm_leaves_the_new_snapshot_whole() {
         assert_eq!(code(&verified), 0, "{}", err(&verified));
     }
     save("last");
+}
+
+#[test]
+fn a_save_is_refused_if_another_program_resumes_the_vm_meanwhile_and_the_next_save_succeeds() {
+    let daemon = Daemon::start();
+    let disk = daemon.state().join("disk.raw");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let run = ["vm", "run", "--name", "v", "--memory", "64M", "--snapshot"];
+    daemon.json(&[&run[..], &["--disk", disk.to_str().unwrap()]].concat());
+    let socket = daemon.state().join("vms/v/qmp.sock");
+    let mut qmp = Qmp::connect(&socket, Duration::from_secs(20)).unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                if qmp.query("query-status").unwrap()["running"] == false {
+                    qmp.query("cont").unwrap();
+                }
+            }
+        });
+        // The other program may miss the pause of one save.
+        let refused_soon = (0..20).any(|number| {
+            let saved = daemon.run(&["snapshot", "save", "v", &format!("s{number}")]);
+            let is_refused = code(&saved) != 0;
+            if is_refused {
+                refused(&saved, 1, &["another program resumed the VM", "again"]);
+            }
+            is_refused
+        });
+        is_over.store(true, Ordering::Relaxed);
+        assert!(refused_soon, "no save was disturbed");
+    });
+    assert_eq!(qmp.query("query-status").unwrap()["running"], true);
+    daemon.json(&["snapshot", "save", "v", "after"]);
+    let verified = daemon.run(&["snapshot", "verify", "after"]);
+    assert_eq!(code(&verified), 0, "{}", err(&verified));
 }
 
 #[test]
