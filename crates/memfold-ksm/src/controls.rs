@@ -14,6 +14,10 @@ use serde_json::{Map, Value, json};
 
 use super::error::KsmError;
 
+/// Value of `run` that unmerges all pages. The kernel keeps the value afterwards, so it is also that
+/// of a KSM that stands still.
+pub(super) const UNMERGE: u64 = 2;
+
 /// KSM's settings, by the names of the kernel's files. In settings that were read, `None` means
 /// that the kernel does not have the setting. In settings to write, `None` means that the present
 /// value stays.
@@ -204,7 +208,7 @@ impl Controls {
     /// Unmerges all pages (`run` = 2), so that every process has its own copy of each page again.
     /// Then sets `run` to `after`.
     pub fn unmerge(&self, after: u64) -> Result<(), KsmError> {
-        self.write("run", &2)?;
+        self.write("run", &UNMERGE)?;
         // The kernel frees merged pages before the write returns, but its counters may change only
         // when the next process exits.
         let deadline = Instant::now() + Duration::from_secs(5);

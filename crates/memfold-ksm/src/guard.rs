@@ -10,7 +10,7 @@ use memfold_vm::process::boot_id;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use super::controls::{Controls, Settings};
+use super::controls::{Controls, Settings, UNMERGE};
 use super::error::KsmError;
 use super::status::merging_pages;
 
@@ -63,7 +63,13 @@ impl Note {
         if !self.merged_before {
             controls.unmerge(0)?;
         }
-        controls.apply(&self.settings)
+        let mut settings = self.settings.clone();
+        if self.merged_before && settings.run == Some(UNMERGE) {
+            // An operator has unmerged all pages before, and KSM has stood still since then. Writing
+            // 2 again would unmerge what was merged meanwhile.
+            settings.run = Some(0);
+        }
+        controls.apply(&settings)
     }
 }
 

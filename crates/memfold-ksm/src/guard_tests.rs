@@ -161,6 +161,17 @@ fn if_another_program_has_written_run_it_stays_when_the_other_settings_are_resto
 }
 
 #[test]
+fn pages_that_may_stay_merged_are_not_unmerged_again_if_an_operator_had_unmerged_all_before() {
+    let (tree, state) = (tree(), tempfile::tempdir().unwrap());
+    let controls = Controls::new(tree.path());
+    controls.write("run", &2).unwrap();
+    let guard = Guard::take_as(&controls, state.path(), Merged::Stay).unwrap();
+    controls.apply(&fast()).unwrap();
+    drop(guard);
+    assert_eq!(controls.settings().unwrap().run, Some(0));
+}
+
+#[test]
 fn ksm_settings_saved_in_another_boot_are_discarded() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());

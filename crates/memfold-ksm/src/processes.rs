@@ -68,7 +68,7 @@ impl Process {
             let visited = |pages: Option<u64>| pages.is_some_and(|pages| pages > 0);
             visited(status.ksm_merging_pages)
                 || visited(status.ksm_rmap_items)
-                || (named_qemu && has_mergeable_mapping(&directory))
+                || ((named_qemu || runs_qemu(&directory)) && has_mergeable_mapping(&directory))
         });
         let is_wanted = match wanted {
             Wanted::Any => true,
