@@ -102,7 +102,7 @@ impl Commands {
                 let text = format!(
                     "memfold-agent: command {command} is already running, or {MAX_COMMANDS} others are\n"
                 );
-                in_background(move || task.fail(&text));
+                self.answer(failure(command, &text));
                 return;
             }
             running.insert(key, None);
@@ -111,19 +111,36 @@ impl Commands {
             .name("command".into())
             .stack_size(128 << 10)
             .spawn(move || task.run(&script));
-        if spawned.is_err() {
+        if let Err(e) = spawned {
             lock(&self.running).remove(&key);
+            self.no_thread(command, &e);
         }
     }
 
     /// Sends messages to the daemon among those of the commands.
     pub fn answer(&self, messages: Vec<FromAgent>) {
         let outbox = self.outbox();
-        in_background(move || {
-            for message in messages {
-                outbox.send(message);
-            }
-        });
+        let sent = messages.clone();
+        // The main thread also empties the queue, so it must not wait while the queue is full.
+        let send = move || sent.into_iter().for_each(|message| outbox.send(message));
+        let background = std::thread::Builder::new().stack_size(64 << 10);
+        if background.spawn(send).is_err() {
+            self.try_answer(messages);
+        }
+    }
+
+    /// Sends messages as [`Self::answer`] does, but drops those for which the queue has no room.
+    fn try_answer(&self, messages: Vec<FromAgent>) {
+        let outbox = self.outbox();
+        messages
+            .into_iter()
+            .for_each(|message| outbox.try_send(message));
+    }
+
+    /// Answers that a command cannot run.
+    fn no_thread(&self, command: u32, error: &io::Error) {
+        let text = format!("memfold-agent: cannot start a thread for the command: {error}\n");
+        self.try_answer(failure(command, &text));
     }
 
     /// Kills the shell of command number `command` and its children (the process group). Does
@@ -159,7 +176,7 @@ impl Commands {
                 };
                 let (sender, wake) = (self.sender.clone(), Arc::clone(&self.wake));
                 if let Err(e) = self.streams.start(key(command), request, sender, wake) {
-                    say!("memfold-agent: cannot start a thread for a command: {e}");
+                    self.no_thread(command, &e);
                 }
             }
             ToAgent::Input { command, bytes } => self.streams.input(key(command), &bytes),
@@ -210,10 +227,15 @@ impl Commands {
     }
 }
 
-/// Sends messages on a thread of its own, because the main thread also empties the channel, which
-/// may be full.
-fn in_background(send: impl FnOnce() + Send + 'static) {
-    let _ = std::thread::Builder::new().stack_size(64 << 10).spawn(send);
+/// Returns the messages of a command that did not run: a text on its standard error, and exit code
+/// 127.
+fn failure(command: u32, text: &str) -> Vec<FromAgent> {
+    let output = FromAgent::Output {
+        command,
+        stream: OutputStream::Stderr,
+        bytes: text.as_bytes().to_vec(),
+    };
+    vec![output, FromAgent::Exited { command, code: 127 }]
 }
 
 fn lock(running: &Running) -> std::sync::MutexGuard<'_, HashMap<(u32, u32), Option<Pid>>> {
@@ -242,8 +264,9 @@ impl Task {
     }
 
     fn fail(&mut self, text: &str) {
-        self.output(OutputStream::Stderr, text.as_bytes());
-        self.exited(127);
+        for message in failure(self.key.1, text) {
+            self.send(message);
+        }
     }
 
     fn exited(&self, code: i32) {

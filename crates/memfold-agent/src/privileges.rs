@@ -30,6 +30,11 @@ const COPIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::MKNOD)
     .union(CapabilitySet::SETFCAP);
 
+/// Further capabilities for laying a segment over files: whether a file of another user is open for
+/// writing (`LEASE`; `F_SETLEASE` in `fcntl(2)`), and files that root made immutable
+/// (`LINUX_IMMUTABLE`).
+const SEGMENTS: CapabilitySet = CapabilitySet::LEASE.union(CapabilitySet::LINUX_IMMUTABLE);
+
 /// Gives up the capabilities that are not needed, for this thread and those that it starts.
 ///
 /// # Errors
@@ -58,7 +63,8 @@ fn needed(consent: &Consent) -> CapabilitySet {
     let of = |permission| match permission {
         // Commands of the host's operators may need anything.
         Permission::Exec => CapabilitySet::all(),
-        Permission::Copy | Permission::Segments => COPIES,
+        Permission::Copy => COPIES,
+        Permission::Segments => COPIES | SEGMENTS,
         Permission::Clock => CapabilitySet::SYS_TIME,
         Permission::Identity => CapabilitySet::NET_ADMIN,
         Permission::Power => CapabilitySet::SYS_BOOT,
@@ -103,6 +109,8 @@ mod tests {
         assert_eq!(effective, has & (ALWAYS | CapabilitySet::SYS_TIME));
         assert!(!bounding.contains(CapabilitySet::SYS_BOOT));
         assert!(!bounding.contains(CapabilitySet::SYS_MODULE));
+        let (effective, _) = after(&[Permission::Segments]);
+        assert_eq!(effective, has & (ALWAYS | COPIES | SEGMENTS));
         let (effective, _) = after(&[]);
         assert!(!effective.contains(CapabilitySet::SYS_TIME));
         // The other threads keep what they have.
