@@ -13,8 +13,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
-/// Runs a program and collects its output. At the time limit, the program and all processes in its
-/// group are killed, and the error is `TimedOut`. Unless `command` sets standard input, the program
+/// Largest output of a program on each of its two streams, in bytes. Some programs print what is in
+/// files of guests.
+const MOST_OUTPUT: usize = 256 << 20;
+
+/// Longest time between two checks of [`output_while`].
+const CHECK: Duration = Duration::from_secs(1);
+
+/// Runs a program and collects its output. At the time limit, or if it prints more than
+/// [`MOST_OUTPUT`], the program and all processes in its group are killed; the error is `TimedOut`
+/// or `FileTooLarge`. Unless `command` sets standard input, the program
 /// uses the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -54,8 +62,18 @@ fn written(file: &mut File) -> io::Result<Vec<u8>> {
 
 /// Collects the output of the running program `child`, like [`output`]. The program must lead its
 /// process group. Output is collected only if it goes to pipes.
-pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
-    let collected = collect(&mut child, Instant::now() + limit);
+pub fn output_of(child: Child, limit: Duration) -> io::Result<Output> {
+    output_while(child, limit, || Ok(()))
+}
+
+/// Does the same as [`output_of`], and kills the program if `check` fails, which is called about
+/// once a second.
+pub fn output_while(
+    mut child: Child,
+    limit: Duration,
+    check: impl FnMut() -> io::Result<()>,
+) -> io::Result<Output> {
+    let collected = collect(&mut child, Instant::now() + limit, check);
     if let Ok(Some((stdout, stderr))) = collected {
         return Ok(Output {
             status: child.wait()?,
@@ -83,22 +101,35 @@ pub fn output_of(mut child: Child, limit: Duration) -> io::Result<Output> {
 }
 
 /// Collects a child's output until the child ends; returns `None` if it did not end in time.
-fn collect(child: &mut Child, deadline: Instant) -> io::Result<Option<(Vec<u8>, Vec<u8>)>> {
+fn collect(
+    child: &mut Child,
+    deadline: Instant,
+    mut check: impl FnMut() -> io::Result<()>,
+) -> io::Result<Option<(Vec<u8>, Vec<u8>)>> {
     let end = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     let (mut out, mut err) = (child.stdout.take(), child.stderr.take());
     let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
+    let mut checked = Instant::now();
     loop {
+        if checked.elapsed() >= CHECK {
+            check()?;
+            checked = Instant::now();
+        }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Ok(None);
         }
         let pipes = [out.as_ref().map(AsFd::as_fd), err.as_ref().map(AsFd::as_fd)];
-        let ended = wait(end.as_fd(), left, &pipes)?;
+        let ended = wait(end.as_fd(), left.min(CHECK), &pipes)?;
         // The child's own children may keep the pipes open, so after the child's end only the
         // present contents of the pipes are read.
         let more = read(&mut out, &mut stdout)? | read(&mut err, &mut stderr)?;
         if ended && !more {
             return Ok(Some((stdout, stderr)));
+        }
+        if stdout.len().max(stderr.len()) > MOST_OUTPUT {
+            let why = format!("the program printed more than {MOST_OUTPUT} bytes and was killed");
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, why));
         }
     }
 }
@@ -182,6 +213,20 @@ mod tests {
         let pid = String::from_utf8(said.stdout).unwrap();
         let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
         rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn a_program_that_prints_without_end_or_whose_check_fails_is_killed() {
+        let limit = Duration::from_secs(300);
+        let error = shell("yes >&2", limit).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::FileTooLarge);
+        let mut command = Command::new("sleep");
+        let child = command.arg("60").process_group(0).spawn().unwrap();
+        let began = Instant::now();
+        let full = || Err(io::ErrorKind::StorageFull.into());
+        let error = output_while(child, limit, full).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        assert!(began.elapsed() < Duration::from_secs(30));
     }
 
     #[test]

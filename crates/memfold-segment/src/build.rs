@@ -12,7 +12,7 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
@@ -79,14 +79,19 @@ pub struct Request {
     pub pinned: bool,
 }
 
-/// Builds a segment's next generation, and returns its manifest with `true`. If the newest
-/// generation has the same content, builds nothing and returns that generation's manifest with
-/// `false`.
-pub fn build(
+/// Checks a request as far as that is possible without its sources, which may take long to fetch.
+pub fn check(shelf: &Shelf, request: &Request) -> Result<(), SegmentError> {
+    begin(shelf, request)?;
+    Filter::new(&request.include, &request.exclude)?;
+    Ok(())
+}
+
+/// Checks the name, the domain and the tool of a build. Returns the segment's name, the tool, and
+/// the newest generation.
+fn begin(
     shelf: &Shelf,
     request: &Request,
-    progress: &Progress,
-) -> Result<(Manifest, bool), SegmentError> {
+) -> Result<(Reference, PathBuf, Option<Manifest>), SegmentError> {
     let name = Reference::parse(&request.name)?;
     if name.generation.is_some() {
         return Err(SegmentError::Name(format!(
@@ -104,6 +109,18 @@ pub fn build(
             name.name, other.domain, request.domain
         )));
     }
+    Ok((name, mkfs, newest))
+}
+
+/// Builds a segment's next generation, and returns its manifest with `true`. If the newest
+/// generation has the same content, builds nothing and returns that generation's manifest with
+/// `false`.
+pub fn build(
+    shelf: &Shelf,
+    request: &Request,
+    progress: &Progress,
+) -> Result<(Manifest, bool), SegmentError> {
+    let (name, mkfs, newest) = begin(shelf, request)?;
     let draft = shelf.draft(&name.name)?;
     let files = draft.path().join("tree");
     fs::create_dir(&files).map_err(failed(&files))?;

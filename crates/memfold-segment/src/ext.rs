@@ -14,7 +14,7 @@ use std::process::Stdio;
 use rustix::fs::{Timespec, XattrFlags, lsetxattr};
 
 use super::error::{SegmentError, failed};
-use super::tools::{confined, run, tool};
+use super::tools::{confined, output, run_in, tool};
 use super::tree::{ATTRIBUTES, set_times};
 
 /// Version of access lists on disk (`EXT4_ACL_VERSION`, `fs/ext4/acl.h`). The next constant:
@@ -54,7 +54,7 @@ pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
     }
     let request = format!("rdump / \"{}\"", room.display());
     let mut command = confined(&debugfs, room)?;
-    let said = run("debugfs", command.args(["-R", &request]).arg(image))?;
+    let said = run_in("debugfs", command.args(["-R", &request]).arg(image), room)?;
     // debugfs always exits with 0. The lines that it prints, except its version, are errors.
     let errors: Vec<&str> = said
         .lines()
@@ -88,8 +88,9 @@ fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentE
     fs::write(&requests, text).map_err(failed(&requests))?;
     let mut command = confined(debugfs, room)?;
     command.arg("-f").args([&requests, image]);
-    let said = command.stdin(Stdio::null()).output();
-    let said = said.map_err(failed(image))?;
+    let command = command.stdin(Stdio::null()).stdout(Stdio::piped());
+    let said = output(command.stderr(Stdio::null()), || Ok(()));
+    let said = said.map_err(|error| wrong(error.to_string()))?;
     fs::remove_file(&requests).map_err(failed(&requests))?;
     let told = facts(&String::from_utf8_lossy(&said.stdout)).map_err(wrong)?;
     if told.len() != found.len() {
@@ -230,6 +231,7 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+    use crate::tools::run;
     use memfold_host::files::program;
 
     #[test]

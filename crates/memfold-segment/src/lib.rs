@@ -22,7 +22,7 @@ mod source;
 mod tools;
 mod tree;
 
-pub use build::{Request, build};
+pub use build::{Request, build, check};
 pub use error::SegmentError;
 pub use ext::{Facts as DebugfsFacts, facts as debugfs_facts};
 pub use manifest::{Manifest, SegmentInfo};

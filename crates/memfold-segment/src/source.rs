@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use super::error::{SegmentError, failed};
 use super::ext;
-use super::tools::{confined, run, run_with_input, tool};
+use super::tools::{confined, run, run_in, run_with_input, tool};
 
 /// Magic number of ext2, ext3 and ext4 at byte 1080 (`fs/ext4/ext4.h`).
 const EXT_MAGIC: (u64, [u8; 2]) = (1080, [0x53, 0xEF]);
@@ -96,7 +96,7 @@ impl Source {
                 let mut command = confined(&fsck, room)?;
                 command.arg(format!("--extract={}", room.display()));
                 command.args(["--preserve", "--overwrite"]).arg(image);
-                run("fsck.erofs", &mut command)?;
+                run_in("fsck.erofs", &mut command, room)?;
             }
             Self::PackageFile(file) => unpack_package(file, room)?,
             Self::Package(name) => {

@@ -1,18 +1,24 @@
 //! Finds, sandboxes and runs the external programs that fetch, unpack and pack the files of
 //! segments.
 
+use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use memfold_host::files::program;
 use memfold_host::helper;
+use memfold_units::ByteSize;
 
 use super::error::SegmentError;
 
 /// Time limit for an external program.
 const LIMIT: Duration = Duration::from_secs(3600);
+
+/// Bytes of a file system that unpacking leaves free: this, or a twentieth of the file system if
+/// that is less.
+const MOST_RESERVE: u64 = 1 << 30;
 
 /// Returns a command that runs `program` in a sandbox (bubblewrap). The program reads untrusted
 /// images and packages as root, and file names in these may lead anywhere. So it sees the host
@@ -58,10 +64,50 @@ pub(super) fn run_with_input(
     name: &'static str,
     command: &mut Command,
 ) -> Result<String, SegmentError> {
-    let why = |why: String| SegmentError::Tool { program: name, why };
     command.stdout(Stdio::null()).stderr(Stdio::piped());
-    let child = command.process_group(0).spawn();
-    let done = child.and_then(|child| helper::output_of(child, LIMIT));
+    said(name, output(command, || Ok(())))
+}
+
+/// Runs a program that unpacks files into the directory `room`, as [`run`] does, and kills it when
+/// it has nearly filled the file system: VMs may have disks there, and files of a few bytes on disk
+/// can claim any length.
+pub(super) fn run_in(
+    name: &'static str,
+    command: &mut Command,
+    room: &Path,
+) -> Result<String, SegmentError> {
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    said(
+        name,
+        output(command.stderr(Stdio::piped()), || has_room(room)),
+    )
+}
+
+/// Runs a program with the descriptors that the command has, and returns the output that goes to
+/// pipes.
+pub(super) fn output(
+    command: &mut Command,
+    check: impl FnMut() -> io::Result<()>,
+) -> io::Result<Output> {
+    helper::output_while(command.process_group(0).spawn()?, LIMIT, check)
+}
+
+fn has_room(place: &Path) -> io::Result<()> {
+    let disk = rustix::fs::statvfs(place)?;
+    let reserve = MOST_RESERVE.min(disk.f_blocks * disk.f_frsize / 20);
+    if disk.f_bavail * disk.f_frsize >= reserve {
+        return Ok(());
+    }
+    let why = format!(
+        "less than {} is free on the file system of {}; leave out large and sparse files in the source, or use a larger file system for segments",
+        ByteSize(reserve),
+        place.display()
+    );
+    Err(io::Error::new(io::ErrorKind::StorageFull, why))
+}
+
+fn said(name: &'static str, done: io::Result<Output>) -> Result<String, SegmentError> {
+    let why = |why: String| SegmentError::Tool { program: name, why };
     let done = done.map_err(|error| why(error.to_string()))?;
     let said = String::from_utf8_lossy(&done.stderr).trim().to_owned();
     if done.status.success() {

@@ -6,7 +6,7 @@ use std::os::fd::AsFd as _;
 use memfold_api::{AttachSegmentRequest, AttachedSegment, SegmentState, VmSegment};
 use memfold_segment::Reference;
 use memfold_vm::segments::{MAX_SLOTS, plug};
-use memfold_vm::{SegmentSpec, VmSpec};
+use memfold_vm::{QmpError, SegmentSpec, VmSpec};
 use tracing::{info, warn};
 
 use crate::error::{DaemonError, impossible, segment_files};
@@ -63,17 +63,22 @@ impl Segments {
             // From now on the VM counts as a user of the segment, so the lock is not needed while
             // QEMU works.
             kept = (None, None);
-            let plugged = match &file {
-                Ok(file) => plug(&mut machine.monitor(), slot, &segment, file.as_fd())
-                    .map_err(DaemonError::from),
-                Err(error) => {
-                    let error = std::io::Error::new(error.kind(), error.to_string());
-                    Err(segment_files(&image)(error).into())
-                }
+            let (error, has_device) = match file {
+                Ok(file) => match plug(&mut machine.monitor(), slot, &segment, file.as_fd()) {
+                    Ok(()) => (None, true),
+                    // If QEMU answers late, it may add the device nevertheless.
+                    Err(error) => {
+                        let is_refused = matches!(error, QmpError::Refused { .. });
+                        (Some(DaemonError::from(error)), !is_refused)
+                    }
+                },
+                Err(error) => (Some(segment_files(&image)(error).into()), false),
             };
-            if let Err(error) = plugged {
+            if !has_device {
                 now.pop();
                 note(directory, &now)?;
+            }
+            if let Some(error) = error {
                 return Err(error);
             }
             info!(vm, segment = name, "segment attached");

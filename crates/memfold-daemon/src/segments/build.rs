@@ -39,24 +39,25 @@ impl Segments {
                 Some((memfold_units::ByteSize(bytes), ranked))
             }
         };
-        let copy = vm
-            .map(|vm| self.copy_out(vm, request, &progress))
-            .transpose()?;
-        let request = Request {
+        let mut wanted = Request {
             name: request.name.clone(),
             domain: request.domain.clone(),
-            from: copy.as_ref().map_or_else(
-                || request.from.clone(),
-                |copy| vec![copy.path().join(IMAGE).display().to_string()],
-            ),
-            origin: copy.is_some().then(|| request.from.join(" ")),
+            from: request.from.clone(),
+            origin: vm.is_some().then(|| request.from.join(" ")),
             include: request.include.clone(),
             exclude: request.exclude.clone(),
             top,
             root: request.root,
             pinned: request.pinned,
         };
-        let (segment, is_new) = memfold_segment::build(&self.shelf, &request, &progress)?;
+        memfold_segment::check(&self.shelf, &wanted)?;
+        let copy = vm
+            .map(|vm| self.copy_out(vm, request, &progress))
+            .transpose()?;
+        if let Some(copy) = &copy {
+            wanted.from = vec![copy.path().join(IMAGE).display().to_string()];
+        }
+        let (segment, is_new) = memfold_segment::build(&self.shelf, &wanted, &progress)?;
         if is_new {
             info!(
                 segment = segment.reference(),

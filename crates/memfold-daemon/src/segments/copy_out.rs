@@ -77,7 +77,7 @@ impl Segments {
             );
             return Err(refuse(why).into());
         }
-        let copy = self.shelf.draft(&format!("{}.copy", request.name))?;
+        let copy = self.shelf.draft(&format!("{}@copy", request.name))?;
         let image = copy.path().join(IMAGE);
         make(&image)?;
         progress.begin("guest's files copied", 0);

@@ -11,6 +11,9 @@ use crate::error::{DaemonError, segment_files};
 use crate::segments::Segments;
 use crate::snapshot_locks::being_saved;
 
+/// User of a segment that is not known by name yet.
+const BEING_MADE: &str = "a snapshot or a VM that is being made";
+
 impl Segments {
     /// Returns the users of a generation: VMs that map it, snapshots of such VMs, and definitions
     /// of VMs that would map it at their next start. A snapshot or definition that cannot be read
@@ -21,7 +24,7 @@ impl Segments {
         let machines = self.registry.machines();
         let mut users = BTreeSet::new();
         if self.locks.now(&being_saved(&reference)).is_some() {
-            users.insert("a snapshot or a VM that is being made".to_owned());
+            users.insert(BEING_MADE.to_owned());
         }
         for pid in pids.into_iter().flatten() {
             users.insert(match machines.iter().find(|vm| vm.pid() == pid) {
@@ -94,7 +97,8 @@ impl Segments {
         // A snapshot keeps the generation that it was saved with, and a defined VM that is off maps
         // none, so they do not conflict with a writer.
         others.retain(|user| {
-            *user != me && !user.contains("snapshot ") && !user.contains("definition ")
+            let maps_none = user.contains("snapshot ") || user.contains("definition ");
+            *user != me && (user == BEING_MADE || !maps_none)
         });
         if others.is_empty() {
             return Ok(());
