@@ -6,6 +6,7 @@
 //!
 //! ```text
 //!   shared computations           Reports (joint, figures), Views (maps, sharing, doctor, explaining, estimating)
+//!   changes of settings           Rightsizing (changes)
 //!   rights, held for long         SaveRight, SwapRight, Snapshots (twins), SwapVolumes (turns), KsmSteering (merging), VmRegistry (starts),
 //!                                 Segments (removing): in the order of [`Rank`]
 //!   states of services            DebtWatch, KsmSteering (steered), Lending (lender), SwapDisks (guards), SwapVolumes (keepers)

@@ -25,7 +25,7 @@ use memfold_units::ByteSize;
 use memfold_vm::{Trim, balloon, virtio_mem};
 use memfold_wire::memory::TrimEnd;
 use memfold_wire::permission::Permission;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tracing::{debug, info, warn};
 
 use self::in_progress::InProgress;
@@ -78,6 +78,8 @@ pub struct Rightsizing {
     lending: Arc<Lending>,
     began: Instant,
     records: Records,
+    /// Held while somebody reads and then changes settings of a running VM.
+    changes: Mutex<()>,
     state: Mutex<State>,
 }
 
@@ -210,6 +212,7 @@ impl Rightsizing {
             lending,
             began: Instant::now(),
             records: Records::open(state),
+            changes: Mutex::default(),
             state: Mutex::new(State {
                 mode,
                 controller: Controller::new(Policy::default()),
@@ -262,10 +265,17 @@ impl Rightsizing {
     /// [`DaemonError::BadRequest`] if the limits contradict each other or the VM's RAM.
     pub fn set_sizing(&self, vm: &str, changes: Sizing) -> Result<Sizing, DaemonError> {
         let machine = self.registry.machine(vm)?;
+        let _alone = self.one_change();
         let new = self.sizing(&machine).with(changes);
         Self::check_sizing(&machine, new)?;
         self.replace_sizing(&machine, new)?;
         Ok(new)
+    }
+
+    /// Waits until no other request changes settings or limits of a running VM. Two requests that
+    /// changed different ones at once would undo each other's.
+    pub(crate) fn one_change(&self) -> MutexGuard<'_, ()> {
+        self.changes.lock()
     }
 
     /// Checks whether a VM can have these limits.

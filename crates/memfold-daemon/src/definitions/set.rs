@@ -48,6 +48,7 @@ impl Definitions {
         }
 
         let rightsizing = &self.boots.below.rightsizing;
+        let _alone = rightsizing.one_change();
         let before = live.as_ref().map(|machine| Live {
             settings: machine.settings(),
             sizing: rightsizing.sizing(machine).into(),
