@@ -12,6 +12,7 @@ use memfold_fold::{CachedPages, Command, Engine, EngineSettings, EngineStats, Ow
 use parking_lot::Mutex;
 
 use crate::error::{DaemonError, check};
+use crate::machine::Machine;
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 
@@ -67,6 +68,13 @@ impl Folding {
         let (answer, answered) = sync_channel(1);
         self.tell(question(answer))?;
         answered.recv().map_err(|_| ended())
+    }
+
+    /// Makes the engine leave a VM alone until [`Command::Release`]. Returns whether it will do so:
+    /// an engine that waits for another VM does it later.
+    pub(crate) fn leave_alone(&self, machine: &Machine) -> bool {
+        let asked = self.ask_for_a_while(|answer| Command::LeaveAlone(machine.id(), answer));
+        matches!(asked, Ok(None | Some(Ok(()))))
     }
 
     /// Returns the CPU time that the engine has spent on [`Folding::stats`] so far.

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use memfold_api::VmInfo;
+use memfold_fold::Command;
 use memfold_units::ByteSize;
 use memfold_vm::{
     CommandResult, MachineError, Record, StopKind, Stopped, StreamEvent, StreamRequest,
@@ -42,7 +43,16 @@ impl Vms {
     pub fn pause(&self, name: &str) -> Result<VmInfo, DaemonError> {
         let machine = self.below.registry.machine(name)?;
         not_of_libvirt(&machine, "pause", "suspend")?;
-        machine.pause()?;
+        // The library resumes a VM that it has stopped for a moment, and would resume a VM that was
+        // paused in that moment. Whoever else holds this right may have told it to wait, too.
+        let alone = machine.try_save().filter(|_| machine.vm().has_library());
+        let waits = alone.is_some() && self.below.folding.leave_alone(&machine);
+        let paused = machine.pause();
+        if waits {
+            let _ = self.below.folding.tell(Command::Release(machine.id()));
+        }
+        drop(alone);
+        paused?;
         Ok(machine.info())
     }
 
@@ -148,7 +158,7 @@ impl Vms {
             return Ok(None);
         };
         let owned = || name.to_owned();
-        if arrival.attach_request().is_some() {
+        if matches!(arrival.way, Way::Attaching(_)) {
             return Err(MachineError::NotOurs { name: owned() }.into());
         }
         let arrivals = self.below.registry.arrivals();
