@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memfold_snapshot::{SnapshotError, save};
-use memfold_vm::{Identity, VmSpec};
+use memfold_vm::{Identity, Process, VmSpec};
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
@@ -16,6 +16,9 @@ use crate::json_file::write_json;
 use crate::locks::SaveRight;
 use crate::machine::Machine;
 use crate::threads;
+
+/// Directory of the notes, in the state directory.
+const NOTES: &str = "saving";
 
 /// Contents of the note about a save in progress; stored as JSON.
 #[derive(Debug, Serialize, Deserialize)]
@@ -48,7 +51,8 @@ impl<'a> NotedSave<'a> {
             right,
             spec,
         };
-        std::fs::create_dir_all(state.join("saving"))?;
+        std::fs::create_dir_all(state.join(NOTES))?;
+        remove_old_notes(state);
         noted.stopped(false)?;
         Ok(noted)
     }
@@ -71,8 +75,29 @@ impl Drop for NotedSave<'_> {
     }
 }
 
+/// Returns the path of a VM's note. VMs can have one name after the other, so the file is named by
+/// the QEMU process.
 fn note_of(state: &Path, machine: &Machine) -> PathBuf {
-    state.join(format!("saving/{}.json", machine.name()))
+    let process = machine.vm().process().identity();
+    let name = format!("{}-{}.json", process.pid, process.start_ticks);
+    state.join(NOTES).join(name)
+}
+
+/// Removes notes about VMs that have ended.
+fn remove_old_notes(state: &Path) {
+    for entry in std::fs::read_dir(state.join(NOTES))
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        let note = std::fs::read(entry.path());
+        let note = note.map(|text| serde_json::from_slice::<SaveNote>(&text));
+        let Ok(Ok(note)) = note else { continue };
+        let ended = Process::open(note.process);
+        if ended.is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
 }
 
 /// Returns whether a save of this VM was interrupted.
@@ -95,10 +120,7 @@ pub(crate) fn undo(
     let Ok(text) = std::fs::read(&path) else {
         return Ok(());
     };
-    let note = serde_json::from_slice::<SaveNote>(&text).ok();
-    // The note may be about an earlier VM of this name.
-    let own = note.filter(|note| note.process == machine.vm().process().identity());
-    if let Some(note) = own {
+    if let Ok(note) = serde_json::from_slice::<SaveNote>(&text) {
         let goes_on = !note.stopped || go_on(machine);
         let has_disks = save::let_go_of_disks(&note.spec, &|| machine.monitor());
         if !goes_on || !has_disks {
@@ -132,10 +154,9 @@ fn go_on(machine: &Arc<Machine>) -> bool {
 /// take a while.
 pub(crate) fn undo_soon(state: PathBuf, machine: Arc<Machine>) {
     let undo = move || {
-        if let Some(right) = machine.try_save() {
-            // `undo` logs a failure.
-            let _ = undo(&state, &machine, &right);
-        }
+        let right = machine.save_right();
+        // `undo` logs a failure.
+        let _ = undo(&state, &machine, &right);
     };
     if let Err(error) = threads::begin("cut-off", undo) {
         warn!(%error, "cannot start the thread that undoes an interrupted save; the VM's next save undoes the interrupted one");

@@ -279,6 +279,10 @@ impl DebtBrake {
             if !reports || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
                 continue;
             }
+            // The guest of a stopped VM cannot answer.
+            if !machine.state().is_running() {
+                continue;
+            }
             // A VM that is being saved keeps its cache, which is part of the snapshot.
             let Some(_saving) = machine.try_save() else {
                 continue;
