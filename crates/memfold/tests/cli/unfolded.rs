@@ -18,20 +18,25 @@ fn a_vm_that_is_not_folded_is_saved_and_restored_and_stays_unfolded_until_it_is_
     daemon.json(&["snapshot", "save", "v", "s"]);
     let verified = daemon.run(&["snapshot", "verify", "s"]);
     assert_eq!(code(&verified), 0, "{}", err(&verified));
-    let problem = |vm: &str| daemon.json(&["vm", "show", vm])["fold_problems"].to_string();
-    let copies = daemon.json(&["clone", "s", "-n", "2", "--no-wait", "--force"]);
-    for copy in copies.as_array().unwrap() {
-        let name = copy["name"].as_str().unwrap();
-        let why = problem(name);
-        assert!(why.contains("switched off"), "{name}: {why}");
+    let problem = |name: &str| {
+        let vms = daemon.json(&["vm", "list"]);
+        let mut vms = vms.as_array().unwrap().iter();
+        let vm = vms.find(|vm| vm["name"] == name).unwrap();
+        vm["fold_problems"].to_string()
+    };
+    daemon.json(&["clone", "s", "-n", "2", "--no-wait", "--force"]);
+    for copy in ["s-1", "s-2"] {
+        assert!(problem(copy).contains("switched off"), "{}", problem(copy));
     }
-    let copy = copies[0]["name"].as_str().unwrap();
-    daemon.json(&["vm", "set", copy, "fold=true"]);
-    assert!(!problem(copy).contains("switched off"), "{}", problem(copy));
+    daemon.json(&["vm", "set", "s-1", "fold=true"]);
+    assert!(
+        !problem("s-1").contains("switched off"),
+        "{}",
+        problem("s-1")
+    );
     // The copy's own snapshot says the same as the first one.
     daemon.json(&["vm", "stop", "v", "--timeout", "0"]);
-    let other = copies[1]["name"].as_str().unwrap();
-    daemon.json(&["snapshot", "save", other, "t"]);
+    daemon.json(&["snapshot", "save", "s-2", "t"]);
     daemon.json(&["snapshot", "restore", "t", "--as", "v", "--force"]);
     assert!(problem("v").contains("switched off"), "{}", problem("v"));
 }
