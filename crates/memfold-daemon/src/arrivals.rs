@@ -16,11 +16,12 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use memfold_api::{AttachRequest, VmInfo};
+use memfold_api::VmInfo;
 use memfold_vm::{Cancel, Record, VmDirectory, VmSpec};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{DaemonError, refused};
+use crate::vms::AttachedVm;
 
 /// Longest time that requests wait, at the daemon's start, for the adoption of VMs whose QEMU
 /// answers.
@@ -34,8 +35,9 @@ const START_PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) enum Way {
     Starting,
     Adopting,
-    /// The daemon attaches to the VM again, with the request by which an earlier daemon attached.
-    Attaching(AttachRequest),
+    /// The daemon attaches to the VM. The value is the VM's entry in `attached.json`; `None` for a
+    /// libvirt domain, which is not recorded there.
+    Attaching(Option<AttachedVm>),
 }
 
 /// A VM that is being started or adopted.
@@ -54,9 +56,10 @@ impl Arrival {
         &self.name
     }
 
-    pub fn attach_request(&self) -> Option<&AttachRequest> {
+    /// Returns the VM's entry in `attached.json`, if the daemon attaches to the VM and records that.
+    pub fn attached(&self) -> Option<&AttachedVm> {
         match &self.way {
-            Way::Attaching(request) => Some(request),
+            Way::Attaching(recorded) => recorded.as_ref(),
             Way::Starting | Way::Adopting => None,
         }
     }
@@ -98,8 +101,11 @@ impl Arrival {
     pub fn info(&self, state: &Path) -> VmInfo {
         let record: Option<Record> =
             VmDirectory::read_json(&VmDirectory::of(state, &self.name).record()).ok();
-        let is_attached = self.attach_request().is_some();
-        let origin = if is_attached { "attached" } else { "started" };
+        let origin = match &self.way {
+            Way::Attaching(Some(_)) => "attached",
+            Way::Attaching(None) => "libvirt",
+            Way::Starting | Way::Adopting => "started",
+        };
         let is_starting = self.way == Way::Starting;
         let state_name = if is_starting {
             "starting"

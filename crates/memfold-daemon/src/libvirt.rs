@@ -20,6 +20,7 @@ use memfold_libvirt::{
     virsh, vm_name, xml,
 };
 use memfold_vm::{Identity, Qmp, Vm};
+use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
 use self::attempts::{Attempts, LOOK_INTERVAL};
@@ -200,6 +201,12 @@ impl LibvirtDomains {
 
     fn take_on(&self, running: &Running) -> Result<VmInfo, Refusal> {
         let domain = &running.domain;
+        // A request may have adopted the domain meanwhile.
+        let pid = Pid::from_raw(running.process.pid);
+        let known = pid.and_then(|pid| self.registry.with_pid(pid));
+        if let Some(known) = known.filter(|known| known.libvirt() == Some(domain)) {
+            return Ok(known.info());
+        }
         let not_ours = |why: &str| Refusal::NotOurs(format!("domain '{domain}' {why}"));
         let Some(qmp) = running.qmp() else {
             return Err(not_ours(
@@ -241,14 +248,14 @@ impl LibvirtDomains {
             name: vm_name(domain),
             domain: mark.domain,
         };
-        if self.registry.contains(&request.name) {
+        if self.registry.is_taken(&request.name) {
             // The name is taken if two domains have similar names, or if a VM of memfold has this
             // name.
             let pid = vm.pid().as_raw_nonzero();
             request.name = format!("{:.50}-{pid}", request.name);
         }
         self.vms
-            .attach_as(vm, &request, Some(domain.clone()), None)
+            .attach_as(vm, &request, Some(domain.clone()))
             .map_err(Refusal::Failed)
     }
 }

@@ -34,6 +34,7 @@ use self::settings::Settings;
 use crate::error::{DaemonError, refused};
 use crate::locks::{SaveRight, SwapRight};
 use crate::run_state::RunState;
+use crate::vms::AttachedVm;
 
 mod agent_ready;
 mod clock;
@@ -413,17 +414,20 @@ impl Machine {
         }
     }
 
-    /// Returns the request with which the next daemon attaches to this VM. `None` for libvirt
-    /// domains: the next daemon finds such domains itself, and their trust domain may have changed
-    /// by then.
-    pub fn attach_request(&self) -> Option<AttachRequest> {
+    /// Returns with what the next daemon attaches to this VM. `None` for libvirt domains: the next
+    /// daemon finds such domains itself, and their trust domain may have changed by then.
+    pub fn attached(&self) -> Option<AttachedVm> {
         let Origin::Attached(qmp) = &self.role.origin else {
             return None;
         };
-        Some(AttachRequest {
+        let request = AttachRequest {
             qmp: qmp.clone(),
             name: self.role.name.clone(),
             domain: self.role.domain.clone(),
+        };
+        Some(AttachedVm {
+            request,
+            process: self.vm.process().identity(),
         })
     }
 

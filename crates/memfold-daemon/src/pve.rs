@@ -88,10 +88,10 @@ impl PveVms {
     fn is_attached(&self, node: &Node, vmid: u32) -> bool {
         let qmp = node.qmp(vmid);
         let machines = self.registry.machines();
-        let mut known = machines.iter().filter_map(|m| m.attach_request());
+        let mut known = machines.iter().filter_map(|m| m.attached());
         let arrivals = self.registry.arrivals().all();
-        let mut arriving = arrivals.iter().filter_map(|a| a.attach_request());
-        known.any(|request| request.qmp == qmp) || arriving.any(|request| request.qmp == qmp)
+        let mut arriving = arrivals.iter().filter_map(|a| a.attached());
+        known.any(|vm| vm.request.qmp == qmp) || arriving.any(|vm| vm.request.qmp == qmp)
     }
 
     /// Attaches to a VM. Returns `None` if that is not necessary, or not possible yet: no QEMU
@@ -134,10 +134,10 @@ impl PveVms {
             name: format!("vm{vmid}"),
             domain: mark.domain,
         };
-        if self.registry.contains(&request.name) {
+        if self.registry.is_taken(&request.name) {
             let pid = vm.pid().as_raw_nonzero();
             request.name = format!("{}-{pid}", request.name);
         }
-        self.vms.attach_as(vm, &request, None, None).map(Some)
+        self.vms.attach_as(vm, &request, None).map(Some)
     }
 }

@@ -94,6 +94,12 @@ impl VmRegistry {
         self.vms.lock().contains_key(name)
     }
 
+    /// Returns whether a VM of this name runs, or is being started or adopted.
+    pub fn is_taken(&self, name: &str) -> bool {
+        // Each of the two locks is released before the other is taken.
+        self.arrivals.get(name).is_some() || self.contains(name)
+    }
+
     /// Returns the VM whose QEMU process has this PID.
     pub fn with_pid(&self, pid: Pid) -> Option<Arc<Machine>> {
         self.vms.lock().values().find(|vm| vm.pid() == pid).cloned()

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use memfold_api::{AttachRequest, VmInfo};
+use memfold_api::VmInfo;
 use memfold_fold::Command;
 use memfold_vm::kernel_copy::KernelCopies;
 use memfold_vm::{AgentOptions, Vm};
@@ -22,6 +22,7 @@ mod console;
 mod control;
 mod launch;
 
+pub(crate) use attach::AttachedVm;
 pub use console::Console;
 
 /// The service that starts, attaches, adopts and stops VMs.
@@ -32,7 +33,7 @@ pub struct Vms {
     /// Glob patterns of the paths whose page cache agents report.
     agents: AgentOptions,
     /// Attached VMs, by name, as last recorded for the next daemon.
-    attached: Mutex<BTreeMap<String, AttachRequest>>,
+    attached: Mutex<BTreeMap<String, AttachedVm>>,
 }
 
 impl Vms {
@@ -73,7 +74,12 @@ impl Vms {
                 vms.forget(&watched);
             }
         });
-        begun.map_err(|_| DaemonError::Internal("no thread to watch the VM"))?;
+        if begun.is_err() {
+            // Nobody would notice the VM's end.
+            self.below.registry.remove(&machine);
+            let _ = self.below.folding.tell(Command::Remove(machine.id()));
+            return Err(DaemonError::Internal("no thread to watch the VM"));
+        }
         Ok(machine)
     }
 
@@ -100,7 +106,7 @@ impl Vms {
         self.below.snapshots.let_go();
         self.below.swap_disks.forget(machine);
         self.below.segments.left(&segments);
-        if machine.attach_request().is_some() {
+        if machine.attached().is_some() {
             self.write_attached();
         }
     }

@@ -5,7 +5,6 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use memfold_api::AttachRequest;
 use memfold_host::chain;
 use memfold_units::ByteSize;
 use memfold_vm::{MachineError, Process, QmpError, Record, Vm, VmDirectory, VmSpec};
@@ -15,7 +14,7 @@ use crate::arrivals::{Entry, Way};
 use crate::error::DaemonError;
 use crate::machine::Origin;
 use crate::segments::in_guest::recall_segments;
-use crate::vms::Vms;
+use crate::vms::{AttachedVm, Vms};
 use crate::{boot_snapshot, interrupted_save, threads};
 
 /// Pauses between two attempts to adopt a VM: the first, and the longest.
@@ -37,15 +36,10 @@ impl Vms {
                 vms.adopt(&directory, entry)
             });
         }
-        for request in self.read_attached() {
-            let mut spec = VmSpec::new(request.name.clone(), ByteSize(0));
-            spec.domain.clone_from(&request.domain);
-            let entry = self
-                .below
-                .registry
-                .arrive(&spec, Way::Attaching(request.clone()));
+        for vm in self.read_attached() {
+            let entry = self.arrive_attached(&vm.request, Some(vm.clone()));
             self.begin_try("attach", entry, move |vms, entry| {
-                vms.attach_again(&request, entry)
+                vms.attach_again(&vm, entry)
             });
         }
         Ok(())
@@ -138,9 +132,17 @@ impl Vms {
         Ok(())
     }
 
-    fn attach_again(self: &Arc<Self>, request: &AttachRequest, entry: &Entry) -> bool {
+    fn attach_again(self: &Arc<Self>, recorded: &AttachedVm, entry: &Entry) -> bool {
+        let request = &recorded.request;
         let attached = Vm::attach(&request.qmp).map_err(DaemonError::from);
-        let attached = attached.and_then(|vm| self.attach_as(vm, request, None, Some(entry)));
+        let attached = attached.and_then(|vm| {
+            if vm.process().identity() != recorded.process {
+                let qmp = request.qmp.display();
+                let why = format!("another QEMU has the socket {qmp} now, so it may be another VM");
+                return Err(DaemonError::BadRequest(why));
+            }
+            self.attach_arrived(vm, request, None, entry)
+        });
         let Err(error) = attached else {
             return true;
         };

@@ -6,50 +6,73 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use memfold_api::{AttachRequest, VmInfo};
-use memfold_vm::Vm;
+use memfold_units::ByteSize;
+use memfold_vm::{Identity, Vm, VmSpec};
+use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::arrivals::Entry;
+use crate::arrivals::{Entry, Way};
 use crate::error::DaemonError;
 use crate::interrupted_save;
 use crate::json_file::write_json;
 use crate::machine::Origin;
 use crate::vms::Vms;
 
+/// A VM that the daemon is attached to, as `attached.json` records it. A later QEMU with the same
+/// socket can be another VM, which may not get into the recorded trust domain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct AttachedVm {
+    pub request: AttachRequest,
+    pub process: Identity,
+}
+
 impl Vms {
     /// Attaches to a running QEMU by its QMP socket.
     pub fn attach(self: &Arc<Self>, request: &AttachRequest) -> Result<VmInfo, DaemonError> {
-        self.check_free(request)?;
-        self.attach_as(Vm::attach(&request.qmp)?, request, None, None)
+        check_names(request)?;
+        if self.below.registry.is_taken(&request.name) {
+            return Err(DaemonError::NameTaken(request.name.clone()));
+        }
+        self.attach_as(Vm::attach(&request.qmp)?, request, None)
     }
 
-    fn check_free(&self, request: &AttachRequest) -> Result<(), DaemonError> {
-        let name = &request.name;
-        let domain = request.domain.iter().map(|domain| ("domain", domain));
-        for (field, text) in std::iter::once(("name", name)).chain(domain) {
-            memfold_vm::check_name(field, text)
-                .map_err(|e| DaemonError::BadRequest(e.to_string()))?;
-        }
-        // Each of the two locks is released before the other is taken.
-        let is_arriving = self.below.registry.arrivals().get(name).is_some();
-        if is_arriving || self.below.registry.contains(name) {
-            return Err(DaemonError::NameTaken(name.clone()));
-        }
-        Ok(())
-    }
-
-    /// Adopts a QEMU process whose monitor is connected. `libvirt`: its domain name, if libvirt
-    /// started it.
+    /// Reserves a VM's name, and adopts its QEMU, whose monitor is connected. `libvirt`: its domain
+    /// name, if libvirt started it.
     pub(crate) fn attach_as(
         self: &Arc<Self>,
         vm: Vm,
         request: &AttachRequest,
         libvirt: Option<String>,
-        entry: Option<&Entry>,
     ) -> Result<VmInfo, DaemonError> {
-        if entry.is_none() {
-            self.check_free(request)?;
-        }
+        check_names(request)?;
+        let recorded = libvirt.is_none().then(|| AttachedVm {
+            request: request.clone(),
+            process: vm.process().identity(),
+        });
+        let entry = self.arrive_attached(request, recorded)?;
+        self.attach_arrived(vm, request, libvirt, &entry)
+    }
+
+    /// Adds a VM to the list of those that are being adopted. `recorded`: its entry in
+    /// `attached.json`, if it has one.
+    pub(super) fn arrive_attached(
+        &self,
+        request: &AttachRequest,
+        recorded: Option<AttachedVm>,
+    ) -> Result<Entry, DaemonError> {
+        let mut spec = VmSpec::new(request.name.clone(), ByteSize(0));
+        spec.domain.clone_from(&request.domain);
+        self.below.registry.arrive(&spec, Way::Attaching(recorded))
+    }
+
+    /// Adopts a QEMU whose name is reserved by `_entry`.
+    pub(super) fn attach_arrived(
+        self: &Arc<Self>,
+        vm: Vm,
+        request: &AttachRequest,
+        libvirt: Option<String>,
+        _entry: &Entry,
+    ) -> Result<VmInfo, DaemonError> {
         let name = &request.name;
         if let Some(known) = self.below.registry.with_pid(vm.pid()) {
             return Err(DaemonError::BadRequest(format!(
@@ -73,9 +96,9 @@ impl Vms {
         self.below.registry.state().join("attached.json")
     }
 
-    pub(super) fn read_attached(&self) -> Vec<AttachRequest> {
+    pub(super) fn read_attached(&self) -> Vec<AttachedVm> {
         let bytes = std::fs::read(self.attached_file()).unwrap_or_default();
-        let list: Vec<AttachRequest> = serde_json::from_slice(&bytes).unwrap_or_default();
+        let list: Vec<AttachedVm> = serde_json::from_slice(&bytes).unwrap_or_default();
         *self.attached.lock() = by_name(list.iter().cloned());
         list
     }
@@ -86,9 +109,9 @@ impl Vms {
         let mut written = self.attached.lock();
         // Attached VMs that this daemon has not reached yet are included.
         let arriving = self.below.registry.arrivals().all();
-        let arriving = arriving.iter().filter_map(|a| a.attach_request().cloned());
+        let arriving = arriving.iter().filter_map(|a| a.attached().cloned());
         let machines = self.below.registry.machines();
-        let attached = machines.iter().filter_map(|m| m.attach_request());
+        let attached = machines.iter().filter_map(|m| m.attached());
         let now = by_name(arriving.chain(attached));
         if *written == now {
             return;
@@ -102,7 +125,14 @@ impl Vms {
     }
 }
 
-fn by_name(list: impl Iterator<Item = AttachRequest>) -> BTreeMap<String, AttachRequest> {
-    list.map(|request| (request.name.clone(), request))
-        .collect()
+fn by_name(list: impl Iterator<Item = AttachedVm>) -> BTreeMap<String, AttachedVm> {
+    list.map(|vm| (vm.request.name.clone(), vm)).collect()
+}
+
+fn check_names(request: &AttachRequest) -> Result<(), DaemonError> {
+    let domain = request.domain.iter().map(|domain| ("domain", domain));
+    for (field, text) in std::iter::once(("name", &request.name)).chain(domain) {
+        memfold_vm::check_name(field, text).map_err(|e| DaemonError::BadRequest(e.to_string()))?;
+    }
+    Ok(())
 }

@@ -597,3 +597,60 @@ fn if_qemu_runs_in_a_mount_namespace_its_files_are_read_in_that_namespace() {
     let disk = restored.iter().find(|(place, _)| place.contains("virtio0"));
     assert_eq!(disk.unwrap().1, "49", "{restored:?}");
 }
+
+#[test]
+fn a_new_daemon_does_not_attach_to_another_qemu_at_the_socket_of_an_attached_vm() {
+    let mut daemon = Daemon::start();
+    let line = "-M q35 -m 32 -S";
+    let first = Typed::start(&daemon, "typed", line);
+    let socket = first.qmp();
+    let attach = |daemon: &Daemon, domain: &str| {
+        daemon.json(&["vm", "attach", &socket, "--name", "web", "--domain", domain])
+    };
+    assert_eq!(attach(&daemon, "shop")["domain"], "shop");
+    daemon.terminate();
+    daemon.start_again();
+    daemon.wait_adopted();
+    assert_eq!(daemon.json(&["vm", "list"])[0]["domain"], "shop");
+    daemon.terminate();
+    drop(first);
+    // Its owner may be another customer.
+    let _second = Typed::start(&daemon, "typed", line);
+    daemon.start_again();
+    daemon.wait_adopted();
+    assert_eq!(daemon.json(&["vm", "list"]), json!([]));
+    assert_eq!(attach(&daemon, "other")["domain"], "other");
+}
+
+#[test]
+fn of_two_qemus_that_are_attached_under_one_name_at_once_one_is_refused() {
+    let daemon = Daemon::start();
+    let qemus = ["a", "b"].map(|name| Typed::start(&daemon, name, "-M q35 -m 32 -S"));
+    let attach =
+        |qemu: &Typed, name: &str| daemon.run(&["vm", "attach", &qemu.qmp(), "--name", name]);
+    let outputs = std::thread::scope(|scope| {
+        let both = qemus.each_ref();
+        let both = both.map(|qemu| scope.spawn(|| attach(qemu, "web")));
+        both.map(|thread| thread.join().unwrap())
+    });
+    let lost: Vec<usize> = (0..2).filter(|&i| code(&outputs[i]) != 0).collect();
+    assert_eq!(lost.len(), 1, "{outputs:?}");
+    refused(&outputs[lost[0]], 1, &["'web'"]);
+    assert_eq!(code(&attach(&qemus[lost[0]], "other")), 0);
+    assert_eq!(daemon.json(&["vm", "list"]).as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn a_segment_build_with_a_wrong_name_is_refused_before_a_guest_copies_its_files() {
+    let daemon = Daemon::start();
+    let build = [
+        "segment",
+        "build",
+        "web@2",
+        "--domain",
+        "d",
+        "--from",
+        "vm:nobody",
+    ];
+    refused(&daemon.run(&build), 1, &["names a generation"]);
+}

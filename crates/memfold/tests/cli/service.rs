@@ -317,10 +317,13 @@ fn logged(more: &[&str], journal: bool) -> String {
     std::fs::create_dir_all(directory.path().join("state")).unwrap();
     let log = directory.path().join("log");
     let file = std::fs::File::create(&log).unwrap();
-    let request = json!([{"name": "gone", "qmp": "/nowhere/qmp", "domain": null}]);
+    let attached = json!([{
+        "request": {"name": "gone", "qmp": "/nowhere/qmp", "domain": null},
+        "process": {"pid": 1, "start_ticks": 0},
+    }]);
     std::fs::write(
         directory.path().join("state/attached.json"),
-        request.to_string(),
+        attached.to_string(),
     )
     .unwrap();
     let mut command = program();
