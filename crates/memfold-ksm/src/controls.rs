@@ -4,8 +4,11 @@
 
 use std::fmt;
 use std::fs::{self, File};
-use std::io;
-use std::path::PathBuf;
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
@@ -13,6 +16,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::error::KsmError;
+
+/// How long a write of a setting may take.
+const PATIENCE: Duration = if cfg!(test) {
+    Duration::from_millis(500)
+} else {
+    Duration::from_secs(5)
+};
+
+/// Writes whose callers have stopped waiting, and which may still hang, by their files.
+static STUCK: Mutex<Vec<(PathBuf, Receiver<io::Result<()>>)>> = Mutex::new(Vec::new());
 
 /// Value of `run` that unmerges all pages. The kernel keeps the value afterwards, so it is also that
 /// of a KSM that stands still.
@@ -132,16 +145,14 @@ impl Controls {
     }
 
     /// Writes `value` to the setting `name`. A write of 2 to `run` returns when all pages are
-    /// unmerged.
+    /// unmerged; every other write fails after [`PATIENCE`].
     pub fn write(&self, name: &str, value: &dyn fmt::Display) -> Result<(), KsmError> {
         let (path, value) = (self.root.join(name), value.to_string());
-        // No file is created, because a name that the kernel does not have must not become a file
-        // in a test's directory.
-        let written = File::options()
-            .write(true)
-            .truncate(true)
-            .open(&path)
-            .and_then(|mut file| io::Write::write_all(&mut file, value.as_bytes()));
+        let written = if name == "run" && value == UNMERGE.to_string() {
+            write(&path, &value)
+        } else {
+            write_soon(&path, &value)
+        };
         written.map_err(|source| KsmError::Write {
             path,
             value,
@@ -217,4 +228,36 @@ impl Controls {
         }
         self.write("run", &after)
     }
+}
+
+fn write(path: &Path, value: &str) -> io::Result<()> {
+    // No file is created, because a name that the kernel does not have must not become a file in a
+    // test's directory.
+    let mut file = File::options().write(true).truncate(true).open(path)?;
+    file.write_all(value.as_bytes())
+}
+
+/// Writes a setting on a thread of its own, and stops waiting after [`PATIENCE`]. The kernel takes
+/// the lock that ksmd holds, and ksmd may wait for a process that hangs with its memory map locked.
+fn write_soon(path: &Path, value: &str) -> io::Result<()> {
+    let late = || {
+        let why = "ksmd does not answer; a mergeable process may hang in the kernel (see 'ps -eo pid,stat,wchan:30,args')";
+        io::Error::new(io::ErrorKind::TimedOut, why)
+    };
+    let mut stuck = STUCK.lock().unwrap_or_else(PoisonError::into_inner);
+    stuck.retain(|(_, written)| matches!(written.try_recv(), Err(TryRecvError::Empty)));
+    if stuck.iter().any(|(of, _)| of == path) {
+        return Err(late());
+    }
+    let (answer, written) = channel();
+    let (place, value) = (path.to_owned(), value.to_owned());
+    // The caller may have stopped waiting.
+    let work = move || drop(answer.send(write(&place, &value)));
+    thread::Builder::new()
+        .name("ksm-write".into())
+        .spawn(work)?;
+    written.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+        stuck.push((path.to_owned(), written));
+        Err(late())
+    })
 }

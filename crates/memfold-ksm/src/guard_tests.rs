@@ -172,6 +172,33 @@ fn pages_that_may_stay_merged_are_not_unmerged_again_if_an_operator_had_unmerged
 }
 
 #[test]
+fn a_setting_that_ksmd_does_not_take_is_given_up_and_takes_effect_when_ksmd_goes_on() {
+    let tree = tree();
+    let controls = Controls::new(tree.path());
+    let run = tree.path().join("run");
+    // A FIFO without a reader holds up whoever opens it to write.
+    fs::remove_file(&run).unwrap();
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &run,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+        0,
+    )
+    .unwrap();
+    for _ in 0..2 {
+        let error = controls.write("run", &0).unwrap_err();
+        let KsmError::Write { source, .. } = error else {
+            panic!("{error}")
+        };
+        assert_eq!(source.kind(), io::ErrorKind::TimedOut);
+    }
+    // Other settings are not held up.
+    controls.write("sleep_millisecs", &7).unwrap();
+    assert_eq!(fs::read_to_string(&run).unwrap(), "0");
+}
+
+#[test]
 fn ksm_settings_saved_in_another_boot_are_discarded() {
     let (tree, state) = (tree(), tempfile::tempdir().unwrap());
     let controls = Controls::new(tree.path());

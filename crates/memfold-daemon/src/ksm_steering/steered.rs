@@ -195,9 +195,9 @@ impl SteeredKsm {
     /// Stops KSM. Returns after ksmd has stopped working (`run_store` in `mm/ksm.c` waits for it).
     /// Merged pages stay merged.
     pub fn stop(&mut self) -> Result<(), KsmError> {
-        self.controls.write("run", &0)?;
+        // A write that is late takes effect later, and is no other program's.
         self.stopped = true;
-        Ok(())
+        self.controls.write("run", &0)
     }
 
     /// Keeps KSM stopped; `run`: the control's present value.
