@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use memfold_host::helper;
 use memfold_vm::qcow2::{self, NamedBacking};
-use memfold_vm::{DiskFormat, DiskSpec};
+use memfold_vm::{CloudInit, DiskFormat, DiskSpec};
 
 use super::disk_chain::header;
 use super::error::{SnapshotError, failed};
@@ -371,6 +371,12 @@ fn strange(manifest: &Manifest) -> Option<&'static str> {
     if spec.swap.is_some() {
         return Some("its VM has a swap disk, which no snapshot holds");
     }
+    // A saved VM has the texts themselves. Files would be read on this host, as root.
+    let names_files =
+        |of: &CloudInit| of.seed.is_none() || of.user_data.is_some() || !of.ssh_keys.is_empty();
+    if spec.cloud_init.as_ref().is_some_and(names_files) {
+        return Some("its data for cloud-init are in files outside the snapshot");
+    }
     let user = spec.user.as_ref();
     if user.is_some_and(|user| !is_word(user, ".-_")) {
         return Some("its VM's user is not a name");
@@ -402,6 +408,8 @@ impl Arrival<'_> {
         // A relative path stands for a file in the snapshot's directory.
         disk.path = self.place.join(&saved.file.path);
         (disk.format, disk.read_only) = (Some(format), saved.read_only);
+        // It would name a socket of this host.
+        disk.streamed = None;
         for file in &mut saved.backing {
             file.path = self.moved(&file.path)?;
         }

@@ -158,6 +158,8 @@ impl Description {
                 manifest.spec.network = Network::Disconnected;
             }
             manifest.spec.qemu_directory = None;
+            // QEMU runs as a user of its own, and never as root.
+            manifest.spec.user = None;
         }
         manifest
     }

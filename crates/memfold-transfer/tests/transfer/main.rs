@@ -229,6 +229,14 @@ fn a_pulled_snapshot_whose_description_names_files_of_this_host_is_refused() {
     let told =
         with(&|of: &mut Value| of["manifest"]["spec"]["boot"] = json!({ "kernel": "/etc/shadow" }));
     assert!(told.contains("/etc/shadow"), "{told}");
+    for cloud_init in [
+        json!({ "user_data": "/etc/shadow" }),
+        json!({ "ssh_keys": ["/root/.ssh/id_ed25519"] }),
+    ] {
+        let told =
+            with(&|of: &mut Value| of["manifest"]["spec"]["cloud_init"] = cloud_init.clone());
+        assert!(told.contains("cloud-init"), "{told}");
+    }
     for name in [
         "../x",
         "manifest.json",
