@@ -86,7 +86,7 @@ fn shorten(log: &Path) -> io::Result<bool> {
 /// Returns the newest part of a log, at most [`MOST`] bytes; empty if there is no log. Invalid
 /// UTF-8 is replaced.
 pub(crate) fn end_of(log: &Path) -> io::Result<String> {
-    let read = |path: &Path| missing_is_fine(std::fs::read(path));
+    let read = |path: &Path| missing_is_fine(memfold_vm::file_end(path, MOST));
     let mut text = read(&log.with_extension("log.1"))?;
     text.extend(read(log)?);
     let most = usize::try_from(MOST).unwrap_or(0);

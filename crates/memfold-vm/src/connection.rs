@@ -183,6 +183,10 @@ pub(super) fn remove(note: &Path) -> io::Result<()> {
     let Ok(name) = std::fs::read_to_string(note) else {
         return Ok(());
     };
+    // The daemon was killed, or the file system was full, before the interface was made.
+    if name.is_empty() {
+        return Ok(());
+    }
     match find(&name) {
         Ok(None) => Ok(()),
         Ok(Some(_)) => ip(&["link", "delete", "dev", &name]).map(drop),

@@ -227,10 +227,10 @@ impl VmDirectory {
     /// Removes the VM's directory, the files in `overlays`, and the VM's own files and macvtap.
     /// Missing files are no error.
     pub fn remove(&self, overlays: &[PathBuf]) -> io::Result<()> {
-        connection::remove(&self.macvtap())?;
         for overlay in overlays {
             missing_is_fine(fs::remove_file(overlay))?;
         }
+        connection::remove(&self.macvtap())?;
         for number in 0.. {
             let own = self.own_file(number);
             if own.symlink_metadata().is_err() {

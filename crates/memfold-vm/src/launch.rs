@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -29,7 +29,7 @@ use super::qemu_user::{self, QemuUser, UserError};
 use super::qmp::Qmp;
 use super::seed_disk;
 use super::spec::{AccelChoice, DiskSpec, VmSpec};
-use super::spec_error::SpecError;
+use super::spec_error::{SpecError, require};
 use super::swap;
 
 /// Longest time until QEMU's monitor answers.
@@ -48,7 +48,7 @@ const INCOMING: [&str; 4] = [
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Number of bytes of QEMU's output that an error message repeats.
-const LOG_TAIL: usize = 4096;
+const LOG_TAIL: u64 = 4096;
 
 /// Longest age of QEMU's last output that still explains QEMU's end.
 const LAST_WORDS: Duration = Duration::from_secs(10);
@@ -190,6 +190,12 @@ pub fn start_unless(
     incoming: Option<&Incoming>,
 ) -> Result<Vm, LaunchError> {
     let given = spec.clone();
+    let of_cloud_init = spec.cloud_init.as_ref().filter(|_| incoming.is_some());
+    require(
+        of_cloud_init.is_none_or(|of| of.seed.is_some()),
+        "cloud_init",
+        "a saved VM has the data themselves, and names no files",
+    )?;
     spec.validate()?;
     if incoming.is_some_and(|saved| saved.arriving) {
         spec.keep_paths(given);
@@ -617,9 +623,19 @@ fn preload(command: &mut Command, library: &Path, directory: &VmDirectory) -> io
 
 /// Returns the end of QEMU's log of a VM: at most 4 KiB, as text.
 pub fn log_tail(directory: &VmDirectory) -> String {
-    let log = fs::read(directory.qemu_log()).unwrap_or_default();
-    let tail = &log[log.len().saturating_sub(LOG_TAIL)..];
-    String::from_utf8_lossy(tail).trim().to_owned()
+    let tail = file_end(&directory.qemu_log(), LOG_TAIL).unwrap_or_default();
+    String::from_utf8_lossy(&tail).trim().to_owned()
+}
+
+/// Returns the last bytes of a file, at most `most`. A QEMU that its guest controls can give its log
+/// any length.
+pub fn file_end(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let mut file = File::open(path)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+    let mut end = Vec::new();
+    file.take(most).read_to_end(&mut end)?;
+    Ok(end)
 }
 
 /// Returns the last line of QEMU's log if it explains why QEMU ended by itself, such as a failed

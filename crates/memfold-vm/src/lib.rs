@@ -72,7 +72,9 @@ pub use connection::ConnectionError;
 pub use definition::Definition;
 pub use directory::{DEFAULT_STATE, Record, VmDirectory, missing_is_fine};
 pub use forward::Forward;
-pub use launch::{Cancel, Incoming, LaunchError, last_words, log_tail, start, start_unless};
+pub use launch::{
+    Cancel, Incoming, LaunchError, file_end, last_words, log_tail, start, start_unless,
+};
 pub use layout::{RamBlock, RamLayout, RamSlot};
 pub use library_link::{LibraryError, LibraryFacts, LibraryLink};
 pub use machine::{MachineError, Vm};

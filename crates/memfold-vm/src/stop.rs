@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::directory::{Record, VmDirectory};
+use super::directory::{Record, VmDirectory, missing_is_fine};
 use super::machine::{MachineError, QUIT_TIMEOUT, Vm};
 use super::qmp::{Qmp, QmpError};
 
@@ -253,12 +253,17 @@ fn ask_alone(
 
 /// Removes the files of an ended VM, unless another VM has its name now.
 fn remove_files(directory: &VmDirectory, record: &Record) -> io::Result<()> {
-    let now = VmDirectory::read_json::<Record>(&directory.record());
-    if now.as_ref().is_ok_and(|now| now.process != record.process) {
+    // Whoever holds the lock is starting another VM of this name.
+    let Some(_lock) = missing_is_fine(directory.lock())? else {
         return Ok(());
-    }
+    };
+    // Another thread may have removed the files, and a new VM may not have its record yet.
+    let now: Option<Record> = VmDirectory::read_json(&directory.record()).ok();
+    let Some(now) = now.filter(|now| now.process == record.process) else {
+        return Ok(());
+    };
     // A snapshot may have replaced the overlays since the start.
-    directory.remove(&now.as_ref().unwrap_or(record).overlays)
+    directory.remove(&now.overlays)
 }
 
 /// Result of asking a guest to shut down.
