@@ -135,6 +135,26 @@ pub(super) fn check_header(
     Err(refused(format!("has the backing file {file} ({format})")))
 }
 
+/// Checks the header of a copy of a disk, which QEMU has written. A copy is whole, so its header must
+/// name no other file, which a later reader would open as root.
+pub(super) fn check_alone(copy: &Path) -> Result<(), SnapshotError> {
+    let is_alone = match qcow2::backing(copy) {
+        Some(backing) => backing == NamedBacking::None,
+        None => {
+            let image = header(copy).map_err(failed(copy))?;
+            let has_data_file = !image["format-specific"]["data"]["data-file"].is_null();
+            !image.is_null() && image["backing-filename"].is_null() && !has_data_file
+        }
+    };
+    if is_alone {
+        return Ok(());
+    }
+    Err(SnapshotError::Impossible(format!(
+        "{} is no qcow2 image that stands alone, perhaps because the guest controls QEMU; the VM is not saved",
+        copy.display()
+    )))
+}
+
 /// Returns whether an overlay of a disk may have this backing file in this format.
 fn is_allowed(
     backing: &Path,

@@ -37,6 +37,7 @@ use super::disk_chain::{delete_node, device, images};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
+use super::own_overlay;
 
 /// Longest time in seconds that a guest's write waits until the old data are saved. After that
 /// time, the snapshot fails.
@@ -208,7 +209,11 @@ pub(super) fn finish(
     }
     remove(monitor, spec)?;
     for copy in copies {
-        check(copy.disk, &draft.path.join(disk_name(copy.disk)))?;
+        let new = draft.path.join(disk_name(copy.disk));
+        if !spec.keeps_rights() {
+            own_overlay::take_from_writers(&new).map_err(failed(&new))?;
+        }
+        check(copy.disk, &new)?;
         std::fs::remove_file(&copy.old).map_err(failed(&copy.old))?;
     }
     Ok(began.elapsed())

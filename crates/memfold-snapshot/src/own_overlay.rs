@@ -6,7 +6,7 @@
 //! otherwise the snapshot gets a copy.
 
 use std::fs::{File, Permissions};
-use std::io;
+use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::Path;
@@ -21,13 +21,33 @@ const ACCESS_LIST: &str = "system.posix_acl_access";
 
 /// Gives the frozen overlay `from` the name `to` in a snapshot, and root as its owner, so that QEMU
 /// can no longer write it. Copies the overlay instead if somebody has it open for writing, or if
-/// `to` is on another file system.
-pub(super) fn take(from: &Path, to: &Path) -> io::Result<()> {
+/// `to` is on another file system. `most`: largest length that the overlay can have.
+pub(super) fn take(from: &Path, to: &Path, most: u64) -> io::Result<()> {
     let file = open(from)?;
-    if is_roots_alone(&file)? && link(&file, to)? {
+    let is_ours = is_roots_alone(&file)?;
+    let length = file.metadata()?.len();
+    if length > most {
+        let why = format!(
+            "the file is {length} bytes long, and the disk's overlay can have {most}, perhaps because the guest controls QEMU"
+        );
+        return Err(io::Error::other(why));
+    }
+    if is_ours && link(&file, to)? {
         return Ok(());
     }
-    copy(&file, to)
+    copy(&file, to, length)
+}
+
+/// Replaces a file of a snapshot by a copy if somebody has it open for writing: a QEMU that its
+/// guest controls may have kept a descriptor.
+pub(super) fn take_from_writers(path: &Path) -> io::Result<()> {
+    let file = open(path)?;
+    if matches!(lease::has_writers(&file), Ok(false)) {
+        return Ok(());
+    }
+    let copied = path.with_extension("copied");
+    copy(&file, &copied, file.metadata()?.len())?;
+    std::fs::rename(copied, path)
 }
 
 /// Makes QEMU's user the owner of an overlay again that [`take`] has made root's. The VM is going
@@ -81,12 +101,19 @@ fn link(file: &File, to: &Path) -> io::Result<bool> {
     }
 }
 
-fn copy(mut from: &File, to: &Path) -> io::Result<()> {
+/// Copies the first `length` bytes of a file. Holes stay holes.
+fn copy(mut from: &File, to: &Path, length: u64) -> io::Result<()> {
     let mut options = File::options();
     options.write(true).create_new(true).mode(0o600);
     let mut to = options.open(to)?;
-    // The copy shares blocks with the original if the file system can.
-    io::copy(&mut from, &mut to)?;
+    to.set_len(length)?;
+    for range in memfold_store::data_ranges(from)? {
+        from.seek(SeekFrom::Start(range.start))?;
+        to.seek(SeekFrom::Start(range.start))?;
+        let bytes = range.end.min(length).saturating_sub(range.start);
+        // The copy shares blocks with the original if the file system can.
+        io::copy(&mut from.take(bytes), &mut to)?;
+    }
     to.sync_all()
 }
 
@@ -98,6 +125,7 @@ mod tests {
 
     use super::*;
 
+    const MOST: u64 = 1 << 20;
     const USER: QemuUser = QemuUser {
         uid: 2_100_000_000,
         gid: 2_100_000_000,
@@ -140,7 +168,7 @@ mod tests {
         let has_list = rustix::fs::fsetxattr(&file, ACCESS_LIST, &list, XattrFlags::empty());
         drop(file);
         let kept = place.path().join("kept");
-        take(&path, &kept).unwrap();
+        take(&path, &kept, MOST).unwrap();
         assert_eq!(same(&path, &kept), (true, 0));
         let mode = kept.metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o7777, 0o600);
@@ -162,7 +190,7 @@ mod tests {
             memfold_testkit::skip!("only root can give files to other users");
         };
         let kept = place.path().join("kept");
-        take(&path, &kept).unwrap();
+        take(&path, &kept, MOST).unwrap();
         file.write_all(b" written later").unwrap();
         assert!(!same(&path, &kept).0);
         assert_eq!(std::fs::read(&kept).unwrap(), b"bytes");
@@ -175,17 +203,48 @@ mod tests {
         std::fs::write(&target, "secret").unwrap();
         let link = place.path().join("link");
         std::os::unix::fs::symlink(&target, &link).unwrap();
-        assert!(take(&link, &kept).is_err() && give_back(&link, Some(USER)).is_err());
+        assert!(take(&link, &kept, MOST).is_err() && give_back(&link, Some(USER)).is_err());
         let pipe = place.path().join("pipe");
         rustix::fs::mknodat(CWD, &pipe, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
-        assert!(take(&pipe, &kept).is_err() && !kept.exists());
+        assert!(take(&pipe, &kept, MOST).is_err() && !kept.exists());
         // A second name of another file: the file's owner stays.
         let second = place.path().join("second");
         std::fs::hard_link(&target, &second).unwrap();
         let owner = target.metadata().unwrap().uid();
         assert!(give_back(&second, Some(USER)).is_err());
-        take(&second, &kept).unwrap();
+        take(&second, &kept, MOST).unwrap();
         assert!(!same(&second, &kept).0);
         assert_eq!(target.metadata().unwrap().uid(), owner);
+    }
+
+    #[test]
+    fn an_overlay_that_is_longer_than_its_disk_allows_is_refused_and_holes_are_not_copied() {
+        let place = tempfile::tempdir().unwrap();
+        let Some((path, file)) = overlay(place.path()) else {
+            memfold_testkit::skip!("only root can give files to other users");
+        };
+        let kept = place.path().join("kept");
+        file.set_len(MOST + 1).unwrap();
+        let error = take(&path, &kept, MOST).unwrap_err();
+        assert!(error.to_string().contains("can have 1048576"), "{error}");
+        assert!(!kept.exists());
+        file.set_len(MOST).unwrap();
+        // The descriptor `file` makes this a copy.
+        take(&path, &kept, MOST).unwrap();
+        let copied = std::fs::read(&kept).unwrap();
+        assert!(copied == std::fs::read(&path).unwrap() && copied.starts_with(b"bytes"));
+        assert!(kept.metadata().unwrap().blocks() * 512 < MOST / 2);
+    }
+
+    #[test]
+    fn a_file_of_a_snapshot_that_somebody_can_still_write_is_replaced_by_a_copy() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("disk0.qcow2");
+        std::fs::write(&path, "saved").unwrap();
+        take_from_writers(&path).unwrap();
+        let mut writer = File::options().write(true).open(&path).unwrap();
+        take_from_writers(&path).unwrap();
+        writer.write_all(b"wrong").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "saved");
     }
 }

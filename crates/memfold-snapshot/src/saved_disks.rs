@@ -1,11 +1,11 @@
 //! Puts the frozen disk overlays of a saved VM into the snapshot's directory, as hard links or as
 //! copies, and records the files of all its disks for the manifest.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Seek as _, SeekFrom};
 use std::path::Path;
 
-use memfold_vm::{DiskFormat, VmSpec};
+use memfold_vm::{DiskFormat, DiskSpec, VmSpec, qcow2};
 
 use super::chain_check;
 use super::disk_chain::chain;
@@ -33,7 +33,7 @@ pub(super) fn take_over(
             if spec.keeps_rights() {
                 keep_file(&frozen.path, &own).map_err(failed)?;
             } else {
-                own_overlay::take(&frozen.path, &own).map_err(failed)?;
+                own_overlay::take(&frozen.path, &own, most_bytes(disk)).map_err(failed)?;
                 chain_check::check_header(&own, spec, number, draft)?;
             }
         }
@@ -46,9 +46,13 @@ pub(super) fn take_over(
         };
         // The guest writes the contents of a raw disk, which may look like a header that names
         // files of the host.
+        let is_copy = is_ours && found.is_none();
+        if is_copy {
+            chain_check::check_alone(&own)?;
+        }
         let files = match format {
-            DiskFormat::Qcow2 => chain(if is_ours { &own } else { &disk.path })?,
-            DiskFormat::Raw => Vec::new(),
+            DiskFormat::Qcow2 if !is_copy => chain(if is_ours { &own } else { &disk.path })?,
+            DiskFormat::Qcow2 | DiskFormat::Raw => Vec::new(),
         };
         disks.push(SavedDisk {
             file,
@@ -60,6 +64,21 @@ pub(super) fn take_over(
         });
     }
     Ok(disks)
+}
+
+/// Returns the largest length that an overlay of a disk can have. QEMU writes the overlay, and a
+/// guest may control it.
+fn most_bytes(disk: &DiskSpec) -> u64 {
+    let virtual_bytes = match disk.format() {
+        DiskFormat::Qcow2 => qcow2::virtual_bytes(&disk.path),
+        DiskFormat::Raw => File::open(&disk.path)
+            .and_then(|mut file| file.seek(SeekFrom::End(0)))
+            .ok(),
+    };
+    // Beside the disk's bytes, an overlay has tables, and clusters that it does not use any more.
+    virtual_bytes.map_or(u64::MAX, |bytes| {
+        bytes.saturating_mul(2).saturating_add(1 << 30)
+    })
 }
 
 /// Gives a file that nobody writes any more a second name, or copies it to another file system.
