@@ -31,9 +31,17 @@ pub struct SentEvent {
 pub struct EventParser {
     line: Vec<u8>,
     event: SentEvent,
+    last_id: Option<String>,
 }
 
 impl EventParser {
+    /// Returns the number with which the stream can be resumed after what was parsed; `None`: the
+    /// stream has named none yet. A message without data names it before the first event.
+    #[must_use]
+    pub fn last_id(&self) -> Option<&str> {
+        self.last_id.as_deref()
+    }
+
     /// Takes the next bytes of the stream. Returns the events that they complete.
     pub fn push(&mut self, bytes: &[u8]) -> Vec<SentEvent> {
         let mut events = Vec::new();
@@ -49,6 +57,7 @@ impl EventParser {
             let line = line.trim_end_matches('\r');
             if line.is_empty() {
                 let event = std::mem::take(&mut self.event);
+                self.last_id = event.id.clone().or(self.last_id.take());
                 if !event.data.is_empty() {
                     events.push(event);
                 }
@@ -97,6 +106,12 @@ mod tests {
             let pieces = stream.chunks(length);
             let events: Vec<_> = pieces.flat_map(|piece| parser.push(piece)).collect();
             assert_eq!(events, wanted, "pieces of {length}");
+            assert_eq!(parser.last_id(), Some("7"));
         }
+        let mut parser = EventParser::default();
+        assert_eq!(parser.push(b"id: 3\n"), []);
+        assert_eq!(parser.last_id(), None);
+        assert_eq!(parser.push(b"\n"), []);
+        assert_eq!(parser.last_id(), Some("3"));
     }
 }

@@ -36,7 +36,8 @@ pub(super) struct Begin {
 /// Sends events as server-sent events `event`, each with its number as `id`. With the header
 /// `last-event-id`, the stream begins after that event; otherwise with the last `count` events, 0
 /// by default, at most 1,000. If events between were dropped, because only the last 5,000 are kept,
-/// an event `gap` comes first. The stream ends after ten minutes; a client then reconnects.
+/// an event `gap` comes first. A stream that begins anew names the number before its first event in
+/// a message without data. The stream ends after ten minutes; a client then reconnects.
 #[utoipa::path(get, path = "/v1/events/stream", params(("count" = Option<i64>, Query), ("last-event-id" = Option<i64>, Header)), responses((status = 200, content_type = "text/event-stream", body = Event), (status = 404, body = ErrorBody), (status = 503, body = ErrorBody)))]
 pub(super) async fn event_stream(
     State(daemon): Served,
@@ -73,6 +74,7 @@ pub(super) async fn event_stream(
     samples.mark_changed();
     let source = Source {
         after: last.flatten().unwrap_or((newest - count).max(0)),
+        is_new: true,
         is_resumed: last.is_some(),
         newest,
         daemon,
@@ -96,6 +98,8 @@ struct Source {
     daemon: Arc<Daemon>,
     /// Number of the last event that was sent.
     after: i64,
+    /// Whether nothing was sent yet.
+    is_new: bool,
     /// Whether the client named its last event, and no event was sent yet.
     is_resumed: bool,
     /// Number of the newest event when the stream began.
@@ -111,6 +115,11 @@ struct Source {
 impl Source {
     /// Returns the next message; `None` at the end of the stream.
     async fn next(&mut self) -> Option<Message> {
+        if std::mem::take(&mut self.is_new) && !self.is_resumed {
+            // Without data, this is no event. A client whose stream ends before the first event goes
+            // on from here.
+            return Some(Message::default().id(self.after.to_string()));
+        }
         loop {
             if std::mem::take(&mut self.is_resumed) {
                 if let Some(gap) = self.gap().await? {

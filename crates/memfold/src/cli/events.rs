@@ -81,8 +81,8 @@ fn follow(context: &Context, client: &Client, count: u32) -> anyhow::Result<Exit
                                 if !show(context, &sent)? {
                                     return Ok(ExitCode::SUCCESS);
                                 }
-                                last = sent.id.or(last);
                             }
+                            last = parser.last_id().map(str::to_owned).or(last);
                         }
                         Ok(None) => break None,
                         Err(error) => break Some(error),

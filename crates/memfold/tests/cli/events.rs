@@ -56,6 +56,15 @@ fn a_stream_of_events_continues_after_the_last_event_of_the_client() {
         [Some("1"), Some("2")]
     );
 
+    // A stream without events can be resumed, too.
+    let mut pieces = client.stream("/v1/events/stream", None).unwrap();
+    let mut parser = EventParser::default();
+    while parser.last_id().is_none() {
+        let piece = pieces.next_piece().unwrap().expect("the stream goes on");
+        assert_eq!(parser.push(&piece), []);
+    }
+    assert_eq!(parser.last_id(), Some("2"));
+
     let error = client.stream(STREAM, Some("x")).unwrap_err();
     assert!(
         matches!(&error, ClientError::Refused { body, .. } if body.error.contains("last-event-id"))
