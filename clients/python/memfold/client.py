@@ -158,9 +158,10 @@ class Client:
                 continue
             gone, connected = None, True
             try:
-                for followed in _sent_events(response):
-                    after = followed.id if followed.id is not None else after
-                    yield followed
+                for number, followed in _sent_events(response):
+                    after = number if number is not None else after
+                    if followed is not None:
+                        yield followed
             except (OSError, ValueError):
                 # The daemon ended.
                 pass
@@ -392,7 +393,9 @@ class Vm:
         """The VM as the daemon described it last."""
         self.keep = keep
         """Whether the VM continues to run after a `with` block."""
-        if not keep and info.ttl_left_s is not None and client._extender is not None:
+        self._ends_with_us = not keep and info.ttl_left_s is not None
+        """Whether this program started the VM with a time to live."""
+        if self._ends_with_us and client._extender is not None:
             client._extender.add(self)
 
     def __repr__(self) -> str:
@@ -596,7 +599,7 @@ class Vm:
         try:
             if not self.keep:
                 self.close()
-            elif self.info.ttl_left_s is not None:
+            elif self._ends_with_us:
                 self._live_on()
         except MemfoldError as failed:
             # The error of the block is the one to report.
@@ -611,8 +614,10 @@ def _said(vm: str, errors: bytes, code: int) -> str:
     return f"VM '{vm}': {said or f'the command ended with code {code}'}"
 
 
-def _sent_events(lines: Any) -> Iterator[Followed]:
-    """Parses server-sent events: lines `field: value`, and an empty line after each event."""
+def _sent_events(lines: Any) -> Iterator[tuple[int | None, Followed | None]]:
+    """Parses server-sent events: lines `field: value`, and an empty line after each event. Yields
+    the number of each message, and its event; a message without data only names its number.
+    """
     fields: dict[str, str] = {}
     for raw in lines:
         line = raw.decode(errors="replace").rstrip("\r\n")
@@ -624,9 +629,11 @@ def _sent_events(lines: Any) -> Iterator[Followed]:
         number = int(fields["id"]) if "id" in fields else None
         fields = {}
         if kind == "event" and data:
-            yield Followed(number, decode(Event, json.loads(data)))
+            yield number, Followed(number, decode(Event, json.loads(data)))
         elif kind == "gap" and data:
-            yield Followed(None, decode(EventGap, json.loads(data)))
+            yield None, Followed(None, decode(EventGap, json.loads(data)))
+        elif number is not None:
+            yield number, None
 
 
 def _definition(name: str) -> str:

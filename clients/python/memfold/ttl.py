@@ -1,5 +1,6 @@
 """Extends the time to live of the VMs that a program holds, so that they end with the program."""
 
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -21,6 +22,13 @@ class Extender:
 
     def __init__(self, ttl_s: int) -> None:
         self._pause_s = ttl_s / EXTENSIONS
+        self._begin()
+        _EXTENDERS.add(self)
+
+    def _begin(self) -> None:
+        """Begins without VMs, also in the child of a `fork`: the child has no thread, and its parent
+        extends the VMs from before.
+        """
         self._vms: weakref.WeakSet[Vm] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._runs = False
@@ -56,3 +64,14 @@ class Extender:
             # No object is held during the pause.
             vms.clear()
             del vm
+
+
+_EXTENDERS: weakref.WeakSet[Extender] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for extender in _EXTENDERS:
+        extender._begin()
+
+
+os.register_at_fork(after_in_child=_after_fork)

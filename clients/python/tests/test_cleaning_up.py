@@ -165,3 +165,33 @@ def test_a_kept_vm_has_no_time_to_live(client: Client, daemon: FakeDaemon) -> No
     assert sorted(daemon.vms) == ["kept", "wanted"]
     [request] = daemon.of("POST", "/v1/vms/wanted/settings")
     assert request["settings"] == {"ttl_s": ""}
+
+
+def test_a_vm_of_another_program_keeps_its_time_to_live(
+    client: Client, daemon: FakeDaemon
+) -> None:
+    daemon.start("theirs", 60)
+    with client.vm("theirs"):
+        pass
+    assert daemon.of("POST", "/v1/vms/theirs/settings") == []
+    assert sorted(daemon.vms) == ["theirs"]
+
+
+def test_after_a_fork_the_child_extends_its_own_vms(daemon: FakeDaemon) -> None:
+    client = Client(daemon.address, ttl_s=1)
+    ours = client.clone("warm", "ours")
+    wait_for(lambda: len(daemon.of("POST", "/v1/vms/ours/extend")) >= 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            held = client.clone("warm", "theirs")
+            time.sleep(60)
+            del held
+        finally:
+            os._exit(0)
+    try:
+        wait_for(lambda: len(daemon.of("POST", "/v1/vms/theirs/extend")) >= 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    del ours

@@ -226,6 +226,8 @@ def test_followed_events_resume_after_the_last_one_when_the_stream_ends(
         return f"event: event\nretry: 1000\ndata: {text % what}\nid: {number}\n\n".encode()
 
     daemon.event_streams = [
+        # It ends before the first event.
+        b"id: 5\n\n",
         b": here\n\n" + sent(6, "runs") + sent(7, "ended") + b"event: event\ndata: cut",
         b'event: gap\ndata: {"missed": 2}\n\n' + sent(10, "runs again"),
     ]
@@ -233,5 +235,5 @@ def test_followed_events_resume_after_the_last_one_when_the_stream_ends(
     got = [next(events) for _ in range(4)]
     assert [one.id for one in got] == [6, 7, None, 10]
     assert got[2].event == EventGap(missed=2)
-    assert [ids for _, path, ids in daemon.requests] == [None, "7"]
+    assert [ids for _, path, ids in daemon.requests] == [None, "5", "7"]
     assert daemon.requests[0][1] == "/v1/events/stream?count=2"
