@@ -14,6 +14,7 @@ use memfold_api::{
 };
 use memfold_daemon::{Console, DaemonError};
 use memfold_vm::VmSpec;
+use tokio::sync::Semaphore;
 use tracing::debug;
 
 use super::access::Upgrade;
@@ -102,6 +103,10 @@ pub(super) async fn reboot(
     .await
 }
 
+/// Commands in guests that wait for their ends at once; further ones wait until it is their turn.
+/// Each occupies a thread, and other requests need threads, too: tokio starts 512 at most.
+static COMMANDS: Semaphore = Semaphore::const_new(256);
+
 /// Runs a command in a guest, through its agent.
 #[utoipa::path(post, path = "/v1/vms/{name}/exec", request_body = ExecRequest, responses((status = 200, body = ExecResult)))]
 pub(super) async fn exec(
@@ -109,7 +114,10 @@ pub(super) async fn exec(
     name: Named,
     request: Asked<ExecRequest>,
 ) -> Answered<ExecResult> {
+    // Fails only if the semaphore is closed, which it never is.
+    let turn = COMMANDS.acquire().await;
     blocking(daemon, move |d| {
+        let _turn = turn;
         let result = d
             .vms()
             .exec(&name, &request.script, seconds(request.timeout_s)?)?;

@@ -476,7 +476,7 @@ pub(super) fn run(context: &Context, mut arguments: Arguments) -> anyhow::Result
     end_with_threads();
     let daemon = Daemon::start(&options)?;
     info!(socket = %socket.display(), state = %arguments.state.display(), "serving");
-    runtimes.workers.spawn(systemd::watch(daemon.clone()));
+    systemd::watch(&daemon)?;
     let served = daemon.clone();
     let Runtimes { http, workers } = runtimes;
     let ending = workers.handle().clone();

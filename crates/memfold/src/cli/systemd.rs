@@ -1,7 +1,9 @@
 //! Tells systemd about the daemon's state, for example that the daemon is ready (`sd_notify(3)`).
 //! If systemd did not start the daemon, nothing is sent.
 
+use std::io;
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use sd_notify::NotifyState;
@@ -33,24 +35,26 @@ pub(super) fn stopping() {
 }
 
 /// Notifies systemd's watchdog as long as the daemon works: a request can be executed, and the fold
-/// engine answers. Returns only if systemd has set no watchdog.
-pub(super) async fn watch(daemon: Arc<Daemon>) {
+/// engine answers. Starts a thread of its own: requests can occupy all threads that carry out
+/// requests, and sending waits while systemd does not read.
+pub(super) fn watch(daemon: &Arc<Daemon>) -> io::Result<()> {
     let mut limit_us = 0;
     if !sd_notify::watchdog_enabled(false, &mut limit_us) {
-        return;
+        return Ok(());
     }
     let pause = Duration::from_micros(limit_us) / 3;
-    loop {
-        let asked = daemon.clone();
-        // Not in the threads that answer requests: sending waits while systemd does not read.
-        let turn = tokio::task::spawn_blocking(move || {
-            // Without a notification, systemd kills this daemon and starts another.
-            if asked.is_alive() {
+    let daemon = Arc::downgrade(daemon);
+    let work = move || {
+        while let Some(daemon) = daemon.upgrade() {
+            // Without a notification, systemd kills this daemon and starts another. A panic ends
+            // this thread, and is in the log.
+            if daemon.is_alive() {
                 tell(&[NotifyState::Watchdog]);
             }
-        });
-        // A panic in it is no sign of life, and is in the log.
-        let _ = turn.await;
-        tokio::time::sleep(pause).await;
-    }
+            drop(daemon);
+            thread::sleep(pause);
+        }
+    };
+    thread::Builder::new().name("watchdog".into()).spawn(work)?;
+    Ok(())
 }
