@@ -241,7 +241,7 @@ impl Sampling {
     }
 
     /// Takes one sample. Returns the CPU time that the sample took.
-    fn sample(&self, last: &mut Option<Seen>) -> Result<Duration, DaemonError> {
+    fn sample(&self, past: &mut Past) -> Result<Duration, DaemonError> {
         let before = thread_cpu();
         let (report, workers) = self.reports.report_and_cpu()?;
         let beside = Beside {
@@ -253,11 +253,16 @@ impl Sampling {
         };
         let seen = Seen::of(&report, &beside);
         let began = || format!("memfold {} began", env!("CARGO_PKG_VERSION"));
-        let events = match &last {
+        let mut events = match &past.seen {
             Some(last) => changes(last, &seen),
             None => vec![event("daemon", false, None, began())],
         };
-        *last = Some(seen);
+        past.seen = Some(seen);
+        let now = now_unix_s();
+        events.iter_mut().for_each(|event| event.at_unix_s = now);
+        past.unwritten.append(&mut events);
+        let too_many = past.unwritten.len().saturating_sub(MOST_UNWRITTEN);
+        past.unwritten.drain(..too_many);
         if let Some(history) = &self.samples.history {
             let is_lent = |b: &&Borrowed| matches!(b.place, SwapPlace::Lent | SwapPlace::Degraded);
             let borrowed = beside.borrowed.iter().filter(is_lent);
@@ -273,11 +278,12 @@ impl Sampling {
             };
             let of_vms: Vec<_> = report.ledger.vms.iter().map(of_vm).collect();
             let mut history = history.lock();
-            if let Err(error) = history.add(now_unix_s(), &host, &of_vms, &events) {
-                warn!(
+            match history.add(now, &host, &of_vms, &past.unwritten) {
+                Ok(()) => past.unwritten.clear(),
+                Err(error) => warn!(
                     error = chain(&error),
                     "cannot write a sample to the history; free space in the --records directory"
-                );
+                ),
             }
         }
         let cost = workers + thread_cpu().saturating_sub(before);
@@ -296,14 +302,26 @@ impl Sampling {
     }
 }
 
+/// Most events that are kept until the history can be written. The oldest are dropped.
+const MOST_UNWRITTEN: usize = 1000;
+
+/// What earlier samples leave to the next one.
+#[derive(Default)]
+struct Past {
+    /// What the last sample saw.
+    seen: Option<Seen>,
+    /// Events that could not be written to the history yet.
+    unwritten: Vec<Event>,
+}
+
 fn sample_on(sampling: &Weak<Sampling>, samples: &Samples) {
-    let (mut last, mut cost, mut taken) = (None, Duration::ZERO, None);
+    let (mut past, mut cost, mut taken) = (Past::default(), Duration::ZERO, None);
     while samples.wait(cost, taken) {
         let Some(sampling) = sampling.upgrade() else {
             return;
         };
         taken = Some(Instant::now());
-        cost = sampling.sample(&mut last).unwrap_or_else(|error| {
+        cost = sampling.sample(&mut past).unwrap_or_else(|error| {
             warn!(
                 error = chain(&error),
                 "cannot take a sample of memory use; retrying at the next interval"

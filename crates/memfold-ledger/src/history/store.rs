@@ -175,7 +175,8 @@ impl History {
         }
     }
 
-    /// Adds a sample of the host and of each VM (by name), and events, all at one time. Deletes
+    /// Adds a sample of the host and of each VM (by name), and events, which have their own times:
+    /// they may be of an earlier sample that could not be written. Deletes
     /// data that is too old or exceeds a limit.
     pub fn add(
         &mut self,
@@ -260,6 +261,7 @@ impl History {
                 "INSERT INTO events (t, kind, warning, vm, text) VALUES (?, ?, ?, ?, ?)",
             )?;
             for event in events {
+                let at = event.at_unix_s;
                 add.execute(params![at, event.kind, event.warning, event.vm, event.text])?;
             }
         }
@@ -665,7 +667,7 @@ mod tests {
     fn the_list_of_past_events_is_bounded_and_begins_with_the_newest() {
         let (_directory, mut history) = open();
         let event = |n: i64| Event {
-            at_unix_s: 0,
+            at_unix_s: BEGIN + n,
             kind: "vm".into(),
             warning: n % 2 == 0,
             vm: None,
