@@ -128,9 +128,14 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
             reads_files: true,
             ..Options::here()
         };
-        let targets = targets::find(Path::new("/proc"), &[], &domains, &facts)?;
-        let looked = watched(|told| look::look(targets, &options, &pace, told))?;
-        return write_fingerprint(context, &looked, (&key, is_new), &host, file);
+        let looked = watched(|told| {
+            targets::find(Path::new("/proc"), &[], &domains, &facts)
+                .and_then(|targets| look::look(targets, &options, &pace, told))
+        });
+        return match looked {
+            Ok(looked) => write_fingerprint(context, &looked, (&key, is_new), &host, file),
+            Err(error) => fail(error),
+        };
     }
     let options = Options::here();
     let found = watched(|told| {
@@ -139,17 +144,20 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
     });
     let report = match found {
         Ok(report) => EstimateReport { daemon, ..report },
-        Err(error) => {
-            let code = match error {
-                EstimateError::NoScan => IMPOSSIBLE_HERE,
-                EstimateError::Interrupted => INTERRUPTED,
-                _ => return Err(error.into()),
-            };
-            memfold_host::say!("memfold: {error}");
-            return Ok(ExitCode::from(code));
-        }
+        Err(error) => return fail(error),
     };
     context.print(&report, estimate::table::render)
+}
+
+/// Prints an error that has an exit code of its own, and returns the code.
+fn fail(error: EstimateError) -> anyhow::Result<ExitCode> {
+    let code = match error {
+        EstimateError::NoScan => IMPOSSIBLE_HERE,
+        EstimateError::Interrupted => INTERRUPTED,
+        _ => return Err(error.into()),
+    };
+    memfold_host::say!("memfold: {error}");
+    Ok(ExitCode::from(code))
 }
 
 /// Runs `work` with a progress bar.

@@ -13,6 +13,7 @@ use memfold_segment::{Ranked, Reference, SegmentInfo, rank};
 use memfold_units::ByteSize;
 
 use super::context::Context;
+use super::failure;
 use super::table::table;
 use super::vm_info::segment as name_of_vm;
 use super::watch::watched;
@@ -193,16 +194,17 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             Ok(ExitCode::from(u8::from(!is_right)))
         }
         Arguments::Remove { segments } => {
-            let mut removed = Vec::new();
-            for segment in &segments {
+            let one = |segment: &String| -> anyhow::Result<Vec<String>> {
                 let place = format!("/v1/segments/{}", Reference::parse(segment)?);
-                let gone: Vec<String> = client
-                    .delete(&place)
-                    .with_context(|| format!("cannot remove segment '{segment}'"))?;
-                removed.extend(gone);
-            }
+                let gone = client.delete(&place);
+                gone.with_context(|| format!("cannot remove segment '{segment}'"))
+            };
+            let (removed, errors) = failure::separate(segments.iter().map(one));
+            let removed = removed.concat();
             let said = serde_json::json!({ "removed": removed });
-            context.print(&said, |_| format!("removed {}", removed.join(", ")))
+            failure::print_done(context, (&said, removed.is_empty()), &errors, |_| {
+                format!("removed {}", removed.join(", "))
+            })
         }
     }
 }

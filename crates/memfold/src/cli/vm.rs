@@ -1,6 +1,7 @@
 //! `memfold vm`: runs, defines, lists, stops, resumes, reboots and attaches VMs, and runs commands
 //! in guests.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -382,16 +383,13 @@ fn print_stopped(context: &Context, reports: &[StopReport]) -> anyhow::Result<Ex
 }
 
 /// Stops all VMs that memfold started, at the same time, so that a host's shutdown waits only for
-/// the slowest VM. Returns the reports of the stopped VMs, and the errors of the others. A VM that
+/// the slowest VM; and those that were started meanwhile. Returns the reports of the stopped VMs, and the errors of the others. A VM that
 /// has ended by itself meanwhile is in neither.
 fn stop_all(
     client: &Client,
     timeout_s: f64,
 ) -> anyhow::Result<(Vec<StopReport>, Vec<anyhow::Error>)> {
-    let vms: Vec<VmInfo> = client.get("/v1/vms")?;
-    let own = vms.into_iter().filter(|vm| vm.origin == "started");
-    let names: Vec<String> = own.map(|vm| vm.name).collect();
-    let stop_own = |name| {
+    let stop_own = |name: &String| {
         let stopped = stop(client, name, timeout_s);
         let error = stopped
             .as_ref()
@@ -400,15 +398,24 @@ fn stop_all(
         let has_ended = matches!(error, Some(ClientError::Refused { status: 404, .. }));
         (!has_ended).then_some(stopped)
     };
-    let results: Vec<_> = std::thread::scope(|scope| {
-        let stops = names.iter().map(|name| scope.spawn(move || stop_own(name)));
-        let stops: Vec<_> = stops.collect();
-        // The panic of a thread was already reported.
-        let ends = stops.into_iter();
-        let ends = ends.flat_map(std::thread::ScopedJoinHandle::join);
-        ends.flatten().collect()
-    });
-    Ok(failure::separate(results))
+    let (mut results, mut tried) = (Vec::new(), BTreeSet::new());
+    loop {
+        let vms: Vec<VmInfo> = client.get("/v1/vms")?;
+        let own = vms.into_iter().filter(|vm| vm.origin == "started");
+        let new = own.filter(|vm| tried.insert((vm.name.clone(), vm.pid)));
+        let names: Vec<String> = new.map(|vm| vm.name).collect();
+        if names.is_empty() {
+            return Ok(failure::separate(results));
+        }
+        std::thread::scope(|scope| {
+            let stops = names.iter().map(|name| scope.spawn(move || stop_own(name)));
+            let stops: Vec<_> = stops.collect();
+            // The panic of a thread was already reported.
+            let ends = stops.into_iter();
+            let ends = ends.flat_map(std::thread::ScopedJoinHandle::join);
+            results.extend(ends.flatten());
+        });
+    }
 }
 
 /// Returns what the list shows of a guest's agent: the kernel, and what the owner does not allow.
