@@ -136,7 +136,7 @@ pub(crate) struct Machine {
     /// Settings that an operator can change.
     settings: Mutex<Settings>,
     /// When the VM's time to live began or was last extended.
-    extended: Mutex<Instant>,
+    extended: Mutex<Option<Instant>>,
     library_state: Mutex<SharedLibraryState>,
     library_watch: Mutex<LibraryWatch>,
     marks: Marks,
@@ -183,7 +183,7 @@ impl Machine {
             seen: Mutex::new(Seen { layout, conditions }),
             library_problem: Mutex::new(library_problem),
             settings: Mutex::new(Settings::of(&vm)),
-            extended: Mutex::new(Instant::now()),
+            extended: Mutex::new(Some(Instant::now())),
             library_state: Mutex::new(library),
             library_watch: Mutex::new(LibraryWatch {
                 connected: Instant::now(),
