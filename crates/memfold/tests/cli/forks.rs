@@ -86,13 +86,15 @@ impl Memory {
     }
 }
 
-/// Asserts that a VM runs and that its memory holds these bytes.
+/// Waits until a VM runs, and asserts that its memory holds these bytes. After a fork, the library
+/// stops the VM for some milliseconds, to share its memory with the fork.
 #[track_caller]
 fn is_untouched(daemon: &Daemon, name: &str, bytes: &[u8]) {
     let socket = daemon.state().join("vms").join(name).join("qmp.sock");
     let mut qmp = Qmp::connect(&socket, Duration::from_secs(60)).unwrap();
-    let status = qmp.query("query-status").unwrap();
-    assert_eq!(status["status"], "running", "VM '{name}'");
+    wait(&format!("VM '{name}' runs"), || {
+        qmp.query("query-status").unwrap()["status"] == "running"
+    });
     drop(qmp);
     Memory::of(daemon, name).holds(AT, bytes);
 }
