@@ -16,12 +16,12 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use memfold_api::VmInfo;
-use memfold_vm::{Cancel, Record, VmDirectory, VmSpec};
+use memfold_api::{AttachRequest, VmInfo};
+use memfold_vm::{Cancel, Identity, Record, VmDirectory, VmSpec};
 use parking_lot::{Condvar, Mutex};
+use serde::{Deserialize, Serialize};
 
 use crate::error::{DaemonError, refused};
-use crate::vms::AttachedVm;
 
 /// Longest time that requests wait, at the daemon's start, for the adoption of VMs whose QEMU
 /// answers.
@@ -29,6 +29,14 @@ pub(crate) const SETTLE: Duration = Duration::from_secs(2);
 
 /// Time limit of a VM's start, and of the first attempt to adopt a VM.
 const START_PATIENCE: Duration = Duration::from_secs(60);
+
+/// A VM that the daemon is attached to, as `attached.json` records it. A later QEMU with the same
+/// socket can be another VM, which may not get into the recorded trust domain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct AttachedVm {
+    pub request: AttachRequest,
+    pub process: Identity,
+}
 
 /// Why the daemon's table of running VMs does not contain a VM yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,7 +64,8 @@ impl Arrival {
         &self.name
     }
 
-    /// Returns the VM's entry in `attached.json`, if the daemon attaches to the VM and records that.
+    /// Returns the VM's entry in `attached.json`, if the daemon attaches to the VM and records
+    /// that.
     pub fn attached(&self) -> Option<&AttachedVm> {
         match &self.way {
             Way::Attaching(recorded) => recorded.as_ref(),

@@ -31,10 +31,10 @@ use tracing::{debug, info, warn};
 pub(crate) use self::guest_reading::GuestReading;
 use self::pauses::Pauses;
 use self::settings::Settings;
+use crate::arrivals::AttachedVm;
 use crate::error::{DaemonError, refused};
 use crate::locks::{SaveRight, SwapRight};
 use crate::run_state::RunState;
-use crate::vms::AttachedVm;
 
 mod agent_ready;
 mod clock;

@@ -10,6 +10,7 @@ use memfold_vm::{AgentOptions, Vm};
 use parking_lot::Mutex;
 use tracing::{debug, info, warn};
 
+use crate::arrivals::AttachedVm;
 use crate::error::DaemonError;
 use crate::machine::{Machine, Origin, Role};
 use crate::mechanisms::Mechanisms;
@@ -22,7 +23,6 @@ mod console;
 mod control;
 mod launch;
 
-pub(crate) use attach::AttachedVm;
 pub use console::Console;
 
 /// The service that starts, attaches, adopts and stops VMs.

@@ -10,11 +10,11 @@ use memfold_units::ByteSize;
 use memfold_vm::{MachineError, Process, QmpError, Record, Vm, VmDirectory, VmSpec};
 use tracing::{info, warn};
 
-use crate::arrivals::{Entry, Way};
+use crate::arrivals::{AttachedVm, Entry, Way};
 use crate::error::DaemonError;
 use crate::machine::Origin;
 use crate::segments::in_guest::recall_segments;
-use crate::vms::{AttachedVm, Vms};
+use crate::vms::Vms;
 use crate::{boot_snapshot, interrupted_save, threads};
 
 /// Pauses between two attempts to adopt a VM: the first, and the longest.

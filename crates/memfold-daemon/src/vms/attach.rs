@@ -7,24 +7,15 @@ use std::sync::Arc;
 
 use memfold_api::{AttachRequest, VmInfo};
 use memfold_units::ByteSize;
-use memfold_vm::{Identity, Vm, VmSpec};
-use serde::{Deserialize, Serialize};
+use memfold_vm::{Vm, VmSpec};
 use tracing::warn;
 
-use crate::arrivals::{Entry, Way};
+use crate::arrivals::{AttachedVm, Entry, Way};
 use crate::error::DaemonError;
 use crate::interrupted_save;
 use crate::json_file::write_json;
 use crate::machine::Origin;
 use crate::vms::Vms;
-
-/// A VM that the daemon is attached to, as `attached.json` records it. A later QEMU with the same
-/// socket can be another VM, which may not get into the recorded trust domain.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct AttachedVm {
-    pub request: AttachRequest,
-    pub process: Identity,
-}
 
 impl Vms {
     /// Attaches to a running QEMU by its QMP socket.
