@@ -132,9 +132,9 @@ impl Commands {
     /// Sends messages as [`Self::answer`] does, but drops those for which the queue has no room.
     fn try_answer(&self, messages: Vec<FromAgent>) {
         let outbox = self.outbox();
-        messages
-            .into_iter()
-            .for_each(|message| outbox.try_send(message));
+        for message in messages {
+            outbox.try_send(message);
+        }
     }
 
     /// Answers that a command cannot run.

@@ -259,7 +259,9 @@ impl Sampling {
         };
         past.seen = Some(seen);
         let now = now_unix_s();
-        events.iter_mut().for_each(|event| event.at_unix_s = now);
+        for event in &mut events {
+            event.at_unix_s = now;
+        }
         past.unwritten.append(&mut events);
         let too_many = past.unwritten.len().saturating_sub(MOST_UNWRITTEN);
         past.unwritten.drain(..too_many);

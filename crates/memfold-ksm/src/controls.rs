@@ -27,8 +27,8 @@ const PATIENCE: Duration = if cfg!(test) {
 /// Writes whose callers have stopped waiting, and which may still hang, by their files.
 static STUCK: Mutex<Vec<(PathBuf, Receiver<io::Result<()>>)>> = Mutex::new(Vec::new());
 
-/// Value of `run` that unmerges all pages. The kernel keeps the value afterwards, so it is also that
-/// of a KSM that stands still.
+/// Value of `run` that unmerges all pages. The kernel keeps the value afterwards, so it is also
+/// that of a KSM that stands still.
 pub(super) const UNMERGE: u64 = 2;
 
 /// KSM's settings, by the names of the kernel's files. In settings that were read, `None` means

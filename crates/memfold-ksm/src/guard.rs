@@ -65,8 +65,8 @@ impl Note {
         }
         let mut settings = self.settings.clone();
         if self.merged_before && settings.run == Some(UNMERGE) {
-            // An operator has unmerged all pages before, and KSM has stood still since then. Writing
-            // 2 again would unmerge what was merged meanwhile.
+            // An operator has unmerged all pages before, and KSM has stood still since then.
+            // Writing 2 again would unmerge what was merged meanwhile.
             settings.run = Some(0);
         }
         controls.apply(&settings)

@@ -116,8 +116,8 @@ impl Source {
     /// Returns the next message; `None` at the end of the stream.
     async fn next(&mut self) -> Option<Message> {
         if std::mem::take(&mut self.is_new) && !self.is_resumed {
-            // Without data, this is no event. A client whose stream ends before the first event goes
-            // on from here.
+            // Without data, this is no event. A client whose stream ends before the first event
+            // goes on from here.
             return Some(Message::default().id(self.after.to_string()));
         }
         loop {

@@ -135,16 +135,15 @@ pub(super) fn check_header(
     Err(refused(format!("has the backing file {file} ({format})")))
 }
 
-/// Checks the header of a copy of a disk, which QEMU has written. A copy is whole, so its header must
-/// name no other file, which a later reader would open as root.
+/// Checks the header of a copy of a disk, which QEMU has written. A copy is whole, so its header
+/// must name no other file, which a later reader would open as root.
 pub(super) fn check_alone(copy: &Path) -> Result<(), SnapshotError> {
-    let is_alone = match qcow2::backing(copy) {
-        Some(backing) => backing == NamedBacking::None,
-        None => {
-            let image = header(copy).map_err(failed(copy))?;
-            let has_data_file = !image["format-specific"]["data"]["data-file"].is_null();
-            !image.is_null() && image["backing-filename"].is_null() && !has_data_file
-        }
+    let is_alone = if let Some(backing) = qcow2::backing(copy) {
+        backing == NamedBacking::None
+    } else {
+        let image = header(copy).map_err(failed(copy))?;
+        let has_data_file = !image["format-specific"]["data"]["data-file"].is_null();
+        !image.is_null() && image["backing-filename"].is_null() && !has_data_file
     };
     if is_alone {
         return Ok(());

@@ -627,8 +627,8 @@ pub fn log_tail(directory: &VmDirectory) -> String {
     String::from_utf8_lossy(&tail).trim().to_owned()
 }
 
-/// Returns the last bytes of a file, at most `most`. A QEMU that its guest controls can give its log
-/// any length.
+/// Returns the last bytes of a file, at most `most`. A QEMU that its guest controls can give its
+/// log any length.
 pub fn file_end(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     let length = file.metadata()?.len();

@@ -383,8 +383,8 @@ fn print_stopped(context: &Context, reports: &[StopReport]) -> anyhow::Result<Ex
 }
 
 /// Stops all VMs that memfold started, at the same time, so that a host's shutdown waits only for
-/// the slowest VM; and those that were started meanwhile. Returns the reports of the stopped VMs, and the errors of the others. A VM that
-/// has ended by itself meanwhile is in neither.
+/// the slowest VM; and those that were started meanwhile. Returns the reports of the stopped VMs,
+/// and the errors of the others. A VM that has ended by itself meanwhile is in neither.
 fn stop_all(
     client: &Client,
     timeout_s: f64,
