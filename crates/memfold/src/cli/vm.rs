@@ -400,7 +400,13 @@ fn stop_all(
     };
     let (mut results, mut tried) = (Vec::new(), BTreeSet::new());
     loop {
-        let vms: Vec<VmInfo> = client.get("/v1/vms")?;
+        let vms: Vec<VmInfo> = match client.get("/v1/vms") {
+            // The daemon has ended meanwhile, and starts no VM any more.
+            Err(ClientError::NoDaemon { .. } | ClientError::Http(_)) if !tried.is_empty() => {
+                Vec::new()
+            }
+            vms => vms?,
+        };
         let own = vms.into_iter().filter(|vm| vm.origin == "started");
         let new = own.filter(|vm| tried.insert((vm.name.clone(), vm.pid)));
         let names: Vec<String> = new.map(|vm| vm.name).collect();

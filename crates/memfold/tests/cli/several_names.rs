@@ -54,7 +54,10 @@ fn vm_stop_all_counts_a_vm_that_ended_meanwhile_as_stopped_and_reports_the_other
     let broken = || fake_daemon::json(500, &json!({ "error": "it broke", "hint": null }));
     let run = |reactions: [fake_daemon::Reaction; 2]| {
         let list = fake_daemon::json(200, &json!(vms));
-        let daemon = FakeDaemon::start([list].into_iter().chain(reactions).collect());
+        // Nothing was started meanwhile.
+        let after = fake_daemon::json(200, &json!(vms));
+        let reactions = [list].into_iter().chain(reactions).chain([after]);
+        let daemon = FakeDaemon::start(reactions.collect());
         let stop = ["vm", "stop", "--all", "--json"];
         daemon.command(&stop).output().unwrap()
     };
@@ -73,6 +76,28 @@ fn vm_stop_all_counts_a_vm_that_ended_meanwhile_as_stopped_and_reports_the_other
     let output = run([broken(), report("two", true)]);
     refused(&output, 1, &["it broke"]);
     assert_eq!(stopped(&output), 1);
+
+    // A VM that was started meanwhile is stopped, too.
+    let [one, two] = vms.each_ref();
+    let list = |vms: &[&VmInfo]| fake_daemon::json(200, &json!(vms));
+    let reactions = [
+        list(&[one]),
+        report("one", false),
+        list(&[one, two]),
+        report("two", false),
+        list(&[]),
+    ];
+    let daemon = FakeDaemon::start(reactions.into_iter().collect());
+    let output = daemon
+        .command(&["vm", "stop", "--all", "--json"])
+        .output()
+        .unwrap();
+    assert_eq!(
+        (code(&output), stopped(&output)),
+        (0, 2),
+        "{}",
+        err(&output)
+    );
 }
 
 #[test]
