@@ -18,11 +18,7 @@ use serde_json::{Map, Value, json};
 use super::error::KsmError;
 
 /// How long a write of a setting may take.
-const PATIENCE: Duration = if cfg!(test) {
-    Duration::from_millis(500)
-} else {
-    Duration::from_secs(5)
-};
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Writes whose callers have stopped waiting, and which may still hang, by their files.
 static STUCK: Mutex<Vec<(PathBuf, Receiver<io::Result<()>>)>> = Mutex::new(Vec::new());
