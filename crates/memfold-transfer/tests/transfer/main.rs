@@ -231,7 +231,7 @@ fn a_pulled_snapshot_whose_description_names_files_of_this_host_is_refused() {
     assert!(told.contains("/etc/shadow"), "{told}");
     for cloud_init in [
         json!({ "user_data": "/etc/shadow" }),
-        json!({ "ssh_keys": ["/root/.ssh/id_ed25519"] }),
+        json!({ "ssh_keys": ["/etc/ssh/ssh_host_ed25519_key"] }),
     ] {
         let told =
             with(&|of: &mut Value| of["manifest"]["spec"]["cloud_init"] = cloud_init.clone());
