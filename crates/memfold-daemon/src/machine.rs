@@ -414,8 +414,9 @@ impl Machine {
         }
     }
 
-    /// Returns with what the next daemon attaches to this VM. `None` for libvirt domains: the next
-    /// daemon finds such domains itself, and their trust domain may have changed by then.
+    /// Returns the VM's entry in `attached.json`, by which the next daemon attaches to it again.
+    /// `None` for libvirt domains: the next daemon finds such domains itself, and their trust
+    /// domain may have changed by then.
     pub fn attached(&self) -> Option<AttachedVm> {
         let Origin::Attached(qmp) = &self.role.origin else {
             return None;

@@ -42,6 +42,8 @@ const LIVE_SHARE: f64 = 0.008;
 /// If the last sample is older than this, the first watcher of the live view gets a new one. The
 /// limit also bounds the cost of watchers that come and go.
 const YOUNG: Duration = Duration::from_secs(10);
+/// Most events that are kept until the history can be written. The oldest are dropped.
+const MOST_UNWRITTEN: usize = 1000;
 
 /// One sample for the live view, as sent to watchers.
 #[derive(Serialize, ToSchema)]
@@ -303,9 +305,6 @@ impl Sampling {
         Ok(workers + thread_cpu().saturating_sub(before))
     }
 }
-
-/// Most events that are kept until the history can be written. The oldest are dropped.
-const MOST_UNWRITTEN: usize = 1000;
 
 /// What earlier samples leave to the next one.
 #[derive(Default)]

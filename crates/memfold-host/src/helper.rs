@@ -22,8 +22,7 @@ const CHECK: Duration = Duration::from_secs(1);
 
 /// Runs a program and collects its output. At the time limit, or if it prints more than
 /// [`MOST_OUTPUT`], the program and all processes in its group are killed; the error is `TimedOut`
-/// or `FileTooLarge`. Unless `command` sets standard input, the program
-/// uses the caller's.
+/// or `FileTooLarge`. Unless `command` sets standard input, the program uses the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
     output_of(piped.process_group(0).spawn()?, limit)

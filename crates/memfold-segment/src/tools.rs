@@ -147,6 +147,27 @@ mod tests {
     }
 
     #[test]
+    fn a_program_that_nearly_fills_the_file_system_of_segments_is_killed() {
+        let room = tempfile::tempdir().unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "size=64m", "tmpfs"]);
+        if !mount.arg(room.path()).status().is_ok_and(|s| s.success()) {
+            memfold_testkit::skip!("no right to mount a file system");
+        }
+        let fill = |mib: u32| {
+            let script = format!("head -c {mib}M /dev/zero > {}/file", room.path().display());
+            let script = format!("{script}; test {mib} -lt 32 || exec sleep 600");
+            run_in("sh", Command::new("sh").args(["-c", &script]), room.path())
+        };
+        let (half, all) = (fill(30), fill(63));
+        let unmounted = Command::new("umount").arg(room.path()).status().unwrap();
+        assert!(unmounted.success());
+        assert_eq!(half.unwrap(), "");
+        let error = all.unwrap_err().to_string();
+        assert!(error.contains("less than 3.20 MiB is free"), "{error}");
+    }
+
+    #[test]
     fn if_a_program_fails_that_builds_a_segment_the_error_contains_its_last_output() {
         let error = run(
             "sh",

@@ -238,6 +238,35 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_of_a_disk_whose_header_names_another_file_is_refused() {
+        let place = tempfile::tempdir().unwrap();
+        let path = |name: &str| place.path().join(name);
+        let copy = path("disk0.qcow2");
+        let is_refused = || {
+            let refusal = check_alone(&copy).unwrap_err().to_string();
+            assert!(refusal.contains("stands alone"), "{refusal}");
+        };
+        image(&copy, &[]);
+        check_alone(&copy).unwrap();
+        // Only `qemu-img` can read this header.
+        image(&copy, &["-o", "extended_l2=on"]);
+        check_alone(&copy).unwrap();
+        fs::write(path("secret"), vec![0; 1 << 20]).unwrap();
+        let secret = path("secret").display().to_string();
+        for format in ["raw", "qcow2"] {
+            image(&copy, &["-F", format, "-b", &secret]);
+            is_refused();
+        }
+        image(&copy, &["-o", "extended_l2=on", "-F", "raw", "-b", &secret]);
+        is_refused();
+        let data = path("data").display().to_string();
+        image(&copy, &["-o", &format!("data_file={data}")]);
+        is_refused();
+        fs::write(&copy, vec![7; 1 << 20]).unwrap();
+        is_refused();
+    }
+
+    #[test]
     fn a_save_is_refused_if_an_overlay_was_replaced_by_a_file_with_another_backing_file() {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().join(name);

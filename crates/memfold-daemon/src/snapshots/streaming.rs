@@ -223,8 +223,8 @@ impl Snapshots {
         };
         stream.stop();
         drop(starting);
-        // A snapshot that could not be completed is not being fetched any more, but VMs could have
-        // gone on with what is there.
+        // Nobody fetches a snapshot any more that could not be completed, but until it is removed,
+        // VMs can be started from it.
         let is_idle = || self.below.snapshot_locks.now(name).is_none();
         let is_over = || self.streamed(name).is_none() || is_idle();
         if threads::wait_until(Duration::from_secs(30), Duration::from_millis(20), is_over) {

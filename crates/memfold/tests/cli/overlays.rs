@@ -57,14 +57,18 @@ fn if_a_disk_overlay_was_removed_a_save_fails_and_the_error_names_the_overlay() 
     assert_eq!(code(&stopped), 0, "{}", err(&stopped));
 }
 
-#[test]
-fn a_snapshot_removed_during_a_save_of_its_vm_leaves_the_new_snapshot_whole() {
-    let daemon = Daemon::start();
+/// Starts the VM `v`, which runs only its firmware and has a disk with a temporary overlay.
+fn run_with_overlay(daemon: &Daemon) {
     let disk = daemon.state().join("disk.raw");
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let run = ["vm", "run", "--name", "v", "--memory", "64M", "--snapshot"];
-    let disk = ["--disk", disk.to_str().unwrap()];
-    daemon.json(&[&run[..], &disk].concat());
+    daemon.json(&[&run[..], &["--disk", disk.to_str().unwrap()]].concat());
+}
+
+#[test]
+fn a_snapshot_removed_during_a_save_of_its_vm_leaves_the_new_snapshot_whole() {
+    let daemon = Daemon::start();
+    run_with_overlay(&daemon);
     let save = |name: &str| daemon.json(&["snapshot", "save", "v", name]);
     save("s0");
     for round in 0..4 {
@@ -87,10 +91,7 @@ fn a_snapshot_removed_during_a_save_of_its_vm_leaves_the_new_snapshot_whole() {
 #[test]
 fn a_save_is_refused_if_another_program_resumes_the_vm_meanwhile_and_the_next_save_succeeds() {
     let daemon = Daemon::start();
-    let disk = daemon.state().join("disk.raw");
-    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
-    let run = ["vm", "run", "--name", "v", "--memory", "64M", "--snapshot"];
-    daemon.json(&[&run[..], &["--disk", disk.to_str().unwrap()]].concat());
+    run_with_overlay(&daemon);
     let socket = daemon.state().join("vms/v/qmp.sock");
     let mut qmp = Qmp::connect(&socket, Duration::from_secs(20)).unwrap();
     let is_over = AtomicBool::new(false);
