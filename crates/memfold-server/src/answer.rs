@@ -124,7 +124,11 @@ impl IntoResponse for Failure {
             )
             | DaemonError::Braked { .. }
             | DaemonError::Ksm(KsmError::Busy(_))
-            | DaemonError::Launch(LaunchError::NameTaken { .. } | LaunchError::Forward { .. })
+            | DaemonError::Launch(
+                LaunchError::NameTaken { .. }
+                | LaunchError::Forward { .. }
+                | LaunchError::ChangedHeader(_),
+            )
             | DaemonError::Snapshot(
                 SnapshotError::Taken(_)
                 | SnapshotError::Twin { .. }

@@ -19,6 +19,7 @@ use rustix::process::Pid;
 use super::command_line::{NETWORK, arguments};
 use super::connection::{self, ConnectionError};
 use super::directory::{MAX_SOCKET_PATH, Record, VmDirectory};
+use super::disk_header::{self, ChangedHeader};
 use super::forward::Forward;
 use super::machine::Vm;
 use super::network::MacAddress;
@@ -87,6 +88,8 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
+    #[error(transparent)]
+    ChangedHeader(#[from] ChangedHeader),
     #[error("cannot create a temporary overlay for {disk}: {why}")]
     Overlay { disk: PathBuf, why: String },
     #[error("cannot forward port {forward}; use host port 0 to get any free host port")]
@@ -453,6 +456,7 @@ impl Attempt<'_> {
         let directory = self.directory;
         let failed = failed(directory);
         let _lock = directory.lock().map_err(failed)?;
+        disk_header::check(&self.spec.disks)?;
         self.make_files()?;
         let mut command = self.command(&machine).map_err(failed)?;
         self.connect(&mut command)?;

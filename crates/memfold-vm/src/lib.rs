@@ -26,6 +26,7 @@ pub mod conditions;
 pub mod connection;
 mod definition;
 pub mod directory;
+mod disk_header;
 pub mod endpoints;
 pub mod foreign;
 pub mod forward;

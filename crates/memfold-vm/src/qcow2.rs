@@ -21,12 +21,15 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::unix::ffi::OsStrExt as _;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _};
 use std::path::{Path, PathBuf};
 
 /// Length of the part of a file that is read. `qemu-img create` writes the header, its extensions
 /// and the name of the backing file into the first kilobyte.
 const READ_BYTES: u64 = 4096;
+
+/// Length of the part in which other programs write the header, with room for tables of bitmaps.
+const LONG_HEADER: u64 = 64 << 10;
 
 const MAGIC: u32 = u32::from_be_bytes(*b"QFI\xfb");
 
@@ -54,6 +57,12 @@ const END: u32 = 0;
 /// Type of the extension with the format of the backing file.
 const BACKING_FORMAT: u32 = 0xe279_2aca;
 
+/// Type of the extension with the name of a file that holds the disk's data.
+const DATA_FILE: u32 = 0x4441_5441;
+
+/// Incompatible feature: another file holds the disk's data.
+const HAS_DATA_FILE: u64 = 4;
+
 /// The backing file that a header names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NamedBacking {
@@ -70,25 +79,45 @@ pub enum NamedBacking {
 /// absolute path.
 #[must_use]
 pub fn backing(image: &Path) -> Option<NamedBacking> {
-    parse(&beginning(image)?)
+    parse(&beginning(image, READ_BYTES)?)
+}
+
+/// Returns the path of the file that an image is built on, if that may be a qcow2 image, too. A name
+/// without a directory is relative to the image's.
+#[must_use]
+pub fn below(image: &Path) -> Option<PathBuf> {
+    let bytes = beginning(image, LONG_HEADER)?;
+    let header = Header::parse(&bytes)?;
+    if header.name.is_empty() || header.texts(BACKING_FORMAT).last() == Some(&&b"raw"[..]) {
+        return None;
+    }
+    Some(image.parent()?.join(OsStr::from_bytes(header.name)))
+}
+
+/// Returns a text that tells which other files the header of a qcow2 image names, and how it says
+/// to read them. `None` if the header cannot be read.
+#[must_use]
+pub fn named_files(image: &Path) -> Option<String> {
+    named_in(&beginning(image, LONG_HEADER)?)
 }
 
 /// Returns the size of a qcow2 image's disk in bytes; `None` as for [`backing`].
 #[must_use]
 pub fn virtual_bytes(image: &Path) -> Option<u64> {
-    let bytes = beginning(image)?;
+    let bytes = beginning(image, READ_BYTES)?;
     parse(&bytes)?;
     Some(u64::from_be_bytes(bytes.get(24..32)?.try_into().ok()?))
 }
 
-/// Reads the beginning of a regular file. (Opening a pipe would wait for its other end.)
-fn beginning(image: &Path) -> Option<Vec<u8>> {
-    if !std::fs::metadata(image).ok()?.is_file() {
+/// Reads the beginning of a file or block device. (Opening a pipe would wait for its other end.)
+fn beginning(image: &Path, most: u64) -> Option<Vec<u8>> {
+    let kind = std::fs::metadata(image).ok()?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
         return None;
     }
     let mut bytes = Vec::new();
     let file = File::open(image).ok()?;
-    file.take(READ_BYTES).read_to_end(&mut bytes).ok()?;
+    file.take(most).read_to_end(&mut bytes).ok()?;
     Some(bytes)
 }
 
@@ -159,49 +188,107 @@ pub(super) fn write_empty(
 /// Returns the backing file that the first bytes of a qcow2 image name; `None` as for [`backing`].
 #[must_use]
 pub fn parse(bytes: &[u8]) -> Option<NamedBacking> {
-    let part = |at: usize, length: usize| bytes.get(at..at.checked_add(length)?);
-    let u32_at = |at| Some(u32::from_be_bytes(part(at, 4)?.try_into().ok()?));
-    let u64_at = |at| Some(u64::from_be_bytes(part(at, 8)?.try_into().ok()?));
-    let size = |number: u32| usize::try_from(number).ok();
-    let header = match (u32_at(0)?, u32_at(4)?) {
-        (MAGIC, 2) => 72,
-        (MAGIC, 3) if u64_at(72)? == 0 => size(u32_at(100)?).filter(|length| *length >= 104)?,
-        _ => return None,
-    };
-    let is_encrypted = u32_at(32)? != 0;
-    if is_encrypted {
+    let header = Header::parse(bytes)?;
+    if header.features != 0 || header.encryption != 0 {
         return None;
     }
-    let (offset, length) = (usize::try_from(u64_at(8)?).ok()?, size(u32_at(16)?)?);
-    if offset == 0 {
+    if header.name.is_empty() {
         return Some(NamedBacking::None);
     }
-    let name = part(offset, length)?;
     // Other names are relative, or begin with a protocol such as `json:` or `nbd:`.
-    if !name.starts_with(b"/") {
+    if !header.name.starts_with(b"/") {
         return None;
     }
-    let path = PathBuf::from(OsStr::from_bytes(name));
-    let mut found = None;
-    let mut at = header;
-    // QEMU reads extensions up to the name of the backing file (`qcow2_read_extensions`).
-    while at < offset {
-        let (kind, length) = (u32_at(at)?, size(u32_at(at.checked_add(4)?)?)?);
-        at = at.checked_add(8)?;
-        let text = part(at, length)?;
-        at = at.checked_add(length.checked_next_multiple_of(8)?)?;
-        match (kind, text) {
-            (END, _) => break,
-            // Of two formats, QEMU takes the last. memfold writes one.
-            (BACKING_FORMAT, _) if found.is_some() => return None,
-            (BACKING_FORMAT, b"raw") => found = Some(NamedBacking::Raw(path.clone())),
-            (BACKING_FORMAT, b"qcow2") => found = Some(NamedBacking::Qcow2(path.clone())),
-            (BACKING_FORMAT, _) => return None,
-            _ => {}
-        }
+    let path = PathBuf::from(OsStr::from_bytes(header.name));
+    // Without a format, QEMU guesses it. Of two formats, it takes the last; memfold writes one.
+    match header.texts(BACKING_FORMAT)[..] {
+        [b"raw"] => Some(NamedBacking::Raw(path)),
+        [b"qcow2"] => Some(NamedBacking::Qcow2(path)),
+        _ => None,
     }
-    // Without a format, QEMU guesses it. An extension that crosses the name is an error of QEMU.
-    found.filter(|_| at <= offset.next_multiple_of(8))
+}
+
+fn named_in(bytes: &[u8]) -> Option<String> {
+    let header = Header::parse(bytes)?;
+    let mut named = Vec::new();
+    if !header.name.is_empty() {
+        named.push(format!("the backing file '{}'", header.name.escape_ascii()));
+    }
+    for format in header.texts(BACKING_FORMAT) {
+        named.push(format!("its format '{}'", format.escape_ascii()));
+    }
+    for file in header.texts(DATA_FILE) {
+        named.push(format!("the data file '{}'", file.escape_ascii()));
+    }
+    if header.features & HAS_DATA_FILE != 0 {
+        named.push("data in another file".into());
+    }
+    if header.encryption != 0 {
+        named.push(format!("encryption method {}", header.encryption));
+    }
+    if named.is_empty() {
+        named.push("no other file".into());
+    }
+    Some(named.join(", "))
+}
+
+/// What this module reads of a header.
+struct Header<'a> {
+    /// Incompatible features.
+    features: u64,
+    encryption: u32,
+    /// Name of the backing file; empty if there is none.
+    name: &'a [u8],
+    /// Types and data of the extensions.
+    extensions: Vec<(u32, &'a [u8])>,
+}
+
+impl<'a> Header<'a> {
+    fn parse(bytes: &'a [u8]) -> Option<Self> {
+        let part = |at: usize, length: usize| bytes.get(at..at.checked_add(length)?);
+        let u32_at = |at| Some(u32::from_be_bytes(part(at, 4)?.try_into().ok()?));
+        let u64_at = |at| Some(u64::from_be_bytes(part(at, 8)?.try_into().ok()?));
+        let size = |number: u32| usize::try_from(number).ok();
+        let (length, features) = match (u32_at(0)?, u32_at(4)?) {
+            (MAGIC, 2) => (72, 0),
+            (MAGIC, 3) => (
+                size(u32_at(100)?).filter(|length| *length >= 104)?,
+                u64_at(72)?,
+            ),
+            _ => return None,
+        };
+        let offset = usize::try_from(u64_at(8)?).ok()?;
+        let name = match offset {
+            0 => &[],
+            _ => part(offset, size(u32_at(16)?)?)?,
+        };
+        let cluster = 1_usize.checked_shl(u32_at(20)?)?;
+        // QEMU reads extensions up to the name of the backing file (`qcow2_read_extensions`).
+        let end = if offset == 0 { cluster } else { offset };
+        let (mut at, mut extensions) = (length, Vec::new());
+        while at < end {
+            let (kind, length) = (u32_at(at)?, size(u32_at(at.checked_add(4)?)?)?);
+            if kind == END {
+                break;
+            }
+            at = at.checked_add(8)?;
+            extensions.push((kind, part(at, length)?));
+            at = at.checked_add(length.checked_next_multiple_of(8)?)?;
+        }
+        // An extension that crosses the name is an error of QEMU.
+        (at <= end.next_multiple_of(8)).then_some(Self {
+            features,
+            encryption: u32_at(32)?,
+            name,
+            extensions,
+        })
+    }
+
+    /// Returns the data of all extensions of a type.
+    fn texts(&self, kind: u32) -> Vec<&'a [u8]> {
+        let of_kind = self.extensions.iter().filter(|(is, _)| *is == kind);
+        of_kind.map(|(_, text)| *text).collect()
+    }
 }
 
 #[cfg(test)]

@@ -504,6 +504,59 @@ fn a_disk_image_has_the_given_format_and_a_format_that_contradicts_its_header_is
 }
 
 #[test]
+fn if_a_later_clone_does_not_start_the_json_output_names_the_clones_that_run() {
+    let daemon = Daemon::start();
+    run(&daemon, "one", &[], &[]);
+    save(&daemon, "one", "warm");
+    run(&daemon, "c-2", &[], &[]);
+    let clone = ["clone", "warm", "--prefix", "c", "-n", "3"];
+    let output = daemon.run(&[&clone[..], &["--no-wait", "--force", "--json"]].concat());
+    refused(&output, 1, &["VM 'c-2' did not start; 1 others run"]);
+    let clones: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let names: Vec<&Value> = clones
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|clone| &clone["vm"]["name"])
+        .collect();
+    assert_eq!(names, ["c-1"]);
+    for vm in ["one", "c-1", "c-2"] {
+        stop(&daemon, vm);
+    }
+}
+
+#[test]
+fn a_vm_does_not_start_if_the_header_of_its_disk_names_other_files_than_at_its_first_start() {
+    let daemon = Daemon::start();
+    let place = daemon.directory.path();
+    let base = write(&place.join("base.img"), &[1].repeat(1 << 20));
+    let disk = place.join("disk.qcow2").to_str().unwrap().to_owned();
+    let image = |arguments: &[&str]| {
+        let made = Command::new("qemu-img").args(arguments).arg(&disk).status();
+        assert!(made.unwrap().success());
+    };
+    let rebase = |base: &str| {
+        image(&["rebase", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", base]);
+    };
+    image(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base]);
+    run(&daemon, "one", &["--disk", &disk], &[]);
+    stop(&daemon, "one");
+    rebase("/etc/hosts");
+    refused(
+        &daemon.run(&[
+            "vm", "run", "--name", "one", "--memory", "32M", "--disk", &disk,
+        ]),
+        1,
+        &["/etc/hosts", &base, "setfattr -x trusted.memfold.header"],
+    );
+    assert_eq!(daemon.json(&["vm", "list"]), serde_json::json!([]));
+    // The disk is whole and usable as it was.
+    rebase(&base);
+    run(&daemon, "one", &["--disk", &disk], &[]);
+    stop(&daemon, "one");
+}
+
+#[test]
 fn a_snapshot_whose_disk_a_definition_or_a_running_vm_names_is_not_removed_and_the_user_is_named() {
     let daemon = Daemon::start();
     let place = daemon.directory.path();
