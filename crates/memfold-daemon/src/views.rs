@@ -389,11 +389,9 @@ mod tests {
     fn a_malformed_swap_use_report_from_a_guest_is_rejected() {
         let said = |stdout: &str, code| {
             let stdout = stdout.as_bytes().to_vec();
-            SwapUse::of(Ok(CommandResult {
-                stdout,
-                code,
-                ..CommandResult::default()
-            }))
+            let mut result = CommandResult::default();
+            (result.stdout, result.code) = (stdout, code);
+            SwapUse::of(Ok(result))
         };
         let line = "/dev/vdb                                partition\t65532\t\t1024\t\t-2\n";
         assert_eq!(said(line, 0).used_bytes, Some(1 << 20));

@@ -31,7 +31,7 @@ use memfold_wire::{Decoder, encode};
 use super::agent_budget::{Budget, weight};
 use super::agent_facts::{AgentEvent, AgentFacts, AgentOptions, AgentStats};
 use super::agent_held::{Held, is_about_pages};
-use super::agent_task::{AgentError, CommandResult, GuestTask, MAX_OUTPUT, StreamEvent};
+use super::agent_task::{AgentError, CommandResult, GuestTask, StreamEvent};
 use super::agent_windows::{LinkStream, Passed};
 
 /// Shortest and longest wait before a reconnect.
@@ -199,7 +199,8 @@ impl AgentLink {
     }
 
     /// Runs a script or an order in the guest and returns output and exit code. The command is
-    /// killed after `timeout`, or when it has printed more than 64 MiB.
+    /// killed after `timeout`, or when it has printed more than 64 MiB, or more than 256 MiB
+    /// together with other commands whose results exist.
     ///
     /// # Errors
     ///
@@ -210,16 +211,17 @@ impl AgentLink {
         timeout: Duration,
     ) -> Result<CommandResult, AgentError> {
         let mut result = CommandResult::default();
-        let mut kept = 0;
-        result.code = self.run_streaming(task, timeout, |stream, bytes| {
-            kept += bytes.len();
+        let mut refused = None;
+        let code = self.run_streaming(task, timeout, |stream, bytes| {
+            refused = result.kept.add(bytes.len()).err();
             match stream {
                 OutputStream::Stdout => &mut result.stdout,
                 OutputStream::Stderr => &mut result.stderr,
             }
             .extend_from_slice(bytes);
-            kept <= MAX_OUTPUT
-        })?;
+            refused.is_none()
+        });
+        result.code = code.map_err(|error| refused.unwrap_or(error))?;
         Ok(result)
     }
 

@@ -1,5 +1,7 @@
 //! What the daemon asks a guest's agent to do (scripts and orders), and how that can end.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use memfold_wire::agent::{
     INPUT_WINDOW, MAX_STREAMS, ORDERS_VERSION, OutputStream, Terminal, ToAgent,
 };
@@ -9,6 +11,13 @@ use memfold_wire::permission::Permission;
 /// Most output of a command that [`AgentLink::run`](super::AgentLink::run) keeps, in bytes, both
 /// streams together.
 pub(super) const MAX_OUTPUT: usize = 64 << 20;
+
+/// Most output that the results of all commands keep together, in bytes. A command's first
+/// [`ALWAYS_KEPT`] bytes are kept beyond that.
+const MAX_KEPT: usize = 256 << 20;
+const ALWAYS_KEPT: usize = 64 << 10;
+
+static KEPT_BY_ALL: AtomicUsize = AtomicUsize::new(0);
 
 /// Why a message to the agent could not be sent, or why a command in the guest gave no result.
 #[derive(Debug, thiserror::Error)]
@@ -22,6 +31,11 @@ pub enum AgentError {
     Timeout { seconds: f64 },
     #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
     TooMuchOutput,
+    #[error(
+        "the command in the guest was killed: commands that run at once may print {} MiB together; run fewer at once, or stream the output",
+        MAX_KEPT >> 20
+    )]
+    TooMuchOfAll,
     #[error("the agent in the guest has version {version}, which cannot {what}")]
     TooOld { version: String, what: &'static str },
     #[error("the agent in the guest did not end the trim of its page cache within {seconds} s")]
@@ -104,7 +118,7 @@ impl GuestTask {
 }
 
 /// What a command in the guest printed, and its exit code.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub struct CommandResult {
     /// What the command wrote to its standard output.
     pub stdout: Vec<u8>,
@@ -112,6 +126,32 @@ pub struct CommandResult {
     pub stderr: Vec<u8>,
     /// Exit code of the command, or 128 + signal if a signal killed the command.
     pub code: i32,
+    pub(super) kept: Kept,
+}
+
+/// Number of bytes of output that a command's result keeps.
+#[derive(Debug, Default)]
+pub(super) struct Kept(usize);
+
+impl Kept {
+    /// Counts more output of the command; fails if it must not be kept.
+    pub(super) fn add(&mut self, bytes: usize) -> Result<(), AgentError> {
+        self.0 += bytes;
+        let by_all = KEPT_BY_ALL.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        if self.0 > MAX_OUTPUT {
+            return Err(AgentError::TooMuchOutput);
+        }
+        if by_all > MAX_KEPT && self.0 > ALWAYS_KEPT {
+            return Err(AgentError::TooMuchOfAll);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        KEPT_BY_ALL.fetch_sub(self.0, Ordering::Relaxed);
+    }
 }
 
 /// What a streamed command did.
@@ -127,4 +167,27 @@ pub enum StreamEvent {
     Exited(i32),
     /// The guest's owner does not allow the command, which was not started; no event follows.
     NotAllowed(Permission),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_output_of_one_command_and_that_of_all_together_are_limited() {
+        let mut first = Kept::default();
+        first.add(MAX_OUTPUT).unwrap();
+        assert!(matches!(first.add(1), Err(AgentError::TooMuchOutput)));
+        drop(first);
+        let most = MAX_KEPT / MAX_OUTPUT;
+        let mut all: Vec<Kept> = (0..most).map(|_| Kept::default()).collect();
+        for kept in &mut all {
+            kept.add(MAX_OUTPUT).unwrap();
+        }
+        let mut next = Kept::default();
+        next.add(ALWAYS_KEPT).unwrap();
+        assert!(matches!(next.add(1), Err(AgentError::TooMuchOfAll)));
+        all.pop();
+        next.add(1).unwrap();
+    }
 }
