@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{Borrowed, FullReport, LeaseReport};
 use memfold_fold::DomainStats;
-use memfold_ledger::{self as ledger, StoreAccount};
+use memfold_ledger::{self as ledger, ImageAccount, StoreAccount};
 use memfold_lend::blast::blast;
 use memfold_lend::{Picture, RegistryError};
 use memfold_store::StoreIdentity;
@@ -64,8 +64,18 @@ impl Reports {
         let relays = self.below.swap_disks.relays();
         let own = ledger::take::own(ByteSize(fold.own_bytes), &identities, &relays)?;
         let zero: u64 = fold.vms.iter().map(|vm| vm.zero_saved_pages).sum();
-        let mut host = ledger::take::host(&vms, &stores, own, PageCount(zero).bytes())?;
-        host.images_bytes = self.below.snapshots.laid_out_bytes();
+        let images = self.below.snapshots.laid_out();
+        let images = images
+            .iter()
+            .filter_map(|image| ImageAccount::of(image).ok());
+        let mut host = ledger::take::host(&ledger::take::Parts {
+            vms: &vms,
+            stores: &stores,
+            images: &images.collect::<Vec<_>>(),
+            own,
+            relays: &relays,
+            zero_dropped_bytes: PageCount(zero).bytes(),
+        })?;
         let lending = self.below.lending.status();
         host.lent_bytes = ByteSize(lending.map_or(0, |status| status.lent_bytes));
         let mut ledger = ledger::Report::new(host, vms);

@@ -275,7 +275,13 @@ fn ksmd_does_not_scan_folded_ranges_and_the_ledger_counts_each_page_once() {
     assert_eq!(account.ram_pss_bytes, bytes(PAGES / 2 + PAGES));
     let store = StoreAccount::of("d", &store).unwrap();
     let own_cost = take::own(ByteSize(0), &[id], &[]).unwrap();
-    let host = take::host(&[account], &[store], own_cost, ByteSize(0)).unwrap();
+    let host = take::host(&take::Parts {
+        vms: &[account],
+        stores: &[store],
+        own: own_cost,
+        ..take::Parts::default()
+    })
+    .unwrap();
     // KSM has saved one of each two anonymous pages.
     let saved = host.saved_by_ksm_bytes;
     let most = i64::try_from(bytes(PAGES).0).unwrap();

@@ -22,6 +22,15 @@ pub struct StoreAccount {
     pub allocated_bytes: ByteSize,
 }
 
+/// Memory account of a snapshot's RAM image that was assembled in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ImageAccount {
+    /// Device and inode of the memory file.
+    pub identity: StoreIdentity,
+    /// Memory that the file allocates (`st_blocks`), whether or not a process maps it.
+    pub allocated_bytes: ByteSize,
+}
+
 /// Memory account of one VM: its guest RAM, with each page in exactly one class, and its QEMU
 /// process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -107,6 +116,13 @@ pub struct VmAccount {
     /// such as the snapshot image that the VM runs from.
     #[serde(default)]
     pub file_pss_bytes: ByteSize,
+    /// Part of `file_pss_bytes`: shares of RAM images that were assembled in memory
+    /// (`images_bytes` of the host).
+    #[serde(default)]
+    pub image_shmem_bytes: ByteSize,
+    /// The RAM images that were assembled in memory and that the VM maps; not in the JSON.
+    #[serde(skip)]
+    pub images: Vec<ImageAccount>,
 
     /// Number of mappings of the QEMU process. The kernel allows at most `vm.max_map_count`.
     pub mappings: u64,
@@ -146,9 +162,9 @@ impl VmAccount {
 pub struct OwnCost {
     /// PSS of the daemon and its relays (helper processes that connect VMs to lent RAM).
     pub pss_bytes: ByteSize,
-    /// Part of `pss_bytes`: the daemon's anonymous memory, without that of relays.
+    /// Part of `pss_bytes`: anonymous memory.
     pub pss_anon_bytes: ByteSize,
-    /// Part of `pss_bytes`: the daemon's shared memory and memory files, without those of relays.
+    /// Part of `pss_bytes`: shared memory and memory files.
     pub pss_shmem_bytes: ByteSize,
     /// Part of `pss_bytes`: the daemon's shares of page-store pages that the daemon maps. It is 0
     /// except in tests, because the daemon fills page stores by `write(2)`.
@@ -216,7 +232,7 @@ pub struct HostAccount {
     /// Free pages in the CPUs' own lists, which `MemAvailable` leaves out. These pages may add up
     /// to more than 1 GiB.
     pub per_cpu_free_bytes: ByteSize,
-    /// Anonymous PSS of all processes except the VMs' QEMUs and the daemon.
+    /// Anonymous PSS of all processes except the VMs' QEMUs, the daemon and its relays.
     pub others_anon_bytes: ByteSize,
     /// Part of `others_anon_bytes` that this host lends to other hosts. This memory is locked and
     /// never swapped.
@@ -229,8 +245,8 @@ pub struct HostAccount {
     pub stores: Vec<StoreAccount>,
     /// Memory that all page stores together allocate.
     pub stores_bytes: ByteSize,
-    /// Memory of snapshots' RAM images that were assembled in memory (`st_blocks`), whether or not
-    /// a VM has accessed it.
+    /// Memory of snapshots' RAM images that were assembled in memory (`st_blocks`), also by an
+    /// earlier daemon, whether or not a VM has accessed it.
     #[serde(default)]
     pub images_bytes: ByteSize,
     /// Figures of KSM; absent if the kernel has no KSM.
@@ -240,8 +256,8 @@ pub struct HostAccount {
 
     /// Sum of the PSS of all QEMU processes.
     pub vms_pss_bytes: ByteSize,
-    /// Physical memory that VMs, memfold and page stores use together, each page counted once. The
-    /// page tables of these processes are included.
+    /// Physical memory that VMs, memfold, page stores and assembled RAM images use together, each
+    /// page counted once. The page tables of these processes are included.
     pub physical_bytes: ByteSize,
     /// Part of `physical_bytes` that the kernel cannot drop: all but page cache of ordinary files.
     pub unreclaimable_bytes: ByteSize,
@@ -250,7 +266,8 @@ pub struct HostAccount {
     /// stores take more than they save.
     pub saved_by_folding_bytes: i64,
     /// Memory saved by clones: pages of snapshot images in VMs' page tables, less the VMs' PSS of
-    /// these pages. (An image page that several VMs map is in memory once.)
+    /// these pages (an image page that several VMs map is in memory once), and less the pages of
+    /// `images_bytes` that no VM maps.
     #[serde(default)]
     pub saved_by_clones_bytes: i64,
     /// Memory saved by segments: pages of segments in VMs' page tables, less the VMs' PSS of these

@@ -117,7 +117,9 @@ fn not_available(report: &Report) -> ByteSize {
         .iter()
         .map(|v| v.pss_shmem_bytes - v.store_pss_bytes)
         .sum();
-    let our_shmem = shmem + host.own.pss_shmem_bytes - host.own.store_pss_bytes + host.stores_bytes;
+    let our_shmem = shmem + host.own.pss_shmem_bytes - host.own.store_pss_bytes
+        + host.stores_bytes
+        + unmapped_images(host.images_bytes, &report.vms);
     let other_shmem = host.shmem_bytes - our_shmem;
     // Page tables are part of the kernel's memory too, so they are subtracted here to count once.
     host.unreclaimable_bytes - page_tables - host.own.page_table_bytes
@@ -126,6 +128,12 @@ fn not_available(report: &Report) -> ByteSize {
         + host.kernel_bytes
         + host.reserve_bytes
         + host.per_cpu_free_bytes
+}
+
+/// Returns the part of assembled RAM images that no VM maps. `images`: the memory of all of them.
+pub(super) fn unmapped_images(images: ByteSize, vms: &[VmAccount]) -> ByteSize {
+    let mapped: ByteSize = vms.iter().map(|vm| vm.image_shmem_bytes).sum();
+    images - mapped
 }
 
 /// Compares the change of `MemAvailable` between two reports with the change of the ledger's sums,

@@ -46,7 +46,7 @@ pub mod table;
 pub mod take;
 
 pub use account::{
-    Disagreement, HostAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount,
+    Disagreement, HostAccount, ImageAccount, KsmAccount, OwnCost, Report, StoreAccount, VmAccount,
 };
 pub use agree::{check, check_change};
 pub use brake::{Brake, BrakePolicy, Level, Look, Reserve};

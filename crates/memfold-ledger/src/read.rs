@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use memfold_store::StoreIdentity;
+use memfold_store::{IMAGE_PREFIX, StoreIdentity};
 use memfold_sys::pagemap::Pagemap;
 use memfold_units::{ByteSize, Hva, PAGE_SIZE};
 use rustix::process::Pid;
@@ -90,6 +90,8 @@ pub struct Smap {
     pub anonymous_bytes: ByteSize,
     /// `KSM` of the mapping: its pages that KSM has merged; `None` before Linux 6.6.
     pub ksm_bytes: Option<ByteSize>,
+    /// Whether the mapped file is a memory file with the RAM image of a snapshot.
+    pub is_image: bool,
 }
 
 /// Figures of a process in `/proc/PID/smaps_rollup`.
@@ -168,6 +170,7 @@ impl Proc {
                 let vma = vma(line).ok_or_else(|| ReadError::format(&path, line))?;
                 all.push(Smap {
                     vma,
+                    is_image: is_image(line),
                     ..Smap::default()
                 });
                 continue;
@@ -351,6 +354,13 @@ fn vma(line: &[u8]) -> Option<Vma> {
             ino,
         }),
     })
+}
+
+/// Returns whether a line of `/proc/PID/maps` names a memory file with the RAM image of a snapshot.
+fn is_image(line: &[u8]) -> bool {
+    let path = line.iter().position(|b| *b == b'/').map(|at| &line[at..]);
+    let name = path.and_then(|path| path.strip_prefix(b"/memfd:"));
+    name.is_some_and(|name| name.starts_with(IMAGE_PREFIX.as_bytes()))
 }
 
 #[cfg(test)]

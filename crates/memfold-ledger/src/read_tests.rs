@@ -66,6 +66,7 @@ fn memory_mappings_and_their_resident_sizes_are_parsed_from_smaps() {
             pss_bytes: ByteSize::kib(640),
             anonymous_bytes: ByteSize::kib(512),
             ksm_bytes: Some(ByteSize::kib(16)),
+            is_image: false,
         }
     );
     assert_eq!((smaps[1].vma.file, smaps[1].ksm_bytes), (None, None));

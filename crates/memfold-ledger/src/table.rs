@@ -113,7 +113,7 @@ fn host(report: &Report) -> Table {
     }
     line("  memfold itself", size(host.own.total_bytes()));
     if host.images_bytes.0 > 0 {
-        line("snapshots laid out in memory", size(host.images_bytes));
+        line("  snapshots laid out in memory", size(host.images_bytes));
     }
     if host.lent_bytes.0 > 0 {
         line("lent to other hosts", size(host.lent_bytes));

@@ -1,6 +1,7 @@
 //! Makes the ledger: reads the kernel's present figures, and builds from them the accounts of VMs,
 //! page stores, memfold's own processes and the host.
 
+use std::collections::HashMap;
 use std::os::fd::AsFd;
 
 use memfold_ksm as ksm;
@@ -8,8 +9,12 @@ use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Filter, Pagemap, Region};
 use memfold_units::{ByteSize, Hva, PageCount};
 use memfold_vm::RamLayout;
+use rustix::fs::Stat;
 
-use super::account::{HostAccount, KsmAccount, OwnCost, StoreAccount, VmAccount, signed};
+use super::account::{
+    HostAccount, ImageAccount, KsmAccount, OwnCost, StoreAccount, VmAccount, signed,
+};
+use super::agree::unmapped_images;
 use super::memory::{Kind, Place, Stretch, ram_ranges, sort_pages, stretches};
 use super::read::{Proc, ReadError, Smap, Vma, pagemap_of};
 
@@ -17,14 +22,12 @@ use super::read::{Proc, ReadError, Smap, Vma, pagemap_of};
 const ATTEMPTS: usize = 3;
 
 impl StoreAccount {
-    /// Makes the account of the page store of trust domain `domain`, whose open file is `file`. The
-    /// allocated memory is `st_blocks` in units of 512 bytes (stat(2)).
+    /// Makes the account of the page store of trust domain `domain`, whose open file is `file`.
     pub fn of(domain: &str, file: impl AsFd) -> std::io::Result<Self> {
-        let stat = rustix::fs::fstat(&file)?;
         Ok(Self {
             domain: domain.to_owned(),
             identity: StoreIdentity::of(&file)?,
-            allocated_bytes: ByteSize(u64::try_from(stat.st_blocks).unwrap_or(0) * 512),
+            allocated_bytes: allocated(&rustix::fs::fstat(&file)?),
         })
     }
 }
@@ -89,6 +92,7 @@ pub fn vm(
             in_memory.unwrap_or_default()
         }),
         segment_resident_bytes: of_segments(&smaps, segments, |smap| smap.rss_bytes),
+        images: images(pid, &smaps),
         page_table_bytes: proc.page_tables(pid)?,
         pss_bytes: rollup.pss_bytes,
         pss_anon_bytes: rollup.pss_anon_bytes,
@@ -97,6 +101,42 @@ pub fn vm(
         store_mappings: store_mappings.count() as u64,
         ..shares
     })
+}
+
+impl ImageAccount {
+    /// Makes the account of a RAM image that was assembled in memory.
+    pub fn of(file: impl AsFd) -> std::io::Result<Self> {
+        Ok(Self {
+            identity: StoreIdentity::of(&file)?,
+            allocated_bytes: allocated(&rustix::fs::fstat(&file)?),
+        })
+    }
+}
+
+/// Returns the memory that a memory file allocates (`st_blocks`, in units of 512 bytes, stat(2)).
+fn allocated(file: &Stat) -> ByteSize {
+    ByteSize(u64::try_from(file.st_blocks).unwrap_or(0) * 512)
+}
+
+/// Returns the assembled RAM images that a process maps, each once.
+fn images(pid: i32, smaps: &[Smap]) -> Vec<ImageAccount> {
+    let mut all: Vec<ImageAccount> = Vec::new();
+    for smap in smaps.iter().filter(|smap| smap.is_image) {
+        let Some(identity) = smap.vma.file else {
+            continue;
+        };
+        if all.iter().any(|image| image.identity == identity) {
+            continue;
+        }
+        let (start, end) = (smap.vma.start.0, smap.vma.end.0);
+        // A process that has ended meanwhile has no mappings.
+        let stat = rustix::fs::stat(format!("/proc/{pid}/map_files/{start:x}-{end:x}"));
+        all.extend(stat.ok().map(|stat| ImageAccount {
+            identity,
+            allocated_bytes: allocated(&stat),
+        }));
+    }
+    all
 }
 
 /// Sums a figure over the mappings of segments, which are outside RAM.
@@ -119,9 +159,6 @@ fn is_in_memory(pid: i32, smap: &Smap) -> bool {
 
 /// Makes the account of this process (the daemon) and of its relays, which connect VMs to lent RAM.
 /// `metadata_bytes` is the size of the fold engine's tables; `relays` are process numbers.
-///
-/// Relays' anonymous pages are not in `pss_anon_bytes`, because they are already counted among
-/// other processes.
 pub fn own(
     metadata_bytes: ByteSize,
     stores: &[StoreIdentity],
@@ -142,35 +179,40 @@ pub fn own(
         // A relay that has ended meanwhile costs nothing.
         if let Ok(Some(rollup)) = proc.rollup(*relay) {
             own.pss_bytes += rollup.pss_bytes;
+            own.pss_anon_bytes += rollup.pss_anon_bytes;
+            own.pss_shmem_bytes += rollup.pss_shmem_bytes;
             own.page_table_bytes += proc.page_tables(*relay).unwrap_or_default();
         }
     }
     Ok(own)
 }
 
-/// Makes the account of the host from the accounts of its parts. `zero_dropped_bytes` is the size
-/// of guests' pages of zeroes that were given back and not written since, as counted by the fold
-/// engine.
-pub fn host(
-    vms: &[VmAccount],
-    stores: &[StoreAccount],
-    own: OwnCost,
-    zero_dropped_bytes: ByteSize,
-) -> Result<HostAccount, ReadError> {
+/// The parts of a host's memory, of which the host's account is made.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Parts<'a> {
+    /// Accounts of the VMs.
+    pub vms: &'a [VmAccount],
+    /// Accounts of the page stores.
+    pub stores: &'a [StoreAccount],
+    /// RAM images that the daemon has assembled in memory. Those that VMs map may be left out.
+    pub images: &'a [ImageAccount],
+    /// Memory of the daemon and of its relays.
+    pub own: OwnCost,
+    /// Process numbers of the relays.
+    pub relays: &'a [i32],
+    /// Guests' pages of zeroes that were given back and not written since, as counted by the fold
+    /// engine.
+    pub zero_dropped_bytes: ByteSize,
+}
+
+/// Makes the account of the host.
+pub fn host(parts: &Parts<'_>) -> Result<HostAccount, ReadError> {
     let proc = Proc::default();
     let mut attempt = 1;
     loop {
         let anon = proc.meminfo()?.get("AnonPages").copied();
-        let others_anon_bytes = others(&proc, vms)?;
-        let host = host_from(
-            &proc,
-            KsmAccount::read(),
-            others_anon_bytes,
-            vms,
-            stores,
-            own,
-            zero_dropped_bytes,
-        )?;
+        let others_anon_bytes = others(&proc, parts)?;
+        let host = host_from(&proc, KsmAccount::read(), others_anon_bytes, parts)?;
         // Processes start and end while their memory is added up. If the sum changed by more than a
         // percent, it is computed again.
         let moved = host.anon_pages_bytes.0.abs_diff(anon.unwrap_or_default().0);
@@ -185,11 +227,15 @@ fn host_from(
     proc: &Proc,
     ksm: Option<KsmAccount>,
     others_anon_bytes: ByteSize,
-    vms: &[VmAccount],
-    stores: &[StoreAccount],
-    own: OwnCost,
-    zero_dropped_bytes: ByteSize,
+    parts: &Parts<'_>,
 ) -> Result<HostAccount, ReadError> {
+    let Parts {
+        vms,
+        stores,
+        own,
+        zero_dropped_bytes,
+        ..
+    } = *parts;
     let info = proc.meminfo()?;
     let field = |key: &str| info.get(key).copied().unwrap_or_default();
     let zones = proc.zones()?;
@@ -201,10 +247,16 @@ fn host_from(
         ByteSize(zones.total_reserve_bytes.0 + kept(file_cache) + kept(field("KReclaimable").0));
 
     let stores_bytes: ByteSize = stores.iter().map(|s| s.allocated_bytes).sum();
-    let mut physical = stores_bytes + own.total_bytes();
-    let mut unreclaimable = stores_bytes + own.pss_anon_bytes + own.pss_shmem_bytes
-        - own.store_pss_bytes
-        + own.page_table_bytes;
+    let of_vms = vms.iter().flat_map(|vm| &vm.images);
+    let images = parts.images.iter().chain(of_vms);
+    let images: HashMap<_, _> = images.map(|i| (i.identity, i.allocated_bytes)).collect();
+    let images_bytes = images.into_values().sum();
+    let unmapped_images = unmapped_images(images_bytes, vms);
+    let mut physical = stores_bytes + unmapped_images + own.total_bytes();
+    let mut unreclaimable =
+        stores_bytes + unmapped_images + own.pss_anon_bytes + own.pss_shmem_bytes
+            - own.store_pss_bytes
+            + own.page_table_bytes;
     for vm in vms {
         physical += vm.pss_bytes - vm.store_pss_bytes + vm.page_table_bytes;
         unreclaimable +=
@@ -214,8 +266,9 @@ fn host_from(
     let folded: ByteSize = vms.iter().map(|v| v.folded_bytes).sum();
     let saved_by_folding_bytes = signed(folded) - signed(stores_bytes);
     let images = |bytes: fn(&VmAccount) -> ByteSize| signed(vms.iter().map(bytes).sum());
-    let saved_by_clones_bytes =
-        images(|vm| vm.file_resident_bytes) - images(|vm| vm.file_pss_bytes);
+    let saved_by_clones_bytes = images(|vm| vm.file_resident_bytes)
+        - images(|vm| vm.file_pss_bytes)
+        - signed(unmapped_images);
     let saved_by_segments_bytes =
         images(|vm| vm.segment_resident_bytes) - images(|vm| vm.segment_pss_bytes);
     let saved_by_ksm_bytes = ksm.map_or(0, |k| k.saved_bytes());
@@ -241,8 +294,7 @@ fn host_from(
         max_map_count: proc.max_map_count()?,
         stores: stores.to_vec(),
         stores_bytes,
-        // The caller, who knows the snapshot images, sets this.
-        images_bytes: ByteSize(0),
+        images_bytes,
         ksm,
         own,
         vms_pss_bytes: vms.iter().map(|v| v.pss_bytes).sum(),
@@ -396,6 +448,9 @@ fn shares(
         if vma.file.is_some() && !is_store {
             sum.file_pss_bytes += part(of_file);
         }
+        if smap.is_image {
+            sum.image_shmem_bytes += part(of_file);
+        }
         if let Some(ksm) = smap.ksm_bytes {
             *sum.ksm_merged_bytes.get_or_insert_default() += part(ksm);
         }
@@ -412,12 +467,13 @@ fn shares(
 /// Returns the anonymous PSS of all other processes. Kernel threads, and processes that end
 /// meanwhile, are left out. For a process with more rights than this one, which hides its shares
 /// (ptrace(2), access mode checks), `RssAnon` is used.
-fn others(proc: &Proc, vms: &[VmAccount]) -> Result<ByteSize, ReadError> {
+fn others(proc: &Proc, parts: &Parts<'_>) -> Result<ByteSize, ReadError> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
     Ok(proc
         .pids()?
         .into_iter()
-        .filter(|pid| *pid != own && vms.iter().all(|vm| vm.pid != *pid))
+        .filter(|pid| *pid != own && !parts.relays.contains(pid))
+        .filter(|pid| parts.vms.iter().all(|vm| vm.pid != *pid))
         .filter_map(|pid| match proc.rollup(pid) {
             Ok(rollup) => Some(rollup?.pss_anon_bytes),
             Err(_) => proc.rss_anon(pid).ok(),

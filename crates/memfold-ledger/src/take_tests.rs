@@ -29,6 +29,7 @@ fn the_pss_of_qemu_is_split_into_guest_ram_and_other_memory() {
     let mut image = smap(0x10_0000, 0x18_0000, 90);
     image.vma.file = Some(StoreIdentity { dev: 1, ino: 8 });
     image.rss_bytes = ByteSize::kib(110);
+    image.is_image = true;
     image.anonymous_bytes = ByteSize::kib(50);
     let window = Smap {
         vma: Vma {
@@ -49,13 +50,15 @@ fn the_pss_of_qemu_is_split_into_guest_ram_and_other_memory() {
     );
     assert_eq!(sum.ram_pss_bytes, ByteSize::kib(300 + 100 + 90));
     assert_eq!(sum.file_pss_bytes, ByteSize::kib(40));
+    assert_eq!(sum.image_shmem_bytes, ByteSize::kib(40));
     assert_eq!(sum.qemu_pss_bytes, ByteSize::kib(300 + 50 + 7));
     assert_eq!(sum.tcg_pss_bytes, ByteSize::kib(50));
     assert_eq!(sum.store_pss_bytes, ByteSize::kib(100 + 7));
 }
 
 #[test]
-fn the_ledger_of_the_host_counts_a_page_store_page_once_even_if_several_vms_map_it() {
+fn the_ledger_of_the_host_counts_a_page_of_a_page_store_or_an_image_once_even_if_several_vms_map_it()
+ {
     let tree = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(tree.path().join("sys/vm")).unwrap();
     std::fs::write(tree.path().join("sys/vm/max_map_count"), "65530\n").unwrap();
@@ -75,6 +78,16 @@ fn the_ledger_of_the_host_counts_a_page_store_page_once_even_if_several_vms_map_
         file_pss_bytes: ByteSize::mib(5),
         ..VmAccount::default()
     };
+    // An image of 20 MiB of which the two VMs map 3 MiB, in part together.
+    let image = |ino, mib| ImageAccount {
+        identity: StoreIdentity { dev: 1, ino },
+        allocated_bytes: ByteSize::mib(mib),
+    };
+    let vm = VmAccount {
+        image_shmem_bytes: ByteSize::kib(1536),
+        images: vec![image(8, 20)],
+        ..vm
+    };
     let store = StoreAccount {
         domain: "d".into(),
         identity: STORE,
@@ -88,18 +101,24 @@ fn the_ledger_of_the_host_counts_a_page_store_page_once_even_if_several_vms_map_
         &Proc::new(tree.path()),
         None,
         ByteSize(0),
-        &[vm.clone(), vm],
-        &[store],
-        own,
-        ByteSize::mib(3),
+        &Parts {
+            vms: &[vm.clone(), vm],
+            stores: &[store],
+            own,
+            images: &[image(8, 20), image(9, 1)],
+            zero_dropped_bytes: ByteSize::mib(3),
+            ..Parts::default()
+        },
     )
     .unwrap();
-    // Two VMs of 100 MiB beside the page store, the page store, and memfold.
-    assert_eq!(host.physical_bytes, ByteSize::mib(2 * 100 + 50 + 10));
-    assert_eq!(host.unreclaimable_bytes, ByteSize::mib(2 * 90 + 50));
+    // Two VMs of 100 MiB beside the page store, the page store, memfold, and the parts of images
+    // that no VM maps.
+    assert_eq!(host.physical_bytes, ByteSize::mib(2 * 100 + 50 + 10 + 18));
+    assert_eq!(host.unreclaimable_bytes, ByteSize::mib(2 * 90 + 50 + 18));
+    assert_eq!(host.images_bytes, ByteSize::mib(21));
     assert_eq!(host.saved_by_folding_bytes, 50 << 20);
-    assert_eq!(host.saved_by_clones_bytes, 6 << 20);
-    assert_eq!(host.saved_net_bytes, (50 + 6 + 3 - 10) << 20);
+    assert_eq!(host.saved_by_clones_bytes, (6 - 18) << 20);
+    assert_eq!(host.saved_net_bytes, (50 + 6 - 18 + 3 - 10) << 20);
     assert_eq!(host.kernel_bytes, ByteSize::kib(100));
 }
 

@@ -168,7 +168,13 @@ fn host(vms: &[VmAccount], stores: &[&std::fs::File]) -> HostAccount {
     let identities: Vec<_> = stores.iter().map(|s| s.identity).collect();
     let own = take::own(ByteSize(0), &identities, &[]).unwrap();
     assert_ne!(own, OwnCost::default());
-    take::host(vms, &stores, own, ByteSize(0)).unwrap()
+    take::host(&take::Parts {
+        vms,
+        stores: &stores,
+        own,
+        ..take::Parts::default()
+    })
+    .unwrap()
 }
 
 /// Repeats `attempt` until it succeeds: other work on the machine may change host-wide sums between

@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memfold_host::progress::Progress;
-use memfold_store::StoreIdentity;
+use memfold_store::{IMAGE_PREFIX, StoreIdentity};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
@@ -523,19 +523,15 @@ impl Shelf {
     pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
         let file = self.file(name, SUMS)?;
         let facts = file.metadata().map_err(self.failed(name, SUMS))?;
-        Ok(format!("memfold-image:{:x}:{}", facts.dev(), facts.ino()))
+        Ok(format!("{IMAGE_PREFIX}{:x}:{}", facts.dev(), facts.ino()))
     }
 
-    /// Returns the memory that assembled RAM images take, without images that are being assembled
-    /// now.
+    /// Returns the assembled RAM images, without images that are being assembled now and without
+    /// those of a daemon before this one.
     #[must_use]
-    pub fn laid_out_bytes(&self) -> ByteSize {
-        let bytes = |place: &LaidOut| {
-            let laid_out = place.try_lock()?;
-            let (_, ram) = laid_out.as_ref()?;
-            Some(ram.metadata().ok()?.blocks() * 512)
-        };
-        ByteSize(self.laid_out.lock().values().filter_map(bytes).sum())
+    pub fn laid_out(&self) -> Vec<Arc<File>> {
+        let ram = |place: &LaidOut| Some(place.try_lock()?.as_ref()?.1.clone());
+        self.laid_out.lock().values().filter_map(ram).collect()
     }
 
     /// Frees the assembled RAM images from which no VM runs or is being started.

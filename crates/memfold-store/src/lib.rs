@@ -24,4 +24,8 @@
 mod file;
 pub mod mapped;
 
+/// How the names of memory files begin that contain the RAM image of a compressed or encrypted
+/// snapshot.
+pub const IMAGE_PREFIX: &str = "memfold-image:";
+
 pub use file::{Filled, MAX_PAGES, Source, Store, StoreError, StoreIdentity, data_ranges};

@@ -9,7 +9,7 @@ use memfold_units::{Hva, PAGE_SIZE};
 use rustix::io::Errno;
 use rustix::process::Pid;
 
-use super::StoreIdentity;
+use super::{IMAGE_PREFIX, StoreIdentity};
 
 /// A process's private mapping of consecutive pages of a page store, or of another file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,7 +178,7 @@ fn private_mapping(line: &str) -> Option<FileMapping> {
     let offset = number(fields.next()?)?;
     let (major, minor) = fields.next()?.split_once(':')?;
     let device = |hex| u32::try_from(number(hex)?).ok();
-    let is_image = line.ends_with("/ram") || line.contains(" /memfd:memfold-image:");
+    let is_image = line.ends_with("/ram") || line.contains(&format!(" /memfd:{IMAGE_PREFIX}"));
     private.then_some(FileMapping {
         is_image,
         file: (device(major)?, device(minor)?, fields.next()?.parse().ok()?),
