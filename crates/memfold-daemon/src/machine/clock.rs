@@ -19,6 +19,9 @@ use crate::threads::unix_time;
 /// Time limit for a guest to report its time, or to set its clock.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Longest wait for the agent of a guest that this daemon has only seen stopped.
+const RETURN: Duration = Duration::from_secs(300);
+
 /// Longest time that a user's command waits until the guest's clock is set.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -137,15 +140,29 @@ impl Machine {
     /// `before`: the VM's state when it was last read.
     pub(crate) fn hear_pauses(self: &Arc<Self>, qmp: &mut Qmp, before: &RunState) {
         let events = qmp.take_events_named(&CHANGING);
-        let is_known = !before.is_running() && !["prelaunch", "inmigrate"].contains(&&*before.name);
-        let length = self.marks.pauses.lock().hear(&events, is_known);
-        let is_long = length.is_some_and(|length| length >= LONG);
-        if is_long && self.marks.had_agent.load(Ordering::Relaxed) && !self.keeps_clock() {
+        let length = {
+            let mut pauses = self.marks.pauses.lock();
+            pauses.see(before);
+            pauses.hear(&events)
+        };
+        if length.is_none_or(|length| length < LONG) || self.keeps_clock() {
+            return;
+        }
+        let set = |machine: &Arc<Self>| {
             info!(
-                vm = self.name(),
+                vm = machine.name(),
                 "VM runs again after a pause; the daemon now sets the guest's clock"
             );
-            self.set_clock_soon();
+            machine.set_clock_soon();
+            true
+        };
+        if self.marks.had_agent.load(Ordering::Relaxed) {
+            set(self);
+        } else if length == Some(Duration::MAX) {
+            // The guest stood still since this daemon's start, so its agent could not answer yet.
+            if let Err(error) = self.on_agent("clock", RETURN, set) {
+                self.clock_failed(format!("no thread to set the clock: {error}"));
+            }
         }
     }
 

@@ -168,6 +168,8 @@ impl Machine {
         mut qmp: QmpGuard<'_>,
         command: &'static str,
     ) -> Result<RunState, DaemonError> {
+        // QEMU's event is read later, and then the state has changed.
+        self.marks.pauses.lock().see(&self.state());
         qmp.query(command)?;
         let now = RunState::ask(&self.role.name, &mut qmp)?;
         drop(qmp);

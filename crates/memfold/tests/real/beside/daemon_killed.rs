@@ -3,12 +3,12 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use memfold_api::{Client, FullReport, VmInfo};
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::shared_frames;
-use memfold_testkit::{bound, patience};
+use memfold_testkit::{bound, patience, wait_for};
 
 use crate::served::{Random, Served, exec};
 use crate::support::{self, BOOT, MEMORY};
@@ -180,6 +180,45 @@ fn if_the_daemon_is_killed_vms_run_on_and_the_next_daemon_continues_folding() {
         exec(&client, name, &script);
     }
     the_store_is_one(state, stats);
+    guests_that_stood_still_get_the_time(&mut served, state);
+}
+
+/// A VM that is paused while the daemon is replaced gets the host's time when it runs again,
+/// whether the daemon resumes it or another program does.
+fn guests_that_stood_still_get_the_time(served: &mut Served, state: &Path) {
+    let now = || SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
+    let client = served.answers();
+    for name in NAMES {
+        let back = format!("date -u -s @{} > /dev/null", now() - 3600.0);
+        exec(&client, name, &back);
+        support::qmp(state, name).query("stop").unwrap();
+    }
+    served.kill();
+    served.start();
+    let client = served.answers();
+    wait_for("the next daemon sees both standing still", BOOT, || {
+        let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        let states: Vec<String> = vms.into_iter().map(|vm| vm.state).collect();
+        (states == ["paused", "paused"]).then_some(()).ok_or(states)
+    });
+    let [first, second] = NAMES;
+    let _: VmInfo = client
+        .post(&format!("/v1/vms/{first}/resume"), &())
+        .unwrap();
+    support::qmp(state, second).query("cont").unwrap();
+    for name in NAMES {
+        wait_for("the guest has the host's time", BOOT, || {
+            let guest: f64 = exec(&client, name, "date +%s")
+                .stdout
+                .trim()
+                .parse()
+                .unwrap();
+            let behind = now() - guest;
+            (behind < bound(Duration::from_secs(30)).as_secs_f64())
+                .then_some(())
+                .ok_or((name, behind))
+        });
+    }
 }
 
 /// Checks that both VMs map the store of the first daemon and no other, and share its frames.
