@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, VmInfo};
+use memfold_api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, Sizing, VmInfo};
 use memfold_host::chain;
 use memfold_snapshot::{Manifest, restore};
 use memfold_vm::{AgentError, Definition, LaunchError, VmSpec};
@@ -18,6 +18,7 @@ use tracing::{info, warn};
 
 use crate::boot_snapshot::{self, mark, name_of};
 use crate::error::DaemonError;
+use crate::machine::settings::Settings;
 use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
 use crate::segments::in_guest::{lay_all, lay_when_booted};
@@ -165,17 +166,15 @@ impl Boots {
     fn go_back(self: &Arc<Self>, machine: &Machine) -> Result<VmInfo, DaemonError> {
         let manifest = boot_snapshot::of(&self.below.snapshots, machine)?;
         let name = machine.name();
-        let Some(_saving) = machine.try_save() else {
-            return Err(DaemonError::BadRequest(format!(
-                "a snapshot of '{name}' is being made; wait until it is complete"
-            )));
-        };
+        let _saving = machine.save_right_unless_saved()?;
         // The snapshot is checked before the VM is stopped.
         restore::spec(&self.below.snapshots, &manifest, name)?;
         let progress = self.below.snapshot_locks.begin(&manifest.name)?;
         self.below.snapshots.checked_image(&manifest, &progress)?;
         // Another VM may have this name by now, so this code stops the machine instead of looking
         // the name up.
+        let settings = machine.settings();
+        let sizing = self.below.rightsizing.sizing(machine);
         machine.stop(Duration::ZERO)?;
         threads::wait_until(ANSWER_TIMEOUT, Duration::from_millis(5), || {
             let now = self.below.registry.machine(name);
@@ -186,18 +185,48 @@ impl Boots {
             force: true,
             // The VM ran before the reboot; if the brake refused its start, the VM would be lost.
             despite_brake: true,
-            ttl_s: machine.settings().ttl_s,
+            ttl_s: settings.ttl_s,
             ..RestoreRequest::new(name)
         };
-        let info = self.snapshots.restore(&manifest.name, &request).map_err(|error| {
+        let restored = self.snapshots.restore(&manifest.name, &request).map_err(|error| {
             DaemonError::BadRequest(format!(
                 "VM '{name}' was ended, but could not be restored: {}; retry with 'memfold snapshot restore {} --as {name}'",
                 chain(&error),
                 manifest.name
             ))
         })?;
+        // These may have been changed since the save.
+        let machine = self.below.registry.machine(&restored.name)?;
+        let set = self.set(&machine, settings.fold, settings.resume_when_room, sizing);
+        set.map_err(|error| {
+            DaemonError::BadRequest(format!(
+                "VM '{name}' runs from its boot snapshot, but without the settings that it had: {}; set them with 'memfold vm set {name}'",
+                chain(&error)
+            ))
+        })?;
         info!(vm = name, "VM restored from its boot snapshot");
-        Ok(info)
+        Ok(machine.info())
+    }
+
+    /// Gives a restored VM settings and limits that the saved VM may not have had.
+    pub(crate) fn set(
+        &self,
+        machine: &Machine,
+        fold: bool,
+        resume_when_room: bool,
+        sizing: Sizing,
+    ) -> Result<(), DaemonError> {
+        let _alone = self.below.rightsizing.one_change();
+        let before = machine.settings();
+        let settings = Settings {
+            fold: fold && machine.vm().has_library(),
+            resume_when_room,
+            ..before
+        };
+        if settings != before {
+            machine.change_settings(settings)?;
+        }
+        self.below.rightsizing.replace_sizing(machine, sizing)
     }
 }
 

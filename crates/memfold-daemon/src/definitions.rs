@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use memfold_api::{DefinitionInfo, RestoreRequest, Sizing, VmInfo};
+use memfold_api::{DefinitionInfo, RestoreRequest, VmInfo};
 use memfold_host::chain;
 use memfold_snapshot::identity::Renew;
 use memfold_vm::{Definition, LaunchError, VmSpec, boot_id};
@@ -29,8 +29,6 @@ use crate::boots::Boots;
 use crate::definition_files::DefinitionFiles;
 use crate::error::DaemonError;
 use crate::json_file::write_json;
-use crate::machine::Machine;
-use crate::machine::settings::Settings;
 use crate::options::DaemonOptions;
 use crate::threads;
 
@@ -182,8 +180,9 @@ impl Definitions {
                 let restored = self.boots.snapshots.restore(&snapshot, &request)?;
                 let machine = self.boots.below.registry.machine(&restored.name)?;
                 // The saved VM may have had other settings and limits.
-                let wanted = (vm.fold, vm.resume_when_room, vm.sizing.into());
-                self.apply(&machine, wanted).inspect_err(|_| {
+                let (fold, when_room) = (vm.fold, vm.resume_when_room);
+                let set = self.boots.set(&machine, fold, when_room, vm.sizing.into());
+                set.inspect_err(|_| {
                     // A VM that was not started as described must not run.
                     let _ = machine.vm().stop(Duration::ZERO);
                 })?;
@@ -192,26 +191,6 @@ impl Definitions {
             None if despite_brake => self.boots.run_despite_brake(vm),
             None => self.boots.run(vm),
         }
-    }
-
-    /// Gives a restored VM the settings and limits of its definition.
-    fn apply(
-        &self,
-        machine: &Machine,
-        (fold, resume_when_room, sizing): (bool, bool, Sizing),
-    ) -> Result<(), DaemonError> {
-        let rightsizing = &self.boots.below.rightsizing;
-        let _alone = rightsizing.one_change();
-        let before = machine.settings();
-        let settings = Settings {
-            fold: fold && machine.vm().has_library(),
-            resume_when_room,
-            ..before
-        };
-        if settings != before {
-            machine.change_settings(settings)?;
-        }
-        rightsizing.replace_sizing(machine, sizing)
     }
 
     /// Checks that a definition's snapshot exists, and that the description agrees with it. Returns

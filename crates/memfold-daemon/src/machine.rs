@@ -551,14 +551,28 @@ impl Machine {
     }
 
     /// Locks the VM for a save that a user has asked for. Waits for whatever else holds the lock
-    /// for a moment, such as the record of the pages that a restored VM needs first. Returns `None`
-    /// at once if the VM is being saved, and after [`SAVE_TIMEOUT`] otherwise.
-    pub(crate) fn save_right_unless_saved(&self) -> Option<SaveRight<'_>> {
+    /// for a moment, such as the record of the pages that a restored VM needs first.
+    ///
+    /// # Errors
+    ///
+    /// At once if the VM is being saved, and after [`SAVE_TIMEOUT`] otherwise.
+    pub(crate) fn save_right_unless_saved(&self) -> Result<SaveRight<'_>, DaemonError> {
         let end = Instant::now() + SAVE_TIMEOUT;
-        SaveRight::take_unless(
+        let is_saved = || self.marks.being_saved.load(Ordering::Relaxed);
+        let right = SaveRight::take_unless(
             || self.marks.saving.try_lock_for(SAVE_POLL),
-            || self.marks.being_saved.load(Ordering::Relaxed) || Instant::now() >= end,
-        )
+            || is_saved() || Instant::now() >= end,
+        );
+        right.ok_or_else(|| {
+            let name = self.name();
+            DaemonError::BadRequest(if is_saved() {
+                format!("a snapshot of VM '{name}' is being made; wait until it is complete")
+            } else {
+                format!(
+                    "the daemon is changing memory of VM '{name}' or waits for its guest to free some; try again in some seconds"
+                )
+            })
+        })
     }
 
     /// Locks the VM for a save if no other thread holds this lock.

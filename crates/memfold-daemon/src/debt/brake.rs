@@ -284,12 +284,13 @@ impl DebtBrake {
                 continue;
             }
             // A VM that is being saved keeps its cache, which is part of the snapshot.
-            let Some(_saving) = machine.try_save() else {
+            let Some(saving) = machine.try_save() else {
                 continue;
             };
             let now = Instant::now();
             self.debt.lock().asked.insert(vm.name.clone(), now);
             let dropped = machine.run(GuestOrder::DropClean, DROP_TIMEOUT);
+            drop(saving);
             if !dropped.is_ok_and(|done| done.code == 0) {
                 continue;
             }

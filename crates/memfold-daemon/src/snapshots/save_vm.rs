@@ -70,11 +70,9 @@ impl Snapshots {
             ))
             .into());
         }
+        self.refuse_if_interrupted(&request.name)?;
         self.shared(&request.vm);
-        let Some(right) = machine.save_right_unless_saved() else {
-            let why = "a snapshot of this VM is being made; wait until it is complete";
-            return Err(SnapshotError::Impossible(why.into()).into());
-        };
+        let right = machine.save_right_unless_saved()?;
         let _noted = machine.note_saving();
         // A taken name is refused before the guest drops anything.
         if self.below.snapshots.path(&request.name)?.exists() {

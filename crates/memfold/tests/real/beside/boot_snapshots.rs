@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use memfold_api::{BootSnapshot, RebootRequest, SaveRequest};
+use memfold_api::{BootSnapshot, RebootRequest, SaveRequest, SetRequest, SetWhen};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::patience;
@@ -60,6 +60,30 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
         assert_eq!(kib("Anonymous:"), 0);
     };
     has_view_of_kernel();
+    // What was set since the boot stays set.
+    let settings = [
+        ("fold", "false"),
+        ("resume_when_room", "true"),
+        ("min", "256M"),
+    ];
+    let request = SetRequest {
+        settings: settings
+            .map(|(name, value)| (name.into(), value.into()))
+            .into(),
+        when: SetWhen::Now,
+    };
+    daemon.definitions().set("booted", &request).unwrap();
+    let recorded = |file: &str, field: &str| {
+        let path = lab.directory().join("vms/booted").join(file);
+        let text = std::fs::read(path).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&text).unwrap()[field].clone()
+    };
+    let is_set = || {
+        assert_eq!(recorded("settings.json", "fold"), false);
+        assert_eq!(recorded("settings.json", "resume_when_room"), true);
+        assert_eq!(recorded("rightsize.json", "sizing")["min"], "256M");
+    };
+    is_set();
     // The second time, the VM was itself restored.
     for _ in 0..2 {
         let mark = "echo since > /run/since; echo since > /var/tmp/since; sync";
@@ -68,6 +92,7 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
         let info = reboot(true).unwrap();
         println!("back after {:.0} ms", began.elapsed().as_secs_f64() * 1e3);
         assert_eq!(info.boot_snapshot, Some(BootSnapshot::Ready));
+        is_set();
         daemon.vms().wait_agent("booted", patience(BOOT)).unwrap();
         let gone = "test ! -e /run/since && test ! -e /var/tmp/since";
         lab.exec("booted", gone, limit).unwrap();
