@@ -100,11 +100,13 @@ impl Vms {
         // The files are removed before the VM's name becomes free, because the next VM of this name
         // uses the same paths.
         machine.clean_up();
+        // The next VM of this name may borrow memory at once. To return this VM's may take long.
+        let loan = self.below.swap_disks.take(machine);
         self.below.registry.remove(machine);
         // Sending fails if the engine has ended already.
         let _ = self.below.folding.tell(Command::Remove(machine.id()));
         self.below.snapshots.let_go();
-        self.below.swap_disks.forget(machine);
+        self.below.swap_disks.end(loan);
         self.below.segments.left(&segments);
         if machine.attached().is_some() {
             self.write_attached();

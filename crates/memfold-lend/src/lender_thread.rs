@@ -215,7 +215,7 @@ impl Work {
         if verdict.hurry > Hurry::No {
             // The deadline of borrowers that were asked in this round is shortened in the next.
             for lease in leases.iter().filter(|lease| has_to_hurry(lease)) {
-                self.ask(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
+                self.ask_of_lease(|registry| registry.recall(lease.id, &lease.lender, HURRY))?;
             }
         }
         self.set(|status| {
@@ -337,7 +337,11 @@ impl Work {
         match self.exported(lease) {
             Ok(Some(endpoint)) => {
                 let lender = self.lender.clone();
-                self.ask(|registry| registry.publish(lease.id, &lender, &endpoint))?;
+                let publish =
+                    |registry: &dyn Registry| registry.publish(lease.id, &lender, &endpoint);
+                if !self.ask_of_lease(publish)? {
+                    return Ok(());
+                }
                 // The export may have ended during the call.
                 if let Some(lent) = self.exports.get_mut(&lease.id) {
                     lent.published = true;
@@ -414,6 +418,19 @@ impl Work {
     /// Returns whether almost no memory is left.
     pub(super) fn is_pressed(&self) -> bool {
         Sample::glance(&self.proc).is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
+    }
+
+    /// Asks the registry to change a lease. Returns `false` if the lease is over, or if its borrower
+    /// has changed it meanwhile, which the next round sees.
+    fn ask_of_lease<T: Send>(
+        &mut self,
+        call: impl FnOnce(&dyn Registry) -> Result<T, RegistryError> + Send,
+    ) -> Result<bool, RegistryError> {
+        match self.ask(call) {
+            Ok(_) => Ok(true),
+            Err(RegistryError::NoLease { .. } | RegistryError::State { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Calls the registry. While the registry does not answer, this thread still watches the
@@ -496,7 +513,10 @@ impl Work {
                 break;
             }
             let within = lease.durability.time_to_give_back(lease.bytes);
-            self.ask(|registry| registry.recall(lease.id, &lease.lender, within))?;
+            let recall = |registry: &dyn Registry| registry.recall(lease.id, &lease.lender, within);
+            if !self.ask_of_lease(recall)? {
+                continue;
+            }
             info!(
                 lease = lease.id.0,
                 borrower = lease.borrower,

@@ -287,10 +287,14 @@ impl SwapDisks {
         let Some(directory) = machine.vm().directory() else {
             return;
         };
+        // A user may borrow anew before: that loan has a note, and is watched already.
+        let _right = machine.swap_right();
+        if self.guard(machine.name()).is_some() {
+            return;
+        }
         let Ok(mut borrowing) = VmDirectory::read_json::<Borrowing>(&directory.borrowed()) else {
             return;
         };
-        let _right = machine.swap_right();
         machine.use_generation(borrowing.generation);
         // If a move was in progress, QEMU's device shows how the move ended.
         Self::clean_up(machine);

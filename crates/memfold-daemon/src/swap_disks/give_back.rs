@@ -16,7 +16,7 @@ use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::note::{forget_request, swap_directory};
+use crate::swap_disks::note::{forget_request, note, swap_directory};
 
 impl SwapDisks {
     /// Moves a VM's swap disk back to this host's disk, and deletes the operator's request.
@@ -69,7 +69,13 @@ impl SwapDisks {
             // As far as is known, the copy on this host has every write, or nothing else is left.
             for (part, _) in borrowing.reached() {
                 graph::take_out(&mut machine.monitor(), &borrowing, part)?;
-                guard.state.lock().borrowing.parts[part].lost = true;
+                let now = {
+                    let mut state = guard.state.lock();
+                    state.borrowing.parts[part].lost = true;
+                    state.borrowing.clone()
+                };
+                // The next daemon must not take this for the loss of a lender.
+                note(machine, &now);
             }
         } else {
             self.move_to_disk(machine, guard, right)?;

@@ -80,13 +80,17 @@ impl SwapDisks {
     /// Ends the watch of a loan that is no longer used: releases its leases and removes its note.
     pub(super) fn drop_note(&self, machine: &Machine, _: &SwapRight<'_>) {
         remove_note(machine);
-        self.forget(machine);
+        self.end(self.take(machine));
     }
 
-    /// Ends the watch of a VM's loan after the VM has ended and its files are removed.
-    pub(crate) fn forget(&self, machine: &Machine) {
-        let guard = self.guards.lock().remove(machine.name());
-        if let Some(guard) = guard {
+    /// Takes a VM's loan out of the list, after the VM has ended and its files are removed.
+    pub(crate) fn take(&self, machine: &Machine) -> Option<Arc<Guard>> {
+        self.guards.lock().remove(machine.name())
+    }
+
+    /// Ends the watch of a loan, and releases its leases.
+    pub(crate) fn end(&self, loan: Option<Arc<Guard>>) {
+        if let Some(guard) = loan {
             guard.stop();
             let_go(&self.leases, &guard);
         }
