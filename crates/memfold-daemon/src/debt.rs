@@ -250,6 +250,7 @@ impl State {
             store_bytes: self.owed.store_bytes,
             cover_percent: self.policy.cover_percent,
             mem_available_bytes: memory.available,
+            mem_total_bytes: memory.total,
             limited_by: limits.map(|group| group.directory().display().to_string()),
             reserve_bytes: self.policy.reserve.of(memory.total),
             swap_free_bytes: memory.swap_free,

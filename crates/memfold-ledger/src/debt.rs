@@ -94,6 +94,10 @@ pub struct DebtReport {
     /// `MemAvailable` in bytes, or the memory that a control group's limit leaves, if all VMs are
     /// in that group and its limit leaves less.
     pub mem_available_bytes: u64,
+    /// `MemTotal` in bytes, or the smallest limit of the control groups that all VMs are in, if it
+    /// is less.
+    #[serde(default)]
+    pub mem_total_bytes: u64,
     /// Directory of the control group whose limit determines `mem_available_bytes`; null: the
     /// host's memory determines it.
     #[serde(default)]

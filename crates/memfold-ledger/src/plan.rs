@@ -179,13 +179,20 @@ impl Order {
                 return Err(PlanError::Twice(vm.clone()));
             }
         }
+        // A control group may leave the VMs less than the host has.
         let host = &report.host;
+        let is_limited = (1..host.mem_total_bytes.0).contains(&debt.mem_total_bytes);
+        let (total, available) = if is_limited {
+            (debt.mem_total_bytes, debt.mem_available_bytes)
+        } else {
+            (host.mem_total_bytes.0, host.mem_available_bytes.0)
+        };
         let mut plan = Plan {
-            memory_bytes: self.memory_bytes.unwrap_or(host.mem_total_bytes.0),
+            memory_bytes: self.memory_bytes.unwrap_or(total),
             ahead_hours: self.ahead_hours,
             reserve_bytes: debt.reserve_bytes,
             cover_percent: debt.cover_percent,
-            used_bytes: (host.mem_total_bytes - host.mem_available_bytes).0,
+            used_bytes: total.saturating_sub(available),
             owed_bytes: debt.debt_bytes,
             ..Plan::default()
         };
@@ -570,6 +577,16 @@ mod tests {
         assert_eq!(kind.more_fit, (7_500 - 100) / 200);
         let fits = |number| planned(&exact, &[("web".into(), number)]).fits;
         assert!(fits(2 + kind.more_fit) && !fits(3 + kind.more_fit));
+        // A control group leaves the VMs 4,000 MiB, of which 3,000 are available.
+        let mut limited = exact.clone();
+        let debt = limited.debt.as_mut().unwrap();
+        (debt.mem_total_bytes, debt.mem_available_bytes) = (4_000 * MIB, 3_000 * MIB);
+        let plan = planned(&limited, &[]);
+        assert_eq!(
+            (plan.memory_bytes, plan.used_bytes),
+            (4_000 * MIB, 1_000 * MIB)
+        );
+        assert_eq!(plan.kinds[0].more_fit_by_memory, 2_500 / 150);
         // With the same mean but two VMs that differ, fewer are sure to fit.
         let mut vague = report();
         vague.vms = vec![vm("a", 140), vm("b", 160)];
