@@ -188,18 +188,27 @@ impl History {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
         // This comes first, because it frees space. It also handles data of an earlier daemon,
         // which may have run for less than a step.
-        let tidied = if self.gathering.replace(step) == Some(step) {
-            Ok(())
-        } else {
-            self.make_coarse(step)
-        };
+        if self.gathering != Some(step) {
+            match self.make_coarse(step) {
+                Ok(()) => self.gathering = Some(step),
+                // It is tried again for the next step. This sample is written all the same.
+                Err(error) => {
+                    self.gathering = Some(step);
+                    tracing::warn!(
+                        path = %self.path.display(),
+                        %error,
+                        "cannot summarize samples of the history; free space, or remove the file if it is damaged"
+                    );
+                }
+            }
+        }
         let mut added = self.add_rows(at_unix_s, host, vms, events);
         // A full disk causes the same error as a full database.
         if added.as_ref().is_err_and(is_full) && self.is_at_its_limit() {
             self.make_room().map_err(|source| self.failed(source))?;
             added = self.add_rows(at_unix_s, host, vms, events);
         }
-        tidied.and(added).map_err(|source| self.failed(source))
+        added.map_err(|source| self.failed(source))
     }
 
     fn is_at_its_limit(&self) -> bool {
