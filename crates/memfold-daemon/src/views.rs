@@ -36,6 +36,9 @@ use crate::mechanisms::Mechanisms;
 use crate::reports::Reports;
 use crate::sampling::Sampling;
 
+/// Longest search for a placement. Meanwhile, no estimate is made.
+const PLACE_LIMIT: Duration = Duration::from_secs(60);
+
 /// Time for which maps of memory are cached.
 const MEMORY_LIFE: Duration = Duration::from_secs(4);
 /// Time for which doctor's report is cached: making it starts QEMU, which takes a second.
@@ -240,7 +243,7 @@ impl Views {
         advise(&self.below, &self.sampling, days)
     }
 
-    /// Proposes which VMs of several hosts to place together.
+    /// Proposes which VMs of several hosts to place together. Searches for a minute at most.
     ///
     /// # Errors
     ///
@@ -252,7 +255,7 @@ impl Views {
         let most = format!("{MOST_LEAST} at most");
         check("least_bytes", bytes, bytes <= MOST_LEAST, &most)?;
         let _turn = self.estimate_turn()?;
-        let proposal = propose(&order.fingerprints, bytes, percent);
+        let proposal = propose(&order.fingerprints, bytes, percent, Some(PLACE_LIMIT));
         proposal.map_err(|error| DaemonError::BadRequest(error.to_string()))
     }
 

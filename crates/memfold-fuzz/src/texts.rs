@@ -219,7 +219,7 @@ pub fn fingerprint(data: &[u8]) -> u64 {
     let Ok(prints) = serde_json::from_slice::<Vec<Fingerprint>>(data) else {
         return 1;
     };
-    match propose(&prints, 1 << 20, 10.0) {
+    match propose(&prints, 1 << 20, 10.0, None) {
         Ok(proposal) => {
             assert_eq!(proposal.hosts.len(), prints.len());
             let moves = proposal.moves.len().min(15) as u64;

@@ -12,6 +12,7 @@
 //! repeat within a single VM are left out, because they move with the VM.
 
 use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
 
 use foldhash::HashMap;
 use memfold_units::PAGE_SIZE;
@@ -78,6 +79,9 @@ pub struct Proposal {
     pub then_bytes: u64,
     /// Error bar (95 %) of the saving (`now_bytes` - `then_bytes`), due to sampling.
     pub plus_minus_bytes: u64,
+    /// Whether all moves that save enough were found. False: the time for the search was over, and
+    /// more may be found after these moves.
+    pub complete: bool,
 }
 
 /// Memory use of a host before and after the proposed moves.
@@ -137,9 +141,15 @@ struct Model<'a> {
     vms: Vec<Vm<'a>>,
     hosts: Vec<Host>,
     bytes_a_content: u64,
+    /// When the search ends, complete or not; `None`: when it is complete.
+    end: Option<Instant>,
 }
 
 impl Model<'_> {
+    fn is_late(&self) -> bool {
+        self.end.is_some_and(|end| Instant::now() >= end)
+    }
+
     fn taken(&self, host: usize) -> u64 {
         let host = &self.hosts[host];
         let all = host.others + host.apart;
@@ -239,10 +249,13 @@ impl Model<'_> {
     /// Returns the step that saves most, among the steps that save at least `least_bytes`. Of equal
     /// steps, the first is chosen, so that the same fingerprints give the same proposal. No step
     /// may increase the memory that a host lacks. Reducing this lack counts [`LACK`] times as much
-    /// as saving.
+    /// as saving. When the search has to end, only the steps before are considered.
     fn best(&mut self, steps: Vec<Step>, least_bytes: u64) -> Option<Step> {
         let mut best: Option<(i128, Step)> = None;
         for step in steps {
+            if self.is_late() {
+                break;
+            }
             let (before, after) = self.weigh(step);
             if (0..2).any(|host| after.lacks[host] > before.lacks[host]) {
                 continue;
@@ -279,7 +292,8 @@ struct Step {
 }
 
 /// Proposes moves of VMs that save at least `least_bytes` each. A move may save less if it relieves
-/// a host that uses more than its memory less `reserve_percent` of it.
+/// a host that uses more than its memory less `reserve_percent` of it. The search ends after `limit`
+/// at the latest: with hundreds of VMs on many hosts, it would take hours.
 ///
 /// # Errors
 ///
@@ -288,9 +302,11 @@ pub fn propose(
     prints: &[Fingerprint],
     least_bytes: u64,
     reserve_percent: f64,
+    limit: Option<Duration>,
 ) -> Result<Proposal, PlaceError> {
     check(prints)?;
     let mut model = model(prints, reserve_percent);
+    model.end = limit.map(|limit| Instant::now() + limit);
     let hosts = 0..prints.len();
     let all = |model: &Model<'_>| hosts.clone().map(|h| model.taken(h)).collect::<Vec<_>>();
     let now = all(&model);
@@ -339,6 +355,7 @@ pub fn propose(
         now_bytes: now.iter().sum(),
         then_bytes: then.iter().sum(),
         plus_minus_bytes: whole(plus_minus),
+        complete: !model.is_late(),
     })
 }
 
@@ -395,6 +412,7 @@ fn model(prints: &[Fingerprint], reserve_percent: f64) -> Model<'_> {
         vms: Vec::new(),
         hosts: Vec::new(),
         bytes_a_content: PAGE_SIZE << level.min(40),
+        end: None,
     };
     for (number, print) in prints.iter().enumerate() {
         let kept = print.memory_bytes as f64 * (1.0 - reserve_percent / 100.0);
@@ -458,6 +476,14 @@ mod tests {
         }
     }
 
+    fn propose(
+        prints: &[Fingerprint],
+        least_bytes: u64,
+        reserve_percent: f64,
+    ) -> Result<Proposal, PlaceError> {
+        super::propose(prints, least_bytes, reserve_percent, None)
+    }
+
     fn web(name: &str) -> VmPrint {
         vm(name, Some("shop"), 1, 100)
     }
@@ -504,6 +530,9 @@ mod tests {
         }
         assert!(found.plus_minus_bytes > 0);
         assert_eq!(propose(&prints, MIB, 5.0).unwrap(), found, "the same again");
+        // Without any time, nothing is found, and the proposal says so.
+        let none = super::propose(&prints, MIB, 5.0, Some(Duration::ZERO)).unwrap();
+        assert!(found.complete && !none.complete && none.moves.is_empty());
         // A move that saves less than the requested minimum is not proposed.
         let still = propose(&prints, 51 * MIB, 5.0).unwrap();
         assert!(still.moves.is_empty());

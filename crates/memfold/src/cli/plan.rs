@@ -69,7 +69,7 @@ fn fingerprint(path: &Path) -> anyhow::Result<Fingerprint> {
 fn placed(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let prints = arguments.place.iter().map(|path| fingerprint(path));
     let prints = prints.collect::<anyhow::Result<Vec<_>>>()?;
-    let proposal = propose(&prints, arguments.least.0, arguments.leave)?;
+    let proposal = propose(&prints, arguments.least.0, arguments.leave, None)?;
     context.print(&proposal, render_proposal)
 }
 

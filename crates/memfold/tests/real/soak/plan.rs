@@ -195,7 +195,7 @@ fn would_share(names: &[String], lab: &Lab) {
     });
     let hosts: Vec<Fingerprint> = hosts.collect();
     assert_eq!(hosts.len(), names.len());
-    let proposal = propose(&hosts, 16 << 20, 10.0).unwrap();
+    let proposal = propose(&hosts, 16 << 20, 10.0, None).unwrap();
     let saves = proposal.now_bytes - proposal.then_bytes;
     // The memory that the two VMs really share: folded pages of one VM whose page frame the other
     // VM maps, too.
