@@ -100,7 +100,12 @@ pub(super) fn run(context: &Context, arguments: &ForkArguments) -> anyhow::Resul
         ..RestoreRequest::new("")
     };
     let of = (report.snapshot.as_str(), "forked");
-    let mut forks = start_clones(context, &client, of, free.take(number), &restore)?;
+    let free = free.take(number);
+    let mut forks = start_clones(context, &client, of, free, &restore, |forks| {
+        let report = report.clone();
+        let forked = Forked { report, forks };
+        context.print(&forked, |_| String::new()).map(drop)
+    })?;
     let left = if arguments.no_wait {
         Vec::new()
     } else {

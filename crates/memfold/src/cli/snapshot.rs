@@ -408,7 +408,10 @@ pub(super) fn clone(context: &Context, arguments: &CloneArguments) -> anyhow::Re
         ttl_s: arguments.ttl,
         ..RestoreRequest::new("")
     };
-    let mut clones = start_clones(context, &client, (snapshot, "cloned"), names, &request)?;
+    let of = (snapshot.as_str(), "cloned");
+    let mut clones = start_clones(context, &client, of, names, &request, |clones| {
+        context.print(&clones, |_| String::new()).map(drop)
+    })?;
     if arguments.no_wait {
         return context.print(&clones, |_| {
             "each guest's identity is renewed when its agent answers".into()
@@ -433,13 +436,16 @@ pub(super) const fn renew(identity: bool) -> Renew {
     }
 }
 
-/// Starts VMs with these names from a snapshot, one after the other, and tells each.
+/// Starts VMs with these names from a snapshot, one after the other, and tells each. If one does not
+/// start, calls `tell` with those that run before it returns the error: who reads JSON has to know
+/// them.
 pub(super) fn start_clones(
     context: &Context,
     client: &Client,
     (snapshot, done): (&str, &str),
     names: impl Iterator<Item = String>,
     request: &RestoreRequest,
+    tell: impl FnOnce(Vec<Clone>) -> anyhow::Result<()>,
 ) -> anyhow::Result<Vec<Clone>> {
     let mut clones = Vec::new();
     for vm in names {
@@ -449,13 +455,17 @@ pub(super) fn start_clones(
         };
         let began = Instant::now();
         let started = watched(context, snapshot, || restore(client, snapshot, &request));
-        let vm = started.with_context(|| {
-            format!(
-                "VM '{}' did not start; {} others run",
-                request.vm,
-                clones.len()
-            )
-        })?;
+        let vm = match started {
+            Ok(vm) => vm,
+            Err(error) => {
+                let others = clones.len();
+                let why = format!("VM '{}' did not start; {others} others run", request.vm);
+                if context.json && others > 0 {
+                    tell(clones)?;
+                }
+                return Err(error.context(why));
+            }
+        };
         let ms = began.elapsed().as_secs_f64() * 1000.0;
         if !context.json {
             let described = super::vm_info::describe(done, &vm);
