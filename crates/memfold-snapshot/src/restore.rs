@@ -22,6 +22,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use memfold_host::progress::Progress;
 use memfold_store::data_ranges;
 use memfold_sys::memory;
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
@@ -505,6 +506,33 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
         }
     }
     Ok(changed)
+}
+
+/// Reads the files in a snapshot that have checksums, and verifies them, before the snapshot is copied
+/// to another host. The memory of an encrypted snapshot is left out: whoever decrypts it finds each
+/// change.
+pub fn check_all(
+    shelf: &Shelf,
+    manifest: &Manifest,
+    progress: &Progress,
+) -> Result<(), SnapshotError> {
+    if let Some(why) = changed_disks(shelf, manifest)?.first() {
+        return Err(manifest.broken(why.clone()));
+    }
+    if let Some(part) = shelf.changed_parts(manifest)?.first() {
+        return Err(manifest.broken(format!("{part} was changed since it was saved")));
+    }
+    if manifest.encryption.is_some() {
+        return Ok(());
+    }
+    let stored = shelf.stored(manifest)?;
+    progress.begin("checksums compared", stored.bytes);
+    let path = shelf.root().join(&manifest.name);
+    let wrong = stored.verify(progress).map_err(failed(&path))?;
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(Shelf::wrong(manifest, &wrong))
 }
 
 #[cfg(test)]

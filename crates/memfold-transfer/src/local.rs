@@ -3,8 +3,9 @@
 //! leaves a part of one, and an acknowledged snapshot stays.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use object_store::local::LocalFileSystem;
@@ -62,7 +63,11 @@ impl LocalStore {
         let missing: Vec<&Path> = missing.collect();
         let parents = missing.iter().filter_map(|place| place.parent());
         self.unsynced.lock().extend(parents.map(Path::to_owned));
-        fs::create_dir_all(directory)
+        // Chunks are memory of guests.
+        DirBuilder::new()
+            .mode(0o700)
+            .recursive(true)
+            .create(directory)
     }
 
     /// Syncs the names of all objects that were written or removed.
@@ -92,7 +97,9 @@ fn new_part(file: &Path) -> io::Result<(PathBuf, File)> {
         let mut part = file.as_os_str().to_owned();
         part.push(format!("#{number}"));
         let part = PathBuf::from(part);
-        match File::create_new(&part) {
+        let mut options = File::options();
+        options.write(true).create_new(true).mode(0o600);
+        match options.open(&part) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
             opened => return opened.map(|open| (part, open)),
         }
@@ -101,6 +108,8 @@ fn new_part(file: &Path) -> io::Result<(PathBuf, File)> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
+
     use super::*;
 
     #[test]
@@ -111,6 +120,9 @@ mod tests {
         assert!(store.write(&file, b"first", false).unwrap());
         assert!(!store.write(&file, b"second", false).unwrap());
         assert_eq!(fs::read(&file).unwrap(), b"first");
+        let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+        assert_eq!(mode(&file), 0o600);
+        assert_eq!(mode(&directory.path().join("chunks")), 0o700);
         // A push that was killed has left a part.
         fs::write(directory.path().join("chunks/aa/object#1"), "part").unwrap();
         assert!(store.write(&file, b"third", true).unwrap());

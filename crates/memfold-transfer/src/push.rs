@@ -56,6 +56,7 @@ pub struct PushReport {
 }
 
 /// Chunk of a file that is being pushed.
+#[derive(Clone)]
 struct Piece {
     file: Arc<File>,
     bytes: u64,
@@ -69,6 +70,9 @@ struct Sent {
     stored_bytes: u64,
     new_bytes: u64,
     sent_bytes: u64,
+    /// The chunk, if it was sent although the store had it: it was so old there that another host
+    /// may be removing it.
+    again: Option<Piece>,
 }
 
 /// Copies a snapshot from `shelf`, this host's snapshot directory, into an object store. Chunks
@@ -85,6 +89,8 @@ pub fn push(
         .map_err(|error| memfold_snapshot::SnapshotError::Name(error.to_string()))?;
     let manifest = shelf.manifest(&request.name)?;
     let members = portable::members(shelf, &manifest)?;
+    // The hosts that pull it take the bytes that are here for right.
+    memfold_snapshot::restore::check_all(shelf, &manifest, progress)?;
     let total = members.iter().map(|member| member.bytes).sum();
     progress.begin("pushed", total);
     let taken = || TransferError::Taken {
@@ -118,12 +124,15 @@ pub fn push(
             .try_collect()
             .await?;
         let names: Vec<ChunkName> = sent.iter().map(|sent| sent.name).collect();
-        let (first_pages, of_first) =
+        let (first_pages, of_first, mut again) =
             send_first(remote, (shelf, &manifest), (&opened, &files), &names).await?;
         let index = chunk::encode(&names);
         let index_name = blake3::hash(&index);
         let packed = chunk::pack(&index).map_err(TransferError::Local)?;
-        remote.put(&remote.index(&index_name), packed).await?;
+        remote
+            .put(&remote.index(&index_name), packed.clone())
+            .await?;
+        again.push((remote.index(&index_name), packed));
         // No file was changed while it was read.
         memfold_snapshot::restore::spec(shelf, &manifest, &manifest.vm)?;
         let description = Description {
@@ -150,6 +159,31 @@ pub fn push(
         remote.sync().await?;
         if !remote.create(&place, text).await? {
             return Err(taken());
+        }
+        // Another host that removes a snapshot may have found some objects old just before they were
+        // sent again. It removes none that a description names.
+        for (path, packed) in again {
+            if remote.look(&path).await?.is_none() {
+                remote.put(&path, packed).await?;
+            }
+        }
+        for (name, piece) in sent
+            .iter()
+            .filter_map(|sent| sent.name.zip(sent.again.clone()))
+        {
+            let path = remote.chunk(&name);
+            if remote.look(&path).await?.is_none() {
+                let Piece {
+                    file,
+                    bytes,
+                    number,
+                } = piece;
+                let packed = blocking(move || {
+                    let data = chunk::read(&file, bytes, number)?;
+                    chunk::pack(&data.unwrap_or_default())
+                });
+                remote.put(&path, packed.await?).await?;
+            }
         }
         remote.sync().await?;
         Ok(PushReport {
@@ -186,7 +220,7 @@ async fn send(
         file,
         bytes,
         number,
-    } = piece;
+    } = piece.clone();
     let length = chunk::length(bytes, number) as u64;
     let read = blocking(move || {
         let data = chunk::read(&file, bytes, number)?;
@@ -198,18 +232,21 @@ async fn send(
         stored_bytes: 0,
         new_bytes: 0,
         sent_bytes: 0,
+        again: None,
     };
     if let Some((name, data)) = read {
         (sent.name, sent.stored_bytes) = (Some(name), length);
         let lock = known.of(name).await;
         let mut is_there = lock.lock().await;
         if !*is_there {
-            if is_stored(remote, &remote.chunk(&name)).await? {
+            let found = look(remote, &remote.chunk(&name)).await?;
+            if found == Found::Stays {
                 remote.note_used(&remote.chunk(&name))?;
             } else {
                 let packed = blocking(move || chunk::pack(&data)).await?;
                 (sent.new_bytes, sent.sent_bytes) = (length, packed.len() as u64);
                 remote.put(&remote.chunk(&name), packed).await?;
+                sent.again = (found == Found::Old).then_some(piece);
             }
         }
         *is_there = true;
@@ -218,14 +255,14 @@ async fn send(
     Ok(sent)
 }
 
-/// Sends the pages that VMs touch at once, together. Returns the names of their parts, and the
-/// number of bytes that were sent.
+/// Sends the pages that VMs touch at once, together. Returns the names of their parts, the number
+/// of bytes that were sent, and the objects that were sent although the store had them.
 async fn send_first(
     remote: &Remote,
     (shelf, manifest): (&Shelf, &Manifest),
     (opened, files): (&[Arc<File>], &[FileEntry]),
     names: &[ChunkName],
-) -> Result<(Vec<PartEntry>, u64), TransferError> {
+) -> Result<(Vec<PartEntry>, u64, Vec<(Path, Vec<u8>)>), TransferError> {
     let (mut chunks, mut rest) = (Vec::new(), names);
     for file in files {
         let count = usize::try_from(chunk::count(file.bytes)).unwrap_or(usize::MAX);
@@ -240,33 +277,49 @@ async fn send_first(
             let part = blocking(move || Ok(gather::read(runs, &opened)?.encode())).await?;
             let (name, bytes) = (blake3::hash(&part), part.len() as u64);
             let path = remote.first(&name);
-            let mut sent = 0;
-            if is_stored(remote, &path).await? {
+            let (mut sent, mut again) = (0, None);
+            let found = look(remote, &path).await?;
+            if found == Found::Stays {
                 remote.note_used(&path)?;
             } else {
                 let packed = blocking(move || gather::pack(&part)).await?;
                 sent = packed.len() as u64;
+                again = (found == Found::Old).then(|| (path.clone(), packed.clone()));
                 remote.put(&path, packed).await?;
             }
             let object = name.to_hex().to_string();
-            Ok::<_, TransferError>((PartEntry { object, bytes }, sent))
+            Ok::<_, TransferError>((PartEntry { object, bytes }, sent, again))
         })
         .buffered(AT_ONCE);
-    let parts: Vec<(PartEntry, u64)> = parts.try_collect().await?;
-    let sent = parts.iter().map(|(_, sent)| sent).sum();
-    Ok((parts.into_iter().map(|(entry, _)| entry).collect(), sent))
+    let parts: Vec<(PartEntry, u64, _)> = parts.try_collect().await?;
+    let sent = parts.iter().map(|(_, sent, _)| sent).sum();
+    let (entries, again): (Vec<_>, Vec<_>) = parts
+        .into_iter()
+        .map(|(entry, _, again)| (entry, again))
+        .unzip();
+    Ok((entries, sent, again.into_iter().flatten().collect()))
 }
 
-/// Returns whether the store has an object, and will have it until this push ends.
-async fn is_stored(remote: &Remote, path: &Path) -> Result<bool, TransferError> {
-    let found = remote.look(path).await?;
+/// Whether a store has an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    /// The store has it, and will have it until this push ends.
+    Stays,
+    /// The store has it, but it is so old that a removal may remove it.
+    Old,
+    /// The store does not have it, or not whole.
+    Missing,
+}
+
+async fn look(remote: &Remote, path: &Path) -> Result<Found, TransferError> {
     // A host that lost its power may have left an empty file.
-    Ok(found.is_some_and(|found| {
-        found.size > 0 && {
-            let age = std::time::SystemTime::now().duration_since(found.last_modified.into());
-            age.map_or(true, |age| age < UNUSED / 2)
-        }
-    }))
+    let found = remote.look(path).await?.filter(|found| found.size > 0);
+    let Some(found) = found else {
+        return Ok(Found::Missing);
+    };
+    let age = std::time::SystemTime::now().duration_since(found.last_modified.into());
+    let stays = age.map_or(true, |age| age < UNUSED / 2);
+    Ok(if stays { Found::Stays } else { Found::Old })
 }
 
 /// Does work on a thread that may block.

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use futures_util::TryStreamExt;
+use futures_util::{Stream, TryStreamExt};
 use memfold_snapshot::portable;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStore, PutMode, PutOptions, PutPayload};
@@ -21,6 +21,9 @@ use super::{chunk, signature};
 
 /// Number of chunks that are on their way at the same time.
 pub(crate) const AT_ONCE: usize = 8;
+
+/// Most snapshots of a store. A store that lists more would take gigabytes of memory.
+const MOST_NAMES: usize = 1 << 20;
 
 /// Threads for hashing and compressing, and for waiting for the store.
 const THREADS: usize = 2;
@@ -293,6 +296,11 @@ impl Remote {
         if self.look(path).await?.is_none() {
             return Ok(());
         }
+        self.delete_found(path).await
+    }
+
+    /// Deletes an object that was there just now.
+    pub(crate) async fn delete_found(&self, path: &Path) -> Result<(), TransferError> {
         match self.store.delete(path).await {
             Err(object_store::Error::NotFound { .. }) => {}
             done => done.map_err(failed(path))?,
@@ -359,21 +367,31 @@ impl Remote {
     }
 
     /// Lists the objects under a path.
-    pub(crate) async fn under(&self, path: &Path) -> Result<Vec<ObjectMeta>, TransferError> {
-        let found: Result<Vec<ObjectMeta>, _> = self.store.list(Some(path)).try_collect().await;
-        found.map_err(failed(path))
+    pub(crate) fn list_under(
+        &self,
+        path: &Path,
+    ) -> impl Stream<Item = Result<ObjectMeta, TransferError>> + Unpin {
+        let path = path.clone();
+        let listed = self.store.list(Some(&path));
+        listed.map_err(move |error| failed(&path)(error))
     }
 
     /// Returns the names of all snapshots, sorted.
     pub(crate) async fn names(&self) -> Result<Vec<String>, TransferError> {
-        let objects = self.under(&self.path("snapshots")).await?;
-        let files = objects
-            .iter()
-            .filter_map(|object| object.location.filename());
-        let names = files.filter_map(|file| file.strip_suffix(".json"));
-        // Others are not ours, or shall confuse a terminal.
-        let names = names.filter(|name| memfold_vm::check_name("snapshot", name).is_ok());
-        let mut names: Vec<String> = names.map(str::to_owned).collect();
+        let place = self.path("snapshots");
+        let mut objects = self.list_under(&place);
+        let mut names = Vec::new();
+        while let Some(object) = objects.try_next().await? {
+            let file = object.location.filename();
+            let name = file.and_then(|file| file.strip_suffix(".json"));
+            // Others are not ours, or shall confuse a terminal.
+            let name = name.filter(|name| memfold_vm::check_name("snapshot", name).is_ok());
+            names.extend(name.map(str::to_owned));
+            if names.len() > MOST_NAMES {
+                let why = format!("there are more than {MOST_NAMES} snapshots");
+                return Err(damaged(&place, why));
+            }
+        }
         names.sort();
         Ok(names)
     }

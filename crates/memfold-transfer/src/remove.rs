@@ -4,13 +4,17 @@
 use std::collections::HashSet;
 use std::time::SystemTime;
 
+use futures_util::TryStreamExt;
 use object_store::ObjectMeta;
-use object_store::path::Path;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::error::TransferError;
 use super::remote::{Remote, UNUSED};
+
+/// Most chunks that the snapshots of a store may need so that unneeded ones are removed: 32 TiB of
+/// snapshots. A store that says more would take gigabytes of memory.
+const MOST_USED: usize = 32 << 20;
 
 /// Result of removing a snapshot from an object store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -58,7 +62,7 @@ pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError
 }
 
 /// Returns the objects that snapshots other than `name` need.
-async fn used(remote: &Remote, name: &str) -> Result<HashSet<Path>, TransferError> {
+async fn used(remote: &Remote, name: &str) -> Result<HashSet<blake3::Hash>, TransferError> {
     let mut used = HashSet::new();
     for other in remote.names().await?.iter().filter(|other| *other != name) {
         let description = match remote.describe(other).await {
@@ -66,15 +70,16 @@ async fn used(remote: &Remote, name: &str) -> Result<HashSet<Path>, TransferErro
             found => found?.0,
         };
         let index = remote.read_index(&description).await?;
-        used.extend(index.iter().flatten().map(|chunk| remote.chunk(chunk)));
+        used.extend(index.iter().flatten());
         let first = description.first_pages.iter();
-        used.extend(first.filter_map(|part| Some(remote.first(&part.hash().ok()?))));
-        used.extend(
-            description
-                .index_hash()
-                .ok()
-                .map(|index| remote.index(&index)),
-        );
+        used.extend(first.filter_map(|part| part.hash().ok()));
+        used.extend(description.index_hash().ok());
+        if used.len() > MOST_USED {
+            return Err(TransferError::Damaged {
+                object: remote.description(other).to_string(),
+                why: format!("the store's snapshots need more than {MOST_USED} chunks"),
+            });
+        }
     }
     Ok(used)
 }
@@ -82,24 +87,26 @@ async fn used(remote: &Remote, name: &str) -> Result<HashSet<Path>, TransferErro
 /// Removes chunks and indexes that are not in `used` and that no push may need.
 async fn clean(
     remote: &Remote,
-    used: &HashSet<Path>,
+    used: &HashSet<blake3::Hash>,
     report: &mut RemoveReport,
 ) -> Result<(), TransferError> {
     for place in [remote.chunks(), remote.indexes(), remote.firsts()] {
-        let objects = remote.under(&place).await?;
-        let unused = objects
-            .iter()
-            .filter(|o| !used.contains(&o.location) && is_ours(remote, o));
-        for object in unused {
+        // A store may have more objects than fit into memory.
+        let mut objects = remote.list_under(&place);
+        while let Some(object) = objects.try_next().await? {
+            let hash = hash_of(remote, &object);
+            if hash.is_none_or(|hash| used.contains(&hash)) {
+                continue;
+            }
             // A push may have sent it again since it was listed.
-            let now = if is_old(object) {
+            let now = if is_old(&object) {
                 remote.look(&object.location).await?
             } else {
-                Some(object.clone())
+                Some(object)
             };
             match now {
                 Some(now) if is_old(&now) => {
-                    remote.delete(&now.location).await?;
+                    remote.delete_found(&now.location).await?;
                     report.objects_removed += 1;
                     report.bytes_removed += now.size;
                 }
@@ -111,18 +118,17 @@ async fn clean(
     Ok(())
 }
 
-/// Returns whether an object lies where memfold puts a chunk, an index or first pages. A directory
-/// may hold other files, and links to them.
-fn is_ours(remote: &Remote, object: &ObjectMeta) -> bool {
+/// Returns the name of an object that lies where memfold puts a chunk, an index or first pages. A
+/// directory may hold other files, and links to them.
+fn hash_of(remote: &Remote, object: &ObjectMeta) -> Option<blake3::Hash> {
     let name = object.location.filename().unwrap_or_default();
-    blake3::Hash::from_hex(name).is_ok_and(|hash| {
-        let places = [
-            remote.chunk(&hash),
-            remote.index(&hash),
-            remote.first(&hash),
-        ];
-        places.contains(&object.location)
-    })
+    let hash = blake3::Hash::from_hex(name).ok()?;
+    let places = [
+        remote.chunk(&hash),
+        remote.index(&hash),
+        remote.first(&hash),
+    ];
+    places.contains(&object.location).then_some(hash)
 }
 
 fn is_old(object: &ObjectMeta) -> bool {

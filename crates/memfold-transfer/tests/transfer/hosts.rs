@@ -11,6 +11,7 @@ use memfold_transfer::{
     PullReport, PullRequest, PushReport, PushRequest, Remote, TransferError, pull, push,
 };
 use serde_json::{Value, json};
+use xxhash_rust::xxh3::xxh3_128;
 
 pub const MIB: u64 = 1 << 20;
 
@@ -75,7 +76,12 @@ impl Hosts {
             draft.file(part).unwrap().write_all_at(bytes, 0).unwrap();
             json!({ "bytes": bytes.len(), "xxh3_128": sum(bytes) })
         };
-        let (sums, devices) = (part("ram.sums", &[1; 512]), part("devices", b"devices"));
+        let image = fs::read(draft.path().join("ram")).unwrap();
+        let of_chunks = image
+            .chunks(2 << 20)
+            .flat_map(|chunk| xxh3_128(chunk).to_le_bytes());
+        let of_chunks: Vec<u8> = of_chunks.collect();
+        let (sums, devices) = (part("ram.sums", &of_chunks), part("devices", b"devices"));
         let disk = draft.path().join("disk0.qcow2");
         overlay(&disk, &base, "raw");
         let mut saved = facts(&disk);
@@ -101,12 +107,16 @@ impl Hosts {
     }
 
     pub fn push(&self, name: &str) -> PushReport {
+        self.try_push(name).unwrap()
+    }
+
+    pub fn try_push(&self, name: &str) -> Result<PushReport, TransferError> {
         let request = PushRequest {
             name: name.into(),
             to: name.into(),
             key: None,
         };
-        push(&self.here, &self.remote(), &request, &Progress::default()).unwrap()
+        push(&self.here, &self.remote(), &request, &Progress::default())
     }
 
     pub fn pull(&self, name: &str) -> Result<PullReport, TransferError> {
@@ -152,7 +162,7 @@ pub fn facts(path: &Path) -> Value {
 }
 
 pub fn sum(bytes: &[u8]) -> String {
-    format!("{:032x}", xxhash_rust::xxh3::xxh3_128(bytes))
+    format!("{:032x}", xxh3_128(bytes))
 }
 
 pub fn random(seed: u64, bytes: u64) -> Vec<u8> {

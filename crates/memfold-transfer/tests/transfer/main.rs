@@ -136,6 +136,30 @@ fn if_a_chunk_is_damaged_or_missing_the_pull_of_a_snapshot_fails_and_a_later_one
 }
 
 #[test]
+fn a_snapshot_whose_memory_disk_or_device_state_was_changed_is_not_pushed() {
+    for part in ["ram", "disk0.qcow2", "devices"] {
+        let hosts = Hosts::new();
+        hosts.save("warm", 2, |_| {});
+        let path = hosts.here.path("warm").unwrap().join(part);
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        let modified = file.metadata().unwrap().modified().unwrap();
+        let last = file.metadata().unwrap().len() - 1;
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, last).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], last).unwrap();
+        // Then nothing but a checksum shows the change.
+        file.set_modified(modified).unwrap();
+        let why = hosts.try_push("warm").unwrap_err();
+        let why = memfold_host::chain(&why);
+        assert!(
+            why.contains("was changed since it was saved"),
+            "{part}: {why}"
+        );
+        assert_eq!(hosts.remote().list().unwrap(), []);
+    }
+}
+
+#[test]
 fn after_an_interrupted_push_no_snapshot_is_listed_and_a_later_push_sends_the_rest() {
     let hosts = Hosts::new();
     hosts.save("warm", 2, |_| {});
