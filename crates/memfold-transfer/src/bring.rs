@@ -8,7 +8,9 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
 use memfold_snapshot::restore::Piece;
 use memfold_sys::descriptor;
@@ -24,6 +26,9 @@ use super::stream_state::{Arrival, FilePages, Place};
 /// message could come in two pieces (32 KiB each), and its file with those of the next one. A run
 /// has at most 30 bytes.
 const _: () = assert!(MAX_RUNS * 30 + 16 < 32 << 10);
+
+/// How often the thread that waits for arrivals looks whether its VM's connection is over.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// A part of a VM's memory that lies in one chunk.
 #[derive(Clone, Copy, Debug)]
@@ -72,8 +77,11 @@ impl StreamedSnapshot {
         // A connection that one thread cannot use any more ends for the other one, too.
         let end = |socket: &UnixStream| drop(socket.shutdown(Shutdown::Both));
         let (this, of_wants, wanted) = (self.clone(), Arc::clone(&socket), Arc::clone(&parts));
+        let is_over = Arc::<AtomicBool>::default();
+        let of_read = Arc::clone(&is_over);
         let read = move || {
             let is_complete = this.read_wants(&of_wants, &wanted);
+            of_read.store(true, Ordering::Relaxed);
             if !is_complete {
                 end(&of_wants);
             }
@@ -83,7 +91,7 @@ impl StreamedSnapshot {
         let (this, of_arrivals) = (self.clone(), Arc::clone(&socket));
         let announce = move || {
             // The VM may have ended.
-            if let Err(error) = this.announce(&of_arrivals, &parts, &arrivals) {
+            if let Err(error) = this.announce(&of_arrivals, &parts, (&arrivals, &is_over)) {
                 tracing::debug!(%error, "a VM is told no more which of its memory has arrived");
                 end(&of_arrivals);
             }
@@ -120,12 +128,13 @@ impl StreamedSnapshot {
         }
     }
 
-    /// Tells the library which parts of its VM's memory have arrived, until all have.
+    /// Tells the library which parts of its VM's memory have arrived, until all have or the
+    /// connection is over.
     fn announce(
         &self,
         socket: &UnixStream,
         parts: &[Part],
-        arrivals: &Receiver<Arrival>,
+        (arrivals, is_over): (&Receiver<Arrival>, &AtomicBool),
     ) -> io::Result<()> {
         let mut left: BTreeMap<Place, Vec<MapRun>> = BTreeMap::new();
         for part in parts {
@@ -140,13 +149,14 @@ impl StreamedSnapshot {
             self.send(socket, file[0].0, &joined(runs.flatten().collect()))?;
         }
         while !left.is_empty() {
-            match arrivals.recv() {
+            match arrivals.recv_timeout(LOOK) {
                 Ok(Arrival::Chunk(place)) => {
                     if let Some(runs) = left.remove(&place) {
                         self.send(socket, place.0, &runs)?;
                     }
                 }
                 Ok(Arrival::Pages(pages)) => self.announce_first(socket, &left, &pages)?,
+                Err(RecvTimeoutError::Timeout) if !is_over.load(Ordering::Relaxed) => {}
                 Err(_) => return Ok(()),
             }
         }

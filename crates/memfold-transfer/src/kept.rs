@@ -3,7 +3,7 @@
 //! They are kept in the draft as a small object store ([`PLACE`]), and are read and checked as in
 //! the store that they come from.
 
-use std::fs::DirBuilder;
+use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
@@ -39,6 +39,19 @@ pub(crate) struct Described {
     /// The signature, if one was asked for.
     pub(crate) signature: Option<Vec<u8>>,
     pub(crate) index: Vec<ChunkName>,
+    /// Whether this is what an earlier daemon has kept.
+    pub(crate) is_kept: bool,
+}
+
+/// Removes what was kept in a draft that is a snapshot now.
+pub fn remove_kept(snapshot: &Path) {
+    let place = snapshot.join(PLACE);
+    match fs::remove_dir_all(&place) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::debug!(path = %place.display(), %error, "a description stays in the snapshot");
+        }
+        _ => {}
+    }
 }
 
 impl Described {
@@ -49,8 +62,11 @@ impl Described {
         }
     }
 
-    /// Keeps what was read in a draft.
+    /// Keeps what was read in a draft, unless it was read there.
     pub(crate) fn keep(&self, draft: &Path) -> Result<(), TransferError> {
+        if self.is_kept {
+            return Ok(());
+        }
         let place = draft.join(PLACE);
         let made = DirBuilder::new().mode(0o700).create(&place);
         match made {
@@ -90,6 +106,7 @@ pub(crate) fn describe(
             bytes,
             signature,
             index,
+            is_kept: false,
         })
     })
 }
@@ -105,7 +122,11 @@ pub(crate) fn read(
     expected.description.as_ref()?;
     let kept = open(&draft.join(PLACE)).and_then(|remote| describe(&remote, source));
     match kept {
-        Ok(kept) => Some(kept).filter(|kept| kept.identity() == *expected),
+        Ok(kept) if kept.identity() == *expected => Some(Described {
+            is_kept: true,
+            ..kept
+        }),
+        Ok(_) => None,
         Err(error) => {
             tracing::debug!(
                 snapshot = source.0,

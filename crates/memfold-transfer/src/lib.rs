@@ -35,7 +35,7 @@ mod stream_state;
 
 pub use description::{Description, FileEntry};
 pub use error::TransferError;
-pub use kept::FetchedSnapshot;
+pub use kept::{FetchedSnapshot, remove_kept};
 pub use pull::{PullReport, PullRequest, pull};
 pub use push::{PushReport, PushRequest, push};
 pub use remote::{Remote, RemoteSnapshot, take_credentials};

@@ -12,8 +12,9 @@
 //! Only fixed newstyle negotiation and simple replies are spoken. All numbers are big-endian.
 
 use std::io::{self, Read, Write};
-use std::os::unix::net::UnixListener;
-use std::sync::Arc;
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use memfold_sys::descriptor::wait_readable;
@@ -27,6 +28,10 @@ pub trait Exports: Send + Sync + 'static {
     fn read(&self, name: &str, at: u64, buffer: &mut [u8]) -> io::Result<()>;
 }
 
+/// Most connections at once. QEMU has one for each file of a disk's chain, and a client may keep 32
+/// MiB of the daemon's memory.
+const MOST_CLIENTS: usize = 64;
+
 /// How often the server looks whether it is still needed.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -35,6 +40,9 @@ const LONGEST_OPTION: usize = 8192;
 
 /// Longest read, QEMU's own limit (`NBD_MAX_BUFFER_SIZE`).
 const LONGEST_READ: usize = 32 << 20;
+
+/// Length of the buffer that a connection keeps between reads.
+const SHORT_READ: usize = 1 << 20;
 
 const MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -65,12 +73,14 @@ const COMMAND_FLUSH: u16 = 3;
 const EIO: u32 = 5;
 const EINVAL: u32 = 22;
 
-/// Serves clients, each on a thread, as long as `is_needed` returns true.
+/// Serves clients, each on a thread, as long as `is_needed` returns true. Then their connections
+/// are ended.
 pub fn serve(
     listener: &UnixListener,
     exports: &Arc<dyn Exports>,
     is_needed: impl Fn() -> bool,
 ) -> io::Result<()> {
+    let mut clients: Vec<Weak<UnixStream>> = Vec::new();
     while is_needed() {
         if !wait_readable(listener, LOOK)? {
             continue;
@@ -84,10 +94,19 @@ pub fn serve(
                 continue;
             }
         };
+        clients.retain(|client| client.strong_count() > 0);
+        if clients.len() >= MOST_CLIENTS {
+            tracing::warn!(
+                "a VM has more than {MOST_CLIENTS} connections for disks that are being fetched, further ones are refused; if its guest is trusted, pull the snapshot without --stream"
+            );
+            continue;
+        }
+        let stream = Arc::new(stream);
+        clients.push(Arc::downgrade(&stream));
         let exports = Arc::clone(exports);
         let work = move || {
             // A client that breaks the protocol loses only its connection.
-            if let Err(error) = client(&mut &stream, &*exports) {
+            if let Err(error) = client(&mut &*stream, &*exports) {
                 tracing::debug!(%error, "connection to a disk that is being fetched ended");
             }
         };
@@ -95,6 +114,10 @@ pub fn serve(
             // The client loses its connection.
             tracing::warn!(%error, "cannot start a thread for a disk that is being fetched");
         }
+    }
+    for client in clients.iter().filter_map(Weak::upgrade) {
+        // This fails if the client has just gone.
+        let _ = client.shutdown(Shutdown::Both);
     }
     Ok(())
 }
@@ -149,6 +172,9 @@ pub fn client(stream: &mut (impl Read + Write), exports: &dyn Exports) -> io::Re
         reply.extend(handle);
         stream.write_all(&reply)?;
         stream.write_all(&buffer[..length])?;
+        // A client that reads much once does not keep as much memory.
+        buffer.truncate(0);
+        buffer.shrink_to(SHORT_READ);
     }
 }
 
@@ -318,6 +344,27 @@ mod tests {
         assert!(run("disk0", "read 0 199680").contains("read 199680/199680 bytes"));
         assert!(run("disk0", "read 71680 512").contains("Input/output error"));
         assert!(run("disk1", "read 0 512").contains("can't open"));
+    }
+
+    #[test]
+    fn connections_beyond_the_limit_are_ended_and_all_others_with_the_server() {
+        let server = Server::start(bytes());
+        let greeted = |client: &mut UnixStream| client.read_exact(&mut [0; 18]);
+        let mut clients: Vec<UnixStream> = (0..MOST_CLIENTS).map(|_| server.connect()).collect();
+        for client in &mut clients {
+            greeted(client).unwrap();
+        }
+        let refused = greeted(&mut server.connect()).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::UnexpectedEof);
+        // Another one takes the place of one that has gone.
+        let gone = clients.pop();
+        drop(gone);
+        let place = Duration::from_secs(60);
+        memfold_testkit::wait_for("there is room again", place, || {
+            greeted(&mut server.connect())
+        });
+        drop(server);
+        assert_eq!(clients[0].read(&mut [0; 1]).unwrap(), 0);
     }
 
     #[test]

@@ -26,7 +26,7 @@ use super::push::blocking;
 use super::remote::{AT_ONCE, MISSING, Remote, damaged, is_base, most_packed};
 
 /// Input of a pull, which copies a snapshot from an object store to this host.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullRequest {
     /// Name of the snapshot in the object store.
     pub from: String,
@@ -132,7 +132,10 @@ pub(crate) fn begin(
     let draft = shelf.pull_draft(&request.name)?;
     let domain = request.domain.as_deref();
     let arriving = prepare(shelf, &draft, &described, domain)?;
-    check_space(draft.path(), request, &arriving)?;
+    // VMs run from what is here already, however little room there is for the rest.
+    if expected.is_none() {
+        check_space(draft.path(), request, &arriving)?;
+    }
     Ok(Begun {
         described,
         draft,
@@ -200,7 +203,9 @@ pub(crate) fn complete(
     let places = (draft.path(), draft.place());
     let known_as = (request.name.as_str(), request.domain.as_deref());
     portable::adapt(&mut manifest, places, &description.bases(), known_as)?;
+    let place = draft.place().to_owned();
     draft.commit(&manifest)?;
+    kept::remove_kept(&place);
     shelf.remove_unused_bases();
     Ok(description)
 }
@@ -262,7 +267,11 @@ fn prepare(
             fs::remove_file(&path).map_err(files(&path))?;
         }
         if let (true, Some(shared)) = (is_whole, &shared) {
-            fs::hard_link(shared, &path).map_err(files(&path))?;
+            match fs::hard_link(shared, &path) {
+                // The last other snapshot with this file was removed meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => is_whole = false,
+                linked => linked.map_err(files(&path))?,
+            }
         }
         let file = File::options()
             .read(true)
@@ -457,9 +466,8 @@ fn settle(shelf: &Shelf, draft: &Draft, arriving: &[Arriving]) -> Result<(), Tra
     for entry in fs::read_dir(draft.path()).map_err(files(draft.path()))? {
         let entry = entry.map_err(files(draft.path()))?;
         let is_wanted = |file: &Arriving| entry.file_name() == file.entry.name.as_str();
-        if entry.file_name() == kept::PLACE {
-            fs::remove_dir_all(entry.path()).map_err(files(&entry.path()))?;
-        } else if !arriving.iter().any(is_wanted) {
+        // The daemon that goes on after a failure needs what is kept.
+        if entry.file_name() != kept::PLACE && !arriving.iter().any(is_wanted) {
             fs::remove_file(entry.path()).map_err(files(&entry.path()))?;
         }
     }

@@ -95,7 +95,7 @@ pub struct StreamStatus {
     pub total_bytes: u64,
     /// For how long a VM has waited for a chunk; `None` if none waits.
     pub waits: Option<Duration>,
-    /// Why the last fetch failed; `None` if it succeeded.
+    /// Why the last fetch failed, and what happens now; `None` if it succeeded.
     pub trouble: Option<String>,
 }
 
@@ -265,6 +265,19 @@ impl StreamedSnapshot {
     #[must_use]
     pub fn url(&self) -> &str {
         self.0.remote.as_ref().map_or("", Remote::url)
+    }
+
+    /// Returns the request by which the snapshot is fetched.
+    #[must_use]
+    pub fn request(&self) -> &PullRequest {
+        &self.0.request
+    }
+
+    /// Notes why the snapshot cannot be completed.
+    pub fn note_trouble(&self, error: &TransferError) {
+        let why = in_short(error);
+        let trouble = format!("{why}; fix the cause and restart the daemon");
+        self.0.state.lock().trouble = Some(trouble);
     }
 
     /// Returns what a repeated fetch recognizes the snapshot by; empty for a complete snapshot.
@@ -520,6 +533,9 @@ impl Shared {
         // A chunk that comes twice is fetched once.
         state.soon = soon.into();
         state.awaits_first = !self.first.entries.is_empty() && state.missing > 0;
+        // Then VMs of an earlier daemon may see pages of chunks that are not here.
+        let mut lazy = self.is_new.iter().zip(&self.files);
+        state.is_resumed = lazy.any(|(is_new, file)| !is_new && !file.is_whole);
         state.rest = first.into_iter().chain(all).collect();
         *self.state.lock() = state;
     }
@@ -694,7 +710,7 @@ impl Shared {
                         "cannot fetch a part of a snapshot from which VMs run; retrying until it succeeds, and VMs that need the part wait"
                     );
                 }
-                state.trouble = Some(in_short(&error));
+                state.trouble = Some(format!("{}; retrying", in_short(&error)));
                 let pause = PAUSE.0 * 2_u32.saturating_pow(state.failures.min(8));
                 state.failures += 1;
                 Some(pause.min(PAUSE.1))

@@ -43,6 +43,9 @@ pub(super) struct State {
     pub(super) shown: u64,
     /// Whether first pages are being fetched, so that other chunks wait for which no VM waits.
     pub(super) awaits_first: bool,
+    /// Whether VMs may see first pages already. While these are being found out, no chunk is
+    /// written.
+    pub(super) is_resumed: bool,
     /// Until when nothing is fetched that no VM waits for, because a VM starts.
     pub(super) quiet_until: Option<Instant>,
     pub(super) missing: u64,
@@ -149,6 +152,9 @@ impl State {
 
     /// Returns the next chunk to fetch, and whether somebody waits for it.
     pub(super) fn next(&mut self) -> Option<(Place, bool)> {
+        if self.awaits_first && self.is_resumed {
+            return None;
+        }
         while let Some(place) = self.wanted.pop_front() {
             if self.get(place) == Chunk::Missing {
                 self.urgent += 1;
@@ -206,6 +212,16 @@ mod tests {
         assert_eq!(state.next(), None);
         state.urgent = 0;
         assert_eq!(state.next(), Some(((0, 0), false)));
+    }
+
+    #[test]
+    fn no_chunk_is_fetched_before_it_is_known_which_of_its_pages_vms_see_since_an_earlier_daemon() {
+        let mut state = state();
+        (state.awaits_first, state.is_resumed) = (true, true);
+        state.want((0, 2));
+        assert_eq!(state.next(), None);
+        state.awaits_first = false;
+        assert_eq!(state.next(), Some(((0, 2), true)));
     }
 
     #[test]

@@ -107,17 +107,17 @@ impl Snapshots {
             Some(stream) => stream.image().clone(),
             None => self.below.snapshots.checked_image(&manifest, &progress)?,
         };
-        let server = stream
-            .as_ref()
-            .map(|stream| self.serve_disks(stream, &mut spec))
-            .transpose()?;
         let incoming = Incoming {
             qemu: manifest.qemu,
             machine: manifest.machine.clone(),
             accel: manifest.accel.clone(),
             arriving: stream.is_some(),
         };
-        let launched = self.vms.launch(spec, |state, spec, cancel| {
+        let launched = self.vms.launch(spec, |state, mut spec, cancel| {
+            // The name is this VM's by now: another VM's socket must not be replaced.
+            let server = stream.as_ref();
+            let server = server.map(|stream| self.serve_disks(stream, &mut spec));
+            let server = server.transpose()?;
             let start = || memfold_vm::start_unless(cancel, state, spec, Some(&incoming));
             let (vm, synced) = match &stream {
                 Some(_) => (start(), Ok(())),

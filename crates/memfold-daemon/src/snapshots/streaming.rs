@@ -60,19 +60,27 @@ impl Snapshots {
         body: PullBody,
     ) -> Result<PullReport, DaemonError> {
         let began = Instant::now();
+        let remote = Remote::open(&body.url)?;
+        let request = request(name, body);
+        let url = remote.url().to_owned();
+        let is_other =
+            |stream: &StreamedSnapshot| stream.url() != url || *stream.request() != request;
+        if self.streamed(name).as_ref().is_some_and(is_other) {
+            return Err(SnapshotError::Impossible(format!(
+                "snapshot '{name}' is being fetched already, from another place or with other options; wait until it is complete, or remove '{name}' first"
+            ))
+            .into());
+        }
         if self.streamed(name).is_none() {
             let path = self.saved_request(name)?;
             self.refuse_if_interrupted(name)?;
-            let remote = Remote::open(&body.url)?;
-            let request = request(name, body);
-            let url = remote.url().to_owned();
             let stream = {
                 let _used = self.below.snapshot_locks.begin(name)?;
                 StreamedSnapshot::begin(&self.below.snapshots, remote, &request, None)?
             };
             let saved = SavedRequest {
                 url,
-                request,
+                request: request.clone(),
                 snapshot: stream.identity().clone(),
             };
             let written = write_json(&path, &saved);
@@ -92,7 +100,7 @@ impl Snapshots {
             stored_bytes: status.total_bytes,
             fetched_bytes: status.here_bytes,
             received_bytes: 0,
-            trusted: false,
+            trusted: stream.request().trust.is_some(),
             complete: false,
             took_s: began.elapsed().as_secs_f64(),
         })
@@ -136,14 +144,14 @@ impl Snapshots {
         Ok(self.below.snapshots.root().join(format!(".{name}.stream")))
     }
 
-    /// Refuses another pull of a snapshot that an earlier daemon was fetching while VMs ran from
-    /// it.
+    /// Refuses to save or fetch a snapshot under the name of one that is being fetched while VMs
+    /// run from it, perhaps since the daemon before this one.
     pub(super) fn refuse_if_interrupted(&self, name: &str) -> Result<(), SnapshotError> {
         if !self.saved_request(name)?.exists() {
             return Ok(());
         }
         Err(SnapshotError::Impossible(format!(
-            "snapshot '{name}' is being fetched already, and the daemon tries again every {} s; to fetch another one, remove '{name}' first",
+            "snapshot '{name}' is being fetched already, and the daemon tries again every {} s; choose another name, or remove '{name}' first",
             PAUSE.as_secs()
         )))
     }
@@ -177,6 +185,7 @@ impl Snapshots {
             Ok(true) => info!(snapshot = name, url = stream.url(), "snapshot pulled"),
             Ok(false) => info!(snapshot = name, "fetching of the snapshot stopped"),
             Err(error) => {
+                stream.note_trouble(&error);
                 warn!(
                     snapshot = name,
                     error = chain(&error),
@@ -285,6 +294,7 @@ impl Snapshots {
         let blocks = layout.blocks.iter();
         let note = Note {
             snapshot: stream.manifest().name.clone(),
+            sums: Some(stream.manifest().sums.xxh3_128.clone()),
             blocks: blocks
                 .map(|block| (block.name.clone(), block.hva.0, block.pages))
                 .collect(),
@@ -392,9 +402,10 @@ impl Snapshots {
                 };
                 // The files of a draft are visible through a link.
                 let place = this.below.snapshots.root().join(&name);
-                let is_whole = fs::symlink_metadata(place).is_ok_and(|facts| facts.is_dir());
+                let is_whole = fs::symlink_metadata(&place).is_ok_and(|facts| facts.is_dir());
                 if is_whole && this.below.snapshots.manifest(&name).is_ok() {
                     // The earlier daemon ended right after the snapshot was complete.
+                    memfold_transfer::remove_kept(&place);
                     let _ = fs::remove_file(&path);
                 }
                 // A removal of the snapshot removes the file, too.
@@ -448,7 +459,7 @@ impl Snapshots {
 
     fn look_after(&self, name: &str) -> Result<(), DaemonError> {
         let state = self.below.registry.state();
-        let (vm, snapshot, pages) = {
+        let (vm, note, pages) = {
             let starting = self.streams.starting.lock();
             let mut vms = self.streams.vms.lock();
             let Some(streaming) = vms.get_mut(name) else {
@@ -465,11 +476,24 @@ impl Snapshots {
                 return Ok(());
             }
             let pages = Arc::clone(&streaming.pages);
-            (opened?, streaming.note.snapshot.clone(), pages)
+            (opened?, streaming.note.clone(), pages)
         };
+        let snapshot = note.snapshot.clone();
         let stream = self.streamed(&snapshot);
-        self.serve_again(&vm, &snapshot, stream.as_ref())?;
-        self.bring_again(&vm, &snapshot, stream.as_ref(), &pages)?;
+        if let Err(why) = self.check_same(&note, stream.as_ref()) {
+            let mut vms = self.streams.vms.lock();
+            if let Some(vm) = vms.get_mut(name).filter(|vm| !vm.is_told) {
+                vm.is_told = true;
+                warn!(
+                    vm = name,
+                    snapshot,
+                    "the VM waits for its snapshot, and another one has the snapshot's name; put the first one back, or stop the VM"
+                );
+            }
+            return Err(why.into());
+        }
+        self.serve_again(&vm, &note, stream.as_ref())?;
+        self.bring_again(&vm, &note, stream.as_ref(), &pages)?;
         let Ok(machine) = self.below.registry.machine(name) else {
             return Ok(());
         };
@@ -502,20 +526,41 @@ impl Snapshots {
     /// begun to fetch the snapshot yet.
     fn stream_or_complete(
         &self,
-        snapshot: &str,
+        note: &Note,
         stream: Option<&StreamedSnapshot>,
     ) -> Result<StreamedSnapshot, SnapshotError> {
         match stream {
             Some(stream) => Ok(stream.clone()),
-            None => StreamedSnapshot::complete(&self.below.snapshots, snapshot),
+            None => StreamedSnapshot::complete(&self.below.snapshots, &note.snapshot),
         }
+    }
+
+    /// Checks that the snapshot from which a VM runs still has its name.
+    fn check_same(
+        &self,
+        note: &Note,
+        stream: Option<&StreamedSnapshot>,
+    ) -> Result<(), SnapshotError> {
+        let complete = match stream {
+            Some(_) => None,
+            None => self.below.snapshots.manifest(&note.snapshot).ok(),
+        };
+        let now = stream.map(StreamedSnapshot::manifest).or(complete.as_ref());
+        let is_other = |sums: &String| now.is_some_and(|now| now.sums.xxh3_128 != *sums);
+        if !note.sums.as_ref().is_some_and(is_other) {
+            return Ok(());
+        }
+        Err(SnapshotError::Impossible(format!(
+            "the VM runs from another snapshot than the one that is now named '{}'",
+            note.snapshot
+        )))
     }
 
     /// Serves the disks of a VM, unless that is done.
     fn serve_again(
         &self,
         vm: &Vm,
-        snapshot: &str,
+        note: &Note,
         stream: Option<&StreamedSnapshot>,
     ) -> Result<(), DaemonError> {
         {
@@ -525,7 +570,7 @@ impl Snapshots {
                 return Ok(());
             }
         }
-        let stream = self.stream_or_complete(snapshot, stream)?;
+        let stream = self.stream_or_complete(note, stream)?;
         let mut vms = self.streams.vms.lock();
         let Some(streaming) = vms.get_mut(vm.name()) else {
             return Ok(());
@@ -546,14 +591,14 @@ impl Snapshots {
     fn bring_again(
         &self,
         vm: &Vm,
-        snapshot: &str,
+        note: &Note,
         stream: Option<&StreamedSnapshot>,
         pages: &Arc<Mutex<PageLink>>,
     ) -> Result<(), DaemonError> {
         if matches!(*pages.lock(), PageLink::InUse | PageLink::Complete) {
             return Ok(());
         }
-        let stream = self.stream_or_complete(snapshot, stream)?;
+        let stream = self.stream_or_complete(note, stream)?;
         let unused = std::mem::take(&mut *pages.lock());
         let (socket, is_new) = match unused {
             PageLink::Unused(socket) => (Ok(socket), false),
@@ -581,7 +626,7 @@ impl Snapshots {
             streaming.reconnected = Some(Instant::now());
             warn!(
                 vm = vm.name(),
-                snapshot,
+                snapshot = note.snapshot,
                 "memory of the VM is brought to QEMU over a new connection; the earlier one had failed"
             );
         }
@@ -650,7 +695,7 @@ fn describe(stream: &StreamedSnapshot) -> String {
         let _ = write!(words, ", a VM waits since {} s", waits.as_secs());
     }
     if let Some(trouble) = trouble {
-        let _ = write!(words, "; {trouble}; retrying");
+        let _ = write!(words, "; {trouble}");
     }
     words
 }

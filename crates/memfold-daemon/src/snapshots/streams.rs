@@ -98,6 +98,10 @@ pub(super) enum DiskLink {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Note {
     pub(super) snapshot: String,
+    /// Checksum of the snapshot's memory, so that no other snapshot is taken for it; `None` if an
+    /// earlier version of memfold has written this.
+    #[serde(default)]
+    pub(super) sums: Option<String>,
     /// RAM blocks whose pages arrive: name, host virtual address in QEMU, number of pages.
     pub(super) blocks: Vec<(String, u64, u64)>,
 }

@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::forks::{AT, MIB, Memory, random, run, stop};
-use crate::support::{Daemon, code, dose, err, out, wait};
+use crate::support::{Daemon, code, dose, err, out, refused, wait};
 
 /// Bytes of the VM's memory that do not compress, in MiB.
 pub const RANDOM_MIB: u64 = 24;
@@ -114,6 +114,10 @@ fn a_push_or_pull_whose_daemon_is_killed_at_any_moment_shows_no_part_and_the_nex
     assert!(ram(&daemon, "copy") == ram(&daemon, "warm"));
     let verified = daemon.run(&["snapshot", "verify", "copy"]);
     assert_eq!(code(&verified), 0, "{}{}", out(&verified), err(&verified));
+    let kept = daemon.directory.path().join("snapshots/copy/.store");
+    wait("what was kept for the next daemon is removed", || {
+        !kept.exists()
+    });
 }
 
 /// Moves the chunks that hold random bytes away, and returns where they are.
@@ -148,6 +152,9 @@ fn a_killed_daemon_is_followed_by_one_that_goes_on_with_a_streamed_snapshot_whil
     assert!(fs::read_dir(&aside).unwrap().count() >= 8);
     let stream = ["snapshot", "pull", "warm", &url, "--as", "copy", "--stream"];
     succeeds(&daemon, &stream);
+    succeeds(&daemon, &stream);
+    let other = daemon.run(&[&stream[..], &["--domain", "shop"]].concat());
+    refused(&other, 1, &["with other options", "remove 'copy' first"]);
     let says = |daemon: &Daemon, words: &str| {
         problem(daemon, "copy").is_some_and(|why| why.as_str().unwrap_or("").contains(words))
     };
@@ -168,6 +175,11 @@ fn a_killed_daemon_is_followed_by_one_that_goes_on_with_a_streamed_snapshot_whil
             .join("snapshots/copy/manifest.json")
             .exists()
     );
+    // VMs may run from it, so no other snapshot gets its name.
+    run(&daemon, "web", &[]);
+    let save = daemon.run(&["snapshot", "save", "web", "copy"]);
+    refused(&save, 1, &["choose another name"]);
+    stop(&daemon, "web");
     fs::rename(&gone, &store).unwrap();
     put_back(&store, &aside);
     wait("the snapshot is whole", || {
