@@ -1,7 +1,9 @@
 //! Writes a file or a directory as an archive.
 
+use std::ffi::OsString;
 use std::fs::{self, File, Metadata};
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -22,7 +24,12 @@ pub fn pack(source: &Path, out: impl Write) -> Result<Summary, CopyError> {
         summary: Summary::default(),
     };
     let found = fs::metadata(source).map_err(failed("read", source))?;
-    packer.add(source, Path::new(CONTENT), &found)?;
+    let top = Place {
+        reached: source.to_owned(),
+        told: source.to_owned(),
+        is_top: true,
+    };
+    packer.add(&top, Path::new(CONTENT), &found)?;
     let mut end = header(EntryType::Regular, 0, 0, 0);
     let written = packer.builder.append_data(&mut end, END, io::empty());
     let written = written.and_then(|()| packer.builder.into_inner());
@@ -51,26 +58,26 @@ fn mtime(found: &Metadata) -> u64 {
 }
 
 impl<W: Write> Packer<W> {
-    fn add(&mut self, path: &Path, name: &Path, found: &Metadata) -> Result<(), CopyError> {
+    fn add(&mut self, at: &Place, name: &Path, found: &Metadata) -> Result<(), CopyError> {
         let kind = found.file_type();
         if kind.is_dir() {
-            self.add_directory(path, name, found)
+            self.add_directory(at, name, found)
         } else if kind.is_file() {
-            self.add_file(path, name)
+            self.add_file(at, name)
         } else if kind.is_symlink() {
-            let target = fs::read_link(path).map_err(failed("read", path))?;
+            let target = fs::read_link(&at.reached).map_err(failed("read", &at.told))?;
             self.summary.links += 1;
             let mut header = header(EntryType::Symlink, 0o777, mtime(found), 0);
             let added = self.builder.append_link(&mut header, name, target);
             added.map_err(CopyError::Write)
         } else {
-            Err(CopyError::Kind(path.to_owned()))
+            Err(CopyError::Kind(at.told.clone()))
         }
     }
 
     fn add_directory(
         &mut self,
-        path: &Path,
+        at: &Place,
         name: &Path,
         found: &Metadata,
     ) -> Result<(), CopyError> {
@@ -78,30 +85,32 @@ impl<W: Write> Packer<W> {
         let mut header = header(EntryType::Directory, found.mode(), mtime(found), 0);
         let added = self.builder.append_data(&mut header, name, io::empty());
         added.map_err(CopyError::Write)?;
-        let entries = fs::read_dir(path).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-        let mut entries: Vec<PathBuf> = entries
-            .map_err(failed("list", path))?
-            .iter()
-            .map(fs::DirEntry::path)
-            .collect();
-        entries.sort();
-        for path in entries {
-            let found = fs::symlink_metadata(&path).map_err(failed("read", &path))?;
-            let name = path.file_name().map(|last| name.join(last));
-            let name = name.ok_or_else(|| CopyError::NoName(path.clone()))?;
-            self.add(&path, &name, &found)?;
+        let directory = at.open(OFlags::DIRECTORY)?;
+        // A path through the open directory leads there, whatever has its name by now.
+        let reached = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+        let entries = fs::read_dir(&reached).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+        let entries = entries.map_err(failed("list", &at.told))?;
+        let mut names: Vec<OsString> = entries.iter().map(fs::DirEntry::file_name).collect();
+        names.sort();
+        for last in names {
+            let at = Place {
+                reached: reached.join(&last),
+                told: at.told.join(&last),
+                is_top: false,
+            };
+            let found = fs::symlink_metadata(&at.reached).map_err(failed("read", &at.told))?;
+            self.add(&at, &name.join(last), &found)?;
         }
         Ok(())
     }
 
-    fn add_file(&mut self, path: &Path, name: &Path) -> Result<(), CopyError> {
+    fn add_file(&mut self, at: &Place, name: &Path) -> Result<(), CopyError> {
+        let path = &at.told;
         // A path that has become a pipe meanwhile must not block.
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file = rustix::fs::open(path, flags, Mode::empty());
-        let file = File::from(file.map_err(|e| failed("open", path)(e.into()))?);
+        let file = at.open(OFlags::NONBLOCK)?;
         let found = file.metadata().map_err(failed("read", path))?;
         if !found.is_file() {
-            return Err(CopyError::Kind(path.to_owned()));
+            return Err(CopyError::Kind(path.clone()));
         }
         let mut header = header(EntryType::Regular, found.mode(), mtime(&found), found.len());
         let mut reader = Exact {
@@ -112,12 +121,38 @@ impl<W: Write> Packer<W> {
         let added = self.builder.append_data(&mut header, name, &mut reader);
         match (reader.failure, added) {
             (Some(Failure::Read(error)), _) => Err(failed("read", path)(error)),
-            (Some(Failure::Shorter), _) => Err(CopyError::Changed(path.to_owned())),
+            (Some(Failure::Shorter), _) => Err(CopyError::Changed(path.clone())),
             (None, added) => added.map_err(CopyError::Write),
         }?;
         self.summary.files += 1;
         self.summary.bytes += found.len();
         Ok(())
+    }
+}
+
+/// A file or directory that is being packed. Its owner may replace it by a link meanwhile, to
+/// something that only the packing user can read.
+struct Place {
+    /// Path by which it is opened: below an open directory.
+    reached: PathBuf,
+    /// Path for messages.
+    told: PathBuf,
+    /// Whether the user has named it; then links in its path are followed.
+    is_top: bool,
+}
+
+impl Place {
+    fn open(&self, flags: OFlags) -> Result<File, CopyError> {
+        let links = if self.is_top {
+            OFlags::empty()
+        } else {
+            OFlags::NOFOLLOW
+        };
+        let flags = flags | links | OFlags::RDONLY | OFlags::CLOEXEC;
+        let file = rustix::fs::open(&self.reached, flags, Mode::empty());
+        Ok(File::from(
+            file.map_err(|e| failed("open", &self.told)(e.into()))?,
+        ))
     }
 }
 

@@ -253,6 +253,12 @@ impl Unpacker<'_> {
                 self.file(entry, &path, size, mode, mtime)?;
             }
             EntryType::Symlink if !is_first => {
+                // A later entry cannot replace a directory by a link, but one that is missing now
+                // could become one.
+                let parent = path.parent().map(fs::symlink_metadata);
+                if !parent.is_some_and(|found| found.is_ok_and(|found| found.is_dir())) {
+                    return Err(CopyError::Archive("it has a path that leads elsewhere"));
+                }
                 let text = header.link_name_bytes().map(Cow::into_owned);
                 let text = long.link.or(text).unwrap_or_default();
                 self.links.push((path, text));

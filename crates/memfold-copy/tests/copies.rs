@@ -163,7 +163,8 @@ fn a_hostile_archive_writes_nothing_outside_its_destination() {
     let outside = place.path().join("outside");
     let outside_text = outside.to_str().unwrap();
     let (plain, link) = (EntryType::Regular, EntryType::Symlink);
-    let cases: [&[Chosen<'_>]; 12] = [
+    let here = place.path().to_str().unwrap();
+    let cases: [&[Chosen<'_>]; 14] = [
         &[TOP, ("/etc/evil", plain, "", b"x"), END],
         &[TOP, ("../outside", plain, "", b"x"), END],
         &[TOP, ("content/../../outside", plain, "", b"x"), END],
@@ -173,6 +174,19 @@ fn a_hostile_archive_writes_nothing_outside_its_destination() {
             TOP,
             ("content/a", link, "..", b""),
             ("content/a/outside", plain, "", b"x"),
+            END,
+        ],
+        // Links are made last: the second would be made through the first.
+        &[
+            TOP,
+            ("content/a", link, here, b""),
+            ("content/a/outside", link, "/etc/passwd", b""),
+            END,
+        ],
+        &[
+            TOP,
+            ("content/a/outside", link, "/etc/passwd", b""),
+            ("content/a", link, here, b""),
             END,
         ],
         &[
