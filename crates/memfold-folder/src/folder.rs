@@ -285,10 +285,14 @@ impl Folder {
         if !state.tracked.is_empty() {
             return Err("writes are already tracked".to_owned());
         }
-        state.tracked = state.ram.blocks.iter().map(|block| block.area).collect();
-        let outcome = state.tracked.iter().try_for_each(|&area| {
-            tracker.register(area, Mode::WriteProtect)?;
-            tracker.write_protect(area)
+        let areas: Vec<Area> = state.ram.blocks.iter().map(|block| block.area).collect();
+        let outcome = areas.into_iter().try_for_each(|area| {
+            let registered = tracker.register(area, Mode::WriteProtect);
+            // After ENOMEM, a part may be registered; after other errors, nothing.
+            if registered.is_ok() || registered == Err(Errno::NOMEM) {
+                state.tracked.push(area);
+            }
+            registered.and_then(|()| tracker.write_protect(area))
         });
         drop(state);
         outcome.map_err(|errno| {

@@ -120,9 +120,13 @@ impl<'a> Frozen<'a> {
         // If the run has several mappings, the kernel registers one after another. After an error
         // (ENOMEM at vm.max_map_count), the first ones stay registered, and a thread that finds a
         // page of theirs missing would wait for ever.
-        uffd.register(run, mode).inspect_err(|_| {
-            let _ = uffd.unregister(run);
-            let _ = uffd.wake(run);
+        uffd.register(run, mode).inspect_err(|error| {
+            // After another error, such as EBUSY, nothing is registered here. Kernels of before 2025
+            // would also end a registration with a userfaultfd of QEMU's.
+            if *error == Errno::NOMEM {
+                let _ = uffd.unregister(run);
+                let _ = uffd.wake(run);
+            }
         })?;
         Ok(Self {
             uffd,
