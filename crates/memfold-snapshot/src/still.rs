@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use memfold_host::groups::Group;
 use memfold_host::progress::Progress;
 use memfold_units::PAGE_SIZE;
 use memfold_vm::{Qmp, RamLayout, Vm};
@@ -264,7 +265,14 @@ fn keep_past(
     let most = wanted
         .iter()
         .map(|range| range.end.pages_since(range.start));
-    let share = COPIES.take_up_to(most.sum(), PAST_PART).map_err(failed)?;
+    // QEMU keeps the old contents, so the limits of its control groups count, too.
+    let groups = Group::of_all(&[vm.pid().as_raw_nonzero().get()]);
+    let left = groups.iter().filter_map(Group::room);
+    let left = left
+        .map(|room| room.available / PAGE_SIZE / PAST_PART)
+        .min();
+    let most = most.sum::<u64>().min(left.unwrap_or(u64::MAX));
+    let share = COPIES.take_up_to(most, PAST_PART).map_err(failed)?;
     let past = Past::new(vm.pid(), &blocks, &wanted, share.pages());
     let Some(past) = past.map_err(failed)? else {
         return Ok(None);
