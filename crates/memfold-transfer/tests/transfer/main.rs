@@ -379,6 +379,7 @@ fn a_pulled_disk_whose_qcow2_header_names_another_file_of_this_host_is_refused()
     let facts = fs::metadata(&disk).unwrap();
     manifest["disks"][0]["modified_ns"] =
         (facts.mtime() * 1_000_000_000 + facts.mtime_nsec()).into();
+    manifest["disks"][0]["xxh3_128"] = sum(&fs::read(&disk).unwrap()).into();
     let text = serde_json::to_vec(&manifest).unwrap();
     fs::write(path.join("manifest.json"), &text).unwrap();
     fs::write(path.join("manifest.sum"), format!("{}\n", sum(&text))).unwrap();
