@@ -121,8 +121,8 @@ impl<'a> Frozen<'a> {
         // (ENOMEM at vm.max_map_count), the first ones stay registered, and a thread that finds a
         // page of theirs missing would wait for ever.
         uffd.register(run, mode).inspect_err(|error| {
-            // After another error, such as EBUSY, nothing is registered here. Kernels of before 2025
-            // would also end a registration with a userfaultfd of QEMU's.
+            // After another error, such as EBUSY, nothing is registered here. Kernels of before
+            // 2025 would also end a registration with a userfaultfd of QEMU's.
             if *error == Errno::NOMEM {
                 let _ = uffd.unregister(run);
                 let _ = uffd.wake(run);

@@ -420,8 +420,8 @@ impl Work {
         Sample::glance(&self.proc).is_ok_and(|sample| Hurry::by(&sample) == Hurry::Now)
     }
 
-    /// Asks the registry to change a lease. Returns `false` if the lease is over, or if its borrower
-    /// has changed it meanwhile, which the next round sees.
+    /// Asks the registry to change a lease. Returns `false` if the lease is over, or if its
+    /// borrower has changed it meanwhile, which the next round sees.
     fn ask_of_lease<T: Send>(
         &mut self,
         call: impl FnOnce(&dyn Registry) -> Result<T, RegistryError> + Send,

@@ -508,9 +508,9 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
     Ok(changed)
 }
 
-/// Reads the files in a snapshot that have checksums, and verifies them, before the snapshot is copied
-/// to another host. The memory of an encrypted snapshot is left out: whoever decrypts it finds each
-/// change.
+/// Reads the files in a snapshot that have checksums, and verifies them, before the snapshot is
+/// copied to another host. The memory of an encrypted snapshot is left out: whoever decrypts it
+/// finds each change.
 pub fn check_all(
     shelf: &Shelf,
     manifest: &Manifest,

@@ -97,7 +97,7 @@ pub fn serve(
         clients.retain(|client| client.strong_count() > 0);
         if clients.len() >= MOST_CLIENTS {
             tracing::warn!(
-                "a VM has more than {MOST_CLIENTS} connections for disks that are being fetched, further ones are refused; if its guest is trusted, pull the snapshot without --stream"
+                "a VM has too many connections for disks that are being fetched, further ones are refused; if its guest is trusted, pull the snapshot without --stream"
             );
             continue;
         }

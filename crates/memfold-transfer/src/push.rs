@@ -160,31 +160,7 @@ pub fn push(
         if !remote.create(&place, text).await? {
             return Err(taken());
         }
-        // Another host that removes a snapshot may have found some objects old just before they were
-        // sent again. It removes none that a description names.
-        for (path, packed) in again {
-            if remote.look(&path).await?.is_none() {
-                remote.put(&path, packed).await?;
-            }
-        }
-        for (name, piece) in sent
-            .iter()
-            .filter_map(|sent| sent.name.zip(sent.again.clone()))
-        {
-            let path = remote.chunk(&name);
-            if remote.look(&path).await?.is_none() {
-                let Piece {
-                    file,
-                    bytes,
-                    number,
-                } = piece;
-                let packed = blocking(move || {
-                    let data = chunk::read(&file, bytes, number)?;
-                    chunk::pack(&data.unwrap_or_default())
-                });
-                remote.put(&path, packed.await?).await?;
-            }
-        }
+        send_again(remote, again, &sent).await?;
         remote.sync().await?;
         Ok(PushReport {
             name: request.to.clone(),
@@ -196,6 +172,32 @@ pub fn push(
             took_s: began.elapsed().as_secs_f64(),
         })
     })
+}
+
+/// Sends objects again that the store had and that are gone. Another host that removes a snapshot
+/// may have found them old just before they were sent; it removes none that a description names.
+async fn send_again(
+    remote: &Remote,
+    objects: Vec<(Path, Vec<u8>)>,
+    sent: &[Sent],
+) -> Result<(), TransferError> {
+    for (path, packed) in objects {
+        if remote.look(&path).await?.is_none() {
+            remote.put(&path, packed).await?;
+        }
+    }
+    let chunks = sent.iter().filter_map(|s| s.name.zip(s.again.clone()));
+    for (name, piece) in chunks {
+        let path = remote.chunk(&name);
+        if remote.look(&path).await?.is_none() {
+            let packed = blocking(move || {
+                let data = chunk::read(&piece.file, piece.bytes, piece.number)?;
+                chunk::pack(&data.unwrap_or_default())
+            });
+            remote.put(&path, packed.await?).await?;
+        }
+    }
+    Ok(())
 }
 
 /// Chunks that this push has seen. The lock of a chunk is held while it is sent, so that an equal

@@ -82,8 +82,8 @@ pub fn backing(image: &Path) -> Option<NamedBacking> {
     parse(&beginning(image, READ_BYTES)?)
 }
 
-/// Returns the path of the file that an image is built on, if that may be a qcow2 image, too. A name
-/// without a directory is relative to the image's.
+/// Returns the path of the file that an image is built on, if that may be a qcow2 image, too. A
+/// name without a directory is relative to the image's.
 #[must_use]
 pub fn below(image: &Path) -> Option<PathBuf> {
     let bytes = beginning(image, LONG_HEADER)?;

@@ -292,8 +292,8 @@ struct Step {
 }
 
 /// Proposes moves of VMs that save at least `least_bytes` each. A move may save less if it relieves
-/// a host that uses more than its memory less `reserve_percent` of it. The search ends after `limit`
-/// at the latest: with hundreds of VMs on many hosts, it would take hours.
+/// a host that uses more than its memory less `reserve_percent` of it. The search ends after
+/// `limit` at the latest: with hundreds of VMs on many hosts, it would take hours.
 ///
 /// # Errors
 ///

@@ -436,9 +436,9 @@ pub(super) const fn renew(identity: bool) -> Renew {
     }
 }
 
-/// Starts VMs with these names from a snapshot, one after the other, and tells each. If one does not
-/// start, calls `tell` with those that run before it returns the error: who reads JSON has to know
-/// them.
+/// Starts VMs with these names from a snapshot, one after the other, and tells each. If one does
+/// not start, calls `tell` with those that run before it returns the error: who reads JSON has to
+/// know them.
 pub(super) fn start_clones(
     context: &Context,
     client: &Client,
