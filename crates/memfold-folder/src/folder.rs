@@ -389,8 +389,14 @@ impl Folder {
         }
     }
 
+    /// Returns whether the VM still has to be resumed, because QEMU has refused it so far.
+    pub(crate) fn is_stuck(&self) -> bool {
+        let monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
+        monitor.as_ref().is_some_and(Monitor::is_stuck)
+    }
+
     /// Resumes the VM if an earlier order could not.
-    fn go_on_if_stuck(&self) {
+    pub(crate) fn go_on_if_stuck(&self) {
         let mut monitor = self.monitor.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(monitor) = monitor.as_mut() {
             monitor.go_on_if_stuck();

@@ -47,6 +47,14 @@ impl Monitor {
         })
     }
 
+    /// Creates a monitor whose VM still has to be resumed.
+    #[cfg(test)]
+    pub(crate) fn stuck(stream: UnixStream) -> io::Result<Self> {
+        let mut monitor = Self::connected(stream)?;
+        monitor.is_stuck = true;
+        Ok(monitor)
+    }
+
     /// Stops the VM (vCPUs, and I/O after it has drained) until the returned guard is dropped.
     /// Returns `None` if the VM was not running, or is being migrated; then the library must not
     /// resume the VM. A migration that ends now would leave the VM stopped at its new place.
@@ -95,7 +103,11 @@ impl Monitor {
             std::thread::sleep(Duration::from_millis(100));
         }
         self.is_stuck = true;
-        say!("memfold: the VM is still paused; retrying at the daemon's next order");
+        say!("memfold: the VM is still paused; retrying until QEMU resumes it");
+    }
+
+    pub(crate) const fn is_stuck(&self) -> bool {
+        self.is_stuck
     }
 
     /// Resumes the VM if it is still stopped because QEMU has refused every `cont`.

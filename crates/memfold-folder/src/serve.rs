@@ -2,7 +2,7 @@
 //! time, until QEMU ends.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -15,6 +15,9 @@ use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::Folder;
+
+/// Pause before the resumption of a VM is tried again that QEMU has refused.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// Listens on a Unix socket at `path`, in place of a stale file there. Only the socket's owner may
 /// connect.
@@ -42,7 +45,7 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
 /// the loop.
 pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
     loop {
-        match listener.accept() {
+        match wait(listener, folder).and_then(|()| listener.accept()) {
             Ok((stream, _)) => {
                 // A panic ends only the connection; guards put every page back during the panic.
                 let _ = catch_unwind(AssertUnwindSafe(|| connection(&stream, folder)));
@@ -54,6 +57,15 @@ pub fn serve(listener: &UnixListener, folder: &Folder) -> ! {
     }
 }
 
+/// Waits until a peer connects or sends. If the VM could not be resumed, tries it again meanwhile:
+/// the daemon may have died, or hang.
+fn wait(peer: impl AsFd, folder: &Folder) -> io::Result<()> {
+    while folder.is_stuck() && !descriptor::wait_readable(&peer, RETRY)? {
+        folder.go_on_if_stuck();
+    }
+    Ok(())
+}
+
 /// Executes the orders of one connection until the peer closes it or breaks the protocol.
 pub fn connection(stream: &UnixStream, folder: &Folder) {
     let mut decoder = Decoder::new();
@@ -61,6 +73,9 @@ pub fn connection(stream: &UnixStream, folder: &Folder) {
     let mut pending: Option<OwnedFd> = None;
     let mut greeted = false;
     loop {
+        if wait(stream, folder).is_err() {
+            return;
+        }
         match descriptor::receive(stream, &mut buffer) {
             Ok((0, _)) => return,
             Ok((n, came)) => {
@@ -103,4 +118,42 @@ fn send(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead as _, BufReader, Write as _};
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::Monitor;
+
+    #[test]
+    fn a_vm_that_qemu_did_not_resume_is_resumed_later_without_a_daemon() {
+        let (ours, mut qemu) = UnixStream::pair().unwrap();
+        let folder = Folder::new(None, Some(Monitor::stuck(ours).unwrap()));
+        let asked = std::thread::spawn(move || {
+            let lines = BufReader::new(qemu.try_clone().unwrap()).lines();
+            let mut asked = Vec::new();
+            for line in lines.map_while(Result::ok) {
+                let command: Value = serde_json::from_str(&line).unwrap();
+                let name = command["execute"].as_str().unwrap().to_owned();
+                let mut answer = json!({ "id": command["id"], "return": { "status": "paused" } });
+                // At first, QEMU refuses.
+                if name == "cont" && !asked.contains(&name) {
+                    answer = json!({ "id": command["id"], "error": { "desc": "not now" } });
+                }
+                asked.push(name);
+                writeln!(qemu, "{answer}").unwrap();
+            }
+            asked
+        });
+        let (listener, _silent) = UnixStream::pair().unwrap();
+        wait(&listener, &folder).unwrap();
+        assert!(!folder.is_stuck());
+        drop(folder);
+        let asked = asked.join().unwrap();
+        assert_eq!(asked.iter().filter(|name| *name == "cont").count(), 2);
+    }
 }
