@@ -25,8 +25,8 @@ pub fn pack(source: &Path, out: impl Write) -> Result<Summary, CopyError> {
     };
     let found = fs::metadata(source).map_err(failed("read", source))?;
     let top = Place {
-        reached: source.to_owned(),
-        told: source.to_owned(),
+        open_path: source.to_owned(),
+        shown_path: source.to_owned(),
         is_top: true,
     };
     packer.add(&top, Path::new(CONTENT), &found)?;
@@ -65,13 +65,13 @@ impl<W: Write> Packer<W> {
         } else if kind.is_file() {
             self.add_file(at, name)
         } else if kind.is_symlink() {
-            let target = fs::read_link(&at.reached).map_err(failed("read", &at.told))?;
+            let target = fs::read_link(&at.open_path).map_err(failed("read", &at.shown_path))?;
             self.summary.links += 1;
             let mut header = header(EntryType::Symlink, 0o777, mtime(found), 0);
             let added = self.builder.append_link(&mut header, name, target);
             added.map_err(CopyError::Write)
         } else {
-            Err(CopyError::Kind(at.told.clone()))
+            Err(CopyError::Kind(at.shown_path.clone()))
         }
     }
 
@@ -86,26 +86,27 @@ impl<W: Write> Packer<W> {
         let added = self.builder.append_data(&mut header, name, io::empty());
         added.map_err(CopyError::Write)?;
         let directory = at.open(OFlags::DIRECTORY)?;
-        // A path through the open directory leads there, whatever has its name by now.
-        let reached = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
-        let entries = fs::read_dir(&reached).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-        let entries = entries.map_err(failed("list", &at.told))?;
+        // This path leads to the open directory even if its owner has put a link in its place.
+        let open_path = PathBuf::from(format!("/proc/self/fd/{}", directory.as_raw_fd()));
+        let entries = fs::read_dir(&open_path).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+        let entries = entries.map_err(failed("list", &at.shown_path))?;
         let mut names: Vec<OsString> = entries.iter().map(fs::DirEntry::file_name).collect();
         names.sort();
         for last in names {
             let at = Place {
-                reached: reached.join(&last),
-                told: at.told.join(&last),
+                open_path: open_path.join(&last),
+                shown_path: at.shown_path.join(&last),
                 is_top: false,
             };
-            let found = fs::symlink_metadata(&at.reached).map_err(failed("read", &at.told))?;
+            let found =
+                fs::symlink_metadata(&at.open_path).map_err(failed("read", &at.shown_path))?;
             self.add(&at, &name.join(last), &found)?;
         }
         Ok(())
     }
 
     fn add_file(&mut self, at: &Place, name: &Path) -> Result<(), CopyError> {
-        let path = &at.told;
+        let path = &at.shown_path;
         // A path that has become a pipe meanwhile must not block.
         let file = at.open(OFlags::NONBLOCK)?;
         let found = file.metadata().map_err(failed("read", path))?;
@@ -134,9 +135,9 @@ impl<W: Write> Packer<W> {
 /// something that only the packing user can read.
 struct Place {
     /// Path by which it is opened: below an open directory.
-    reached: PathBuf,
+    open_path: PathBuf,
     /// Path for messages.
-    told: PathBuf,
+    shown_path: PathBuf,
     /// Whether the user has named it; then links in its path are followed.
     is_top: bool,
 }
@@ -149,15 +150,15 @@ impl Place {
             OFlags::NOFOLLOW
         };
         let flags = flags | links | OFlags::RDONLY | OFlags::CLOEXEC;
-        let file = rustix::fs::open(&self.reached, flags, Mode::empty());
+        let file = rustix::fs::open(&self.open_path, flags, Mode::empty());
         Ok(File::from(
-            file.map_err(|e| failed("open", &self.told)(e.into()))?,
+            file.map_err(|e| failed("open", &self.shown_path)(e.into()))?,
         ))
     }
 }
 
-/// Reads the number of bytes that the header has told, or fails. Notes errors of the file, to tell
-/// them from errors of the archive's writer.
+/// Reads the number of bytes that the header has shown_path, or fails. Notes errors of the file, to
+/// tell them from errors of the archive's writer.
 struct Exact {
     file: File,
     left: u64,

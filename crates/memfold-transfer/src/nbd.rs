@@ -30,7 +30,7 @@ pub trait Exports: Send + Sync + 'static {
 
 /// Most connections at once. QEMU has one for each file of a disk's chain, and a client may keep 32
 /// MiB of the daemon's memory.
-const MOST_CLIENTS: usize = 64;
+pub(super) const MOST_CLIENTS: usize = 64;
 
 /// How often the server looks whether it is still needed.
 const LOOK: Duration = Duration::from_secs(1);
@@ -74,13 +74,14 @@ const EIO: u32 = 5;
 const EINVAL: u32 = 22;
 
 /// Serves clients, each on a thread, as long as `is_needed` returns true. Then their connections
-/// are ended.
+/// are ended. `vm`: name of the VM whose QEMU connects.
 pub fn serve(
+    vm: &str,
     listener: &UnixListener,
     exports: &Arc<dyn Exports>,
     is_needed: impl Fn() -> bool,
 ) -> io::Result<()> {
-    let mut clients: Vec<Weak<UnixStream>> = Vec::new();
+    let (mut clients, mut is_told) = (Vec::<Weak<UnixStream>>::new(), false);
     while is_needed() {
         if !wait_readable(listener, LOOK)? {
             continue;
@@ -96,9 +97,13 @@ pub fn serve(
         };
         clients.retain(|client| client.strong_count() > 0);
         if clients.len() >= MOST_CLIENTS {
-            tracing::warn!(
-                "a VM has too many connections for disks that are being fetched, further ones are refused; if its guest is trusted, pull the snapshot without --stream"
-            );
+            if !is_told {
+                tracing::warn!(
+                    vm,
+                    "a VM has too many connections for disks that are being fetched, further ones are refused; find out whether its guest controls its QEMU"
+                );
+            }
+            is_told = true;
             continue;
         }
         let stream = Arc::new(stream);
@@ -298,7 +303,7 @@ mod tests {
             let is_over = Arc::clone(&over);
             let exports: Arc<dyn Exports> = Arc::new(One(bytes));
             let is_needed = move || !is_over.load(Ordering::Relaxed);
-            let thread = std::thread::spawn(move || serve(&listener, &exports, is_needed));
+            let thread = std::thread::spawn(move || serve("vm", &listener, &exports, is_needed));
             Self {
                 place,
                 over,

@@ -89,19 +89,20 @@ pub fn push(
         .map_err(|error| memfold_snapshot::SnapshotError::Name(error.to_string()))?;
     let manifest = shelf.manifest(&request.name)?;
     let members = portable::members(shelf, &manifest)?;
-    // The hosts that pull it take the bytes that are here for right.
-    memfold_snapshot::restore::check_all(shelf, &manifest, progress)?;
-    let total = members.iter().map(|member| member.bytes).sum();
-    progress.begin("pushed", total);
     let taken = || TransferError::Taken {
         name: request.to.clone(),
         url: remote.url().to_owned(),
     };
+    let place = remote.description(&request.to);
+    let there = remote.wait(remote.look(&place))?;
+    if there.is_some() {
+        return Err(taken());
+    }
+    // Damage would spread to every host that pulls the snapshot.
+    memfold_snapshot::restore::check_all(shelf, &manifest, progress)?;
+    let total = members.iter().map(|member| member.bytes).sum();
+    progress.begin("pushed", total);
     remote.wait(async {
-        let place = remote.description(&request.to);
-        if remote.look(&place).await?.is_some() {
-            return Err(taken());
-        }
         let (mut files, mut pieces, mut opened) = (Vec::new(), Vec::new(), Vec::new());
         for member in members {
             let file = Arc::new(member.file);
@@ -160,7 +161,11 @@ pub fn push(
         if !remote.create(&place, text).await? {
             return Err(taken());
         }
-        send_again(remote, again, &sent).await?;
+        if let Err(error) = send_again(remote, again, &sent).await {
+            // A snapshot that may lack chunks is not shown.
+            remote.delete(&place).await?;
+            return Err(error);
+        }
         remote.sync().await?;
         Ok(PushReport {
             name: request.to.clone(),

@@ -43,7 +43,7 @@ use super::error::TransferError;
 use super::first::FirstPages;
 use super::first_pages::{CHUNK_PAGES, Part};
 use super::kept::FetchedSnapshot;
-use super::nbd::Exports;
+use super::nbd::{Exports, MOST_CLIENTS};
 use super::places::{self, ImagePlaces, number_by_name, numbers_of};
 use super::pull::{self, Arriving, Begun, PullRequest, fetch_chunk};
 use super::remote::{AT_ONCE, Remote};
@@ -425,6 +425,10 @@ fn obstacle(manifest: &Manifest) -> Option<&'static str> {
     }
     if manifest.packed.is_some() {
         return Some("its memory is compressed");
+    }
+    let disks = manifest.disks.iter().filter(|disk| !disk.read_only);
+    if disks.flat_map(SavedDisk::files).count() > MOST_CLIENTS {
+        return Some("its disks consist of more than 64 files; compact it before the push");
     }
     (manifest.spec.foreign.is_some())
         .then_some("memfold did not start its VM, so the VM's disks have options of their own")

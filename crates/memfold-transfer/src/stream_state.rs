@@ -43,8 +43,8 @@ pub(super) struct State {
     pub(super) shown: u64,
     /// Whether first pages are being fetched, so that other chunks wait for which no VM waits.
     pub(super) awaits_first: bool,
-    /// Whether VMs may see first pages already. While these are being found out, no chunk is
-    /// written.
+    /// Whether VMs of an earlier daemon may have mapped first pages. Until it is known which, no
+    /// chunk is fetched.
     pub(super) is_resumed: bool,
     /// Until when nothing is fetched that no VM waits for, because a VM starts.
     pub(super) quiet_until: Option<Instant>,

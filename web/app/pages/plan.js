@@ -115,8 +115,8 @@ function Proposed({ proposal }) {
     <h3>Moves, in this order</h3>
     ${proposal.moves.length
       ? html`<ol class="moves">${proposal.moves.map((move) => html`<li>${move.vm} from ${move.from} to ${move.to}: saves ${bytes(move.saves_bytes)}</li>`)}</ol>`
-      : html`<p class="empty">${proposal.complete ? "No move saves enough: leave all VMs where they are." : "No move that saves enough was found in the time for the search."}</p>`}
-    ${proposal.moves.length > 0 && !proposal.complete && html`<p>The time for the search was over. Make the proposal again after these moves.</p>`}
+      : html`<p class="empty">${proposal.complete ? "No move saves enough: leave all VMs where they are." : "The search stopped after 60 s and found no move that saves enough."}</p>`}
+    ${proposal.moves.length > 0 && !proposal.complete && html`<p>The search stopped after 60 s. Carry out these moves, then ask for another proposal.</p>`}
     <${Table} label="Hosts before and then" rows=${proposal.hosts} rowKey=${(host) => host.host} columns=${[
       { key: "host", name: "Host", value: (host) => host.host },
       { key: "limit", name: "May take", number: true, value: (host) => host.limit_bytes, cell: (host) => bytes(host.limit_bytes) },

@@ -274,7 +274,7 @@ impl Snapshots {
         // QEMU connects as root, before it switches to its user.
         let listener = listen(&path, None);
         let listener = listener.map_err(|source| SnapshotError::Files { path, source })?;
-        serve(listener, stream, &server.is_over)
+        serve(&spec.name, listener, stream, &server.is_over)
             .map_err(|_| DaemonError::Internal("no thread to serve disks"))?;
         Ok(server)
     }
@@ -580,7 +580,8 @@ impl Snapshots {
             DiskLink::Listens(listener) => Ok(listener),
             DiskLink::Missing | DiskLink::Serves => listen(&path, vm.user()),
         };
-        let served = listener.and_then(|listener| serve(listener, &stream, &streaming.is_over));
+        let served =
+            listener.and_then(|listener| serve(vm.name(), listener, &stream, &streaming.is_over));
         served.map_err(|source| SnapshotError::Files { path, source })?;
         streaming.disks = DiskLink::Serves;
         Ok(())

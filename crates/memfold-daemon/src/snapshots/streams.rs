@@ -195,16 +195,19 @@ pub(super) fn listen(path: &Path, user: Option<QemuUser>) -> io::Result<UnixList
     Ok(listener)
 }
 
-/// Serves the files of a snapshot by NBD on a thread, until `is_over` is true.
+/// Serves the files of a snapshot to a VM by NBD on a thread, until `is_over` is true.
 pub(super) fn serve(
+    vm: &str,
     listener: UnixListener,
     stream: &StreamedSnapshot,
     is_over: &Arc<AtomicBool>,
 ) -> io::Result<()> {
     let exports: Arc<dyn Exports> = Arc::new(stream.clone());
-    let is_over = Arc::clone(is_over);
+    let (is_over, vm) = (Arc::clone(is_over), vm.to_owned());
     threads::begin("disks", move || {
-        let served = nbd::serve(&listener, &exports, || !is_over.load(Ordering::Relaxed));
+        let served = nbd::serve(&vm, &listener, &exports, || {
+            !is_over.load(Ordering::Relaxed)
+        });
         if let Err(error) = served {
             warn!(%error, "cannot serve disks that are being fetched; restart the daemon");
         }

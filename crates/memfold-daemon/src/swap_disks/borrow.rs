@@ -287,7 +287,8 @@ impl SwapDisks {
         let Some(directory) = machine.vm().directory() else {
             return;
         };
-        // A user may borrow anew before: that loan has a note, and is watched already.
+        // The user may have borrowed again before this thread got the lock: that loan is watched
+        // already.
         let _right = machine.swap_right();
         if self.guard(machine.name()).is_some() {
             return;

@@ -83,7 +83,7 @@ impl SwapDisks {
         self.end(self.take(machine));
     }
 
-    /// Takes a VM's loan out of the list, after the VM has ended and its files are removed.
+    /// Takes a VM's loan out of the list. The caller ends it with [`Self::end`].
     pub(crate) fn take(&self, machine: &Machine) -> Option<Arc<Guard>> {
         self.guards.lock().remove(machine.name())
     }

@@ -437,8 +437,8 @@ pub(super) const fn renew(identity: bool) -> Renew {
 }
 
 /// Starts VMs with these names from a snapshot, one after the other, and tells each. If one does
-/// not start, calls `tell` with those that run before it returns the error: who reads JSON has to
-/// know them.
+/// not start, calls `tell` with those that run before it returns the error: a program that reads
+/// the JSON has to know them.
 pub(super) fn start_clones(
     context: &Context,
     client: &Client,
@@ -461,7 +461,10 @@ pub(super) fn start_clones(
                 let others = clones.len();
                 let why = format!("VM '{}' did not start; {others} others run", request.vm);
                 if context.json && others > 0 {
-                    tell(clones)?;
+                    if let Err(unprinted) = tell(clones) {
+                        let more = format!("cannot print the VMs that run: {unprinted:#}");
+                        return Err(error.context(more).context(why));
+                    }
                 }
                 return Err(error.context(why));
             }

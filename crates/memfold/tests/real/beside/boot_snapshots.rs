@@ -64,7 +64,7 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
     let settings = [
         ("fold", "false"),
         ("resume_when_room", "true"),
-        ("min", "256M"),
+        ("sizing.min", "256M"),
     ];
     let request = SetRequest {
         settings: settings
@@ -81,7 +81,10 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
     let is_set = || {
         assert_eq!(recorded("settings.json", "fold"), false);
         assert_eq!(recorded("settings.json", "resume_when_room"), true);
-        assert_eq!(recorded("rightsize.json", "sizing")["min"], "256M");
+        assert_eq!(
+            recorded("rightsize.json", "sizing")["min_bytes"],
+            256_u64 << 20
+        );
     };
     is_set();
     // The second time, the VM was itself restored.
