@@ -157,7 +157,7 @@ impl Place {
     }
 }
 
-/// Reads the number of bytes that the header has shown_path, or fails. Notes errors of the file, to
+/// Reads the number of bytes that the header has told, or fails. Notes errors of the file, to
 /// tell them from errors of the archive's writer.
 struct Exact {
     file: File,
