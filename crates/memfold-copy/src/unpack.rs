@@ -253,8 +253,8 @@ impl Unpacker<'_> {
                 self.file(entry, &path, size, mode, mtime)?;
             }
             EntryType::Symlink if !is_first => {
-                // A later entry cannot replace a directory by a link, but one that is missing now
-                // could become one.
+                // Links are made last, in order: this one must not be made through another. No link
+                // takes the place of a directory that exists.
                 let parent = path.parent().map(fs::symlink_metadata);
                 if !parent.is_some_and(|found| found.is_ok_and(|found| found.is_dir())) {
                     return Err(CopyError::Archive("it has a path that leads elsewhere"));

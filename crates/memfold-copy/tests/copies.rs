@@ -225,6 +225,49 @@ fn a_hostile_archive_writes_nothing_outside_its_destination() {
 }
 
 #[test]
+fn a_directory_that_its_owner_replaces_by_a_link_during_the_copy_is_not_followed() {
+    /// Puts a link to `private` in the place of `tree/sub` when the first file is written.
+    struct Swap {
+        place: PathBuf,
+        written: Vec<u8>,
+    }
+    impl std::io::Write for Swap {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.written.extend_from_slice(bytes);
+            if bytes.ends_with(b"first") {
+                let sub = self.place.join("tree/sub");
+                fs::rename(&sub, self.place.join("moved"))?;
+                symlink(self.place.join("private"), sub)?;
+            }
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let directory = TempDir::new().unwrap();
+    let place = directory.path();
+    for name in ["private", "tree", "tree/sub"] {
+        fs::create_dir(place.join(name)).unwrap();
+    }
+    file(place.join("tree/sub/1"), b"first", 0o644, 1);
+    file(place.join("tree/sub/2"), b"second", 0o644, 1);
+    file(place.join("private/2"), b"secret", 0o600, 1);
+    let mut out = Swap {
+        place: place.to_owned(),
+        written: Vec::new(),
+    };
+    pack(&place.join("tree"), &mut out).unwrap();
+    assert_eq!(fs::read(place.join("tree/sub/2")).unwrap(), b"secret");
+    let text = String::from_utf8_lossy(&out.written);
+    assert!(
+        text.contains("second") && !text.contains("secret"),
+        "{text}"
+    );
+}
+
+#[test]
 fn a_path_that_is_longer_than_any_path_is_refused_before_it_is_read() {
     let place = TempDir::new().unwrap();
     let mut header = Header::new_gnu();

@@ -171,10 +171,10 @@ impl Boots {
         restore::spec(&self.below.snapshots, &manifest, name)?;
         let progress = self.below.snapshot_locks.begin(&manifest.name)?;
         self.below.snapshots.checked_image(&manifest, &progress)?;
-        // Another VM may have this name by now, so this code stops the machine instead of looking
-        // the name up.
         let settings = machine.settings();
         let sizing = self.below.rightsizing.sizing(machine);
+        // Another VM may have this name by now, so this code stops the machine instead of looking
+        // the name up.
         machine.stop(Duration::ZERO)?;
         threads::wait_until(ANSWER_TIMEOUT, Duration::from_millis(5), || {
             let now = self.below.registry.machine(name);

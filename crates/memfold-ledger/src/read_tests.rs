@@ -74,6 +74,23 @@ fn memory_mappings_and_their_resident_sizes_are_parsed_from_smaps() {
 }
 
 #[test]
+fn the_ram_image_of_a_snapshot_is_recognized_by_the_name_of_its_memory_file() {
+    let is_image = |name: &str| {
+        let line = format!("7f3aa0000000-7f3aa0100000 r--p 00000000 00:01 1044 {name}\n");
+        let (_tree, proc) = tree(&[("5/smaps", &line)]);
+        proc.smaps(5).unwrap()[0].is_image
+    };
+    assert!(is_image("/memfd:memfold-image:fe00:17 (deleted)"));
+    for other in [
+        "/memfd:memfold:lab (deleted)",
+        "/tmp/memfd:memfold-image:1",
+        "",
+    ] {
+        assert!(!is_image(other), "{other}");
+    }
+}
+
+#[test]
 fn malformed_smaps_text_is_an_error() {
     for text in [
         "Rss: 4 kB\n",

@@ -332,6 +332,24 @@ fn lent_memory_that_right_sizing_wants_back_is_asked_for_once() {
 }
 
 #[test]
+fn a_lease_that_has_ended_meanwhile_does_not_keep_others_from_being_recalled() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let leases = [take(&registry), take(&registry)];
+    registry.ended(leases[0].id, &leases[0].lender).unwrap();
+    work.recall(&leases, u64::MAX).unwrap();
+    let now = registry.picture().unwrap().leases;
+    let recalled: Vec<_> = now
+        .iter()
+        .filter(|lease| lease.recall_ms.is_some())
+        .collect();
+    assert_eq!(recalled.len(), 1);
+    assert_eq!(recalled[0].id, leases[1].id);
+}
+
+#[test]
 fn if_memory_is_short_only_leases_with_a_copy_elsewhere_are_ended() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {

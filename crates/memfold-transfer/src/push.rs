@@ -162,8 +162,9 @@ pub fn push(
             return Err(taken());
         }
         if let Err(error) = send_again(remote, again, &sent).await {
-            // A snapshot that may lack chunks is not shown.
-            remote.delete(&place).await?;
+            // A snapshot that may lack chunks is not shown. If this fails, too, a pull names the
+            // missing chunk, and the snapshot can be removed.
+            let _ = remote.delete(&place).await;
             return Err(error);
         }
         remote.sync().await?;

@@ -93,8 +93,10 @@ mod tests {
 
     use super::*;
 
-    fn qemu_img(arguments: &[&str]) {
-        let output = Command::new("qemu-img").args(arguments).output().unwrap();
+    /// Runs `qemu-img` with these arguments, divided by spaces.
+    fn qemu_img(arguments: &str) {
+        let mut command = Command::new("qemu-img");
+        let output = command.args(arguments.split(' ')).output().unwrap();
         assert!(output.status.success(), "{output:?}");
     }
 
@@ -106,10 +108,8 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let path = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
         let (base, disk) = (path("base"), path("disk.qcow2"));
-        qemu_img(&["create", "-q", &base, "1M"]);
-        qemu_img(&[
-            "create", "-q", "-f", "qcow2", "-F", "raw", "-b", &base, &disk,
-        ]);
+        qemu_img(&format!("create -q {base} 1M"));
+        qemu_img(&format!("create -q -f qcow2 -F raw -b {base} {disk}"));
         match setxattr(&disk, "trusted.memfold.test", b"", XattrFlags::CREATE) {
             Err(Errno::PERM | Errno::OPNOTSUPP) => {
                 memfold_testkit::skip!("no trusted attributes")
@@ -120,9 +120,7 @@ mod tests {
         spec.format = Some(DiskFormat::Qcow2);
         let disks = [spec.clone()];
         let rebase = |base: &str| {
-            qemu_img(&[
-                "rebase", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", base, &disk,
-            ]);
+            qemu_img(&format!("rebase -q -u -f qcow2 -F raw -b {base} {disk}"));
         };
 
         // A disk that no VM writes in place is not recorded.
@@ -144,19 +142,9 @@ mod tests {
         }
         // Also below another disk.
         let above = path("above.qcow2");
-        qemu_img(&[
-            "create",
-            "-q",
-            "-u",
-            "-f",
-            "qcow2",
-            "-F",
-            "qcow2",
-            "-b",
-            "disk.qcow2",
-            &above,
-            "1M",
-        ]);
+        qemu_img(&format!(
+            "create -q -u -f qcow2 -F qcow2 -b disk.qcow2 {above} 1M"
+        ));
         let mut spec = DiskSpec::new(&above);
         spec.format = Some(DiskFormat::Qcow2);
         let error = check(&[spec]).unwrap_err().to_string();

@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 /// and the name of the backing file into the first kilobyte.
 const READ_BYTES: u64 = 4096;
 
-/// Length of the part in which other programs write the header, with room for tables of bitmaps.
+/// Length of the part that is read of images made by other programs, whose headers may be longer.
 const LONG_HEADER: u64 = 64 << 10;
 
 const MAGIC: u32 = u32::from_be_bytes(*b"QFI\xfb");
@@ -82,8 +82,8 @@ pub fn backing(image: &Path) -> Option<NamedBacking> {
     parse(&beginning(image, READ_BYTES)?)
 }
 
-/// Returns the path of the file that an image is built on, if that may be a qcow2 image, too. A
-/// name without a directory is relative to the image's.
+/// Returns the path of the file that an image is built on. `None` if that is a raw disk. A
+/// relative name counts from the image's directory.
 #[must_use]
 pub fn below(image: &Path) -> Option<PathBuf> {
     let bytes = beginning(image, LONG_HEADER)?;

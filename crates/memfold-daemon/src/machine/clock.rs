@@ -20,7 +20,7 @@ use crate::threads::unix_time;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Longest wait for the agent of a guest that this daemon has only seen stopped.
-const RETURN: Duration = Duration::from_secs(300);
+const AGENT_PATIENCE: Duration = Duration::from_secs(300);
 
 /// Longest time that a user's command waits until the guest's clock is set.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -160,7 +160,7 @@ impl Machine {
             set(self);
         } else if length == Some(Duration::MAX) {
             // The guest stood still since this daemon's start, so its agent could not answer yet.
-            if let Err(error) = self.on_agent("clock", RETURN, set) {
+            if let Err(error) = self.on_agent("clock", AGENT_PATIENCE, set) {
                 self.clock_failed(format!("no thread to set the clock: {error}"));
             }
         }

@@ -188,18 +188,14 @@ impl History {
         let step = at_unix_s - at_unix_s.rem_euclid(COARSE_STEP_S);
         // This comes first, because it frees space. It also handles data of an earlier daemon,
         // which may have run for less than a step.
-        if self.gathering != Some(step) {
-            match self.make_coarse(step) {
-                Ok(()) => self.gathering = Some(step),
-                // It is tried again for the next step. This sample is written all the same.
-                Err(error) => {
-                    self.gathering = Some(step);
-                    tracing::warn!(
-                        path = %self.path.display(),
-                        %error,
-                        "cannot summarize samples of the history; free space, or remove the file if it is damaged"
-                    );
-                }
+        if self.gathering.replace(step) != Some(step) {
+            // After an error, the next step tries again. This sample is written all the same.
+            if let Err(error) = self.make_coarse(step) {
+                tracing::warn!(
+                    path = %self.path.display(),
+                    %error,
+                    "cannot summarize samples of the history; free space, or remove the file if it is damaged"
+                );
             }
         }
         let mut added = self.add_rows(at_unix_s, host, vms, events);
@@ -670,6 +666,40 @@ mod tests {
         assert_eq!(coarse, 2);
         let mode = std::fs::metadata(&path).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
+    }
+
+    #[test]
+    fn samples_and_events_are_written_although_earlier_samples_cannot_be_summarized() {
+        let (_directory, mut history) = open();
+        history.add(BEGIN, &host(1), &[], &[]).unwrap();
+        let refuse = format!(
+            "CREATE TRIGGER refuse BEFORE INSERT ON host WHEN new.step = {COARSE_STEP_S} BEGIN SELECT RAISE(FAIL, 'no'); END"
+        );
+        history.connection.execute_batch(&refuse).unwrap();
+        let event = Event {
+            at_unix_s: BEGIN,
+            kind: "vm".into(),
+            warning: false,
+            vm: None,
+            text: "once".into(),
+        };
+        let means = |history: &History| {
+            let sql = format!("SELECT COUNT(*) FROM host WHERE step = {COARSE_STEP_S}");
+            count(history, &sql)
+        };
+        let later = BEGIN + COARSE_STEP_S;
+        history.add(later, &host(2), &[], &[event]).unwrap();
+        assert_eq!(history.events(10).unwrap().len(), 1);
+        assert_eq!(count(&history, "SELECT COUNT(*) FROM host"), 2);
+        assert_eq!(means(&history), 0);
+        history
+            .connection
+            .execute_batch("DROP TRIGGER refuse")
+            .unwrap();
+        history
+            .add(later + COARSE_STEP_S, &host(3), &[], &[])
+            .unwrap();
+        assert_eq!(means(&history), 2);
     }
 
     #[test]

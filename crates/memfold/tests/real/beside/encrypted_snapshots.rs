@@ -138,4 +138,17 @@ fn clones_of_an_encrypted_snapshot_have_the_guests_memory_and_share_it_and_its_f
         // What the process holds, and more.
         assert!(shared > 48 << 20, "{vm} shares {shared} of {all} bytes");
     }
+    // The ledger has the whole image once, also what no VM maps.
+    let ledger = lab.report().unwrap().ledger;
+    let image = ledger.host.images_bytes;
+    let of_vms = ledger.vms.iter().filter(|vm| vms.contains(&vm.name));
+    let mapped: ByteSize = of_vms.clone().map(|vm| vm.image_shmem_bytes).sum();
+    for vm in of_vms {
+        let allocated: Vec<ByteSize> = vm.images.iter().map(|of| of.allocated_bytes).collect();
+        assert_eq!(allocated, [image], "{}", vm.name);
+    }
+    assert!(
+        mapped > ByteSize::mib(48) && mapped <= image,
+        "{mapped} of {image}"
+    );
 }
