@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use memfold_sys::cpu::thread_cpu_ns;
 use memfold_sys::pagemap::Pagemap;
-use memfold_sys::region::Area;
+use memfold_sys::region::{self, Area};
 use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::frame::Validate;
@@ -55,11 +55,11 @@ pub struct Folder {
     /// `state` before it can stop.
     monitor: Mutex<Option<Monitor>>,
     can_stop: bool,
-    /// Number of threads that wait for the lock of `state` to discard memory. The thread of an
+    /// Number of threads that wait for the lock of `state` to discard or unmap memory. The thread of an
     /// order lets them go first, because QEMU's main loop may be among them.
     discarding: AtomicUsize,
-    /// Lowest address of RAM. `high` is the end of the highest block. `madvise` of memory outside
-    /// these addresses needs no lock.
+    /// Lowest address of RAM. `high` is the end of the highest block. `madvise` and `munmap` of
+    /// memory outside these addresses need no lock.
     low: AtomicU64,
     high: AtomicU64,
 }
@@ -408,6 +408,25 @@ impl Folder {
     /// pages (a guest with `init_on_free` relies on zeroes). Returns `None` if the range is outside
     /// RAM; then the caller makes the plain system call.
     pub fn discard(&self, address: usize, length: usize) -> Option<Result<(), Errno>> {
+        let (start, end) = self.in_span(address, length)?;
+        self.lock_before_orders().discard(start, end)
+    }
+
+    /// Handles `munmap` of RAM, which QEMU calls after a memory device was unplugged: forgets the
+    /// RAM blocks in the range and unmaps it, under one lock, so that no order maps anything at
+    /// addresses that QEMU may use for other things. Returns `None` if the range is outside RAM;
+    /// then the caller makes the plain system call.
+    pub fn unmap(&self, address: usize, length: usize) -> Option<Result<(), Errno>> {
+        let (start, end) = self.in_span(address, length)?;
+        let mut state = self.lock_before_orders();
+        state.ram.forget(start, end);
+        self.note_span(&state.ram);
+        // SAFETY: QEMU owns the range and has requested this call.
+        Some(unsafe { region::munmap(address, length) })
+    }
+
+    /// Returns the start and end of a range of whole pages that may have RAM.
+    fn in_span(&self, address: usize, length: usize) -> Option<(u64, u64)> {
         let start = address as u64;
         let end = start.checked_add(length as u64)?;
         if end <= self.low.load(Ordering::Acquire) || start >= self.high.load(Ordering::Acquire) {
@@ -417,11 +436,15 @@ impl Folder {
             return None;
         }
         // The kernel rounds the length up, too.
-        let end = end.checked_next_multiple_of(PAGE_SIZE)?;
+        Some((start, end.checked_next_multiple_of(PAGE_SIZE)?))
+    }
+
+    /// Takes the lock before the thread of an order, which may have many runs.
+    fn lock_before_orders(&self) -> MutexGuard<'_, State> {
         self.discarding.fetch_add(1, Ordering::AcqRel);
-        let mut state = self.lock();
+        let state = self.lock();
         self.discarding.fetch_sub(1, Ordering::AcqRel);
-        state.discard(start, end)
+        state
     }
 
     fn uffd(&self) -> Option<&Userfaultfd> {
@@ -467,10 +490,14 @@ impl Folder {
     ) -> Result<(), String> {
         let mut state = self.lock();
         change(&mut state.ram)?;
-        let (low, high) = state.ram.span();
+        self.note_span(&state.ram);
+        Ok(())
+    }
+
+    fn note_span(&self, ram: &Ram) {
+        let (low, high) = ram.span();
         self.low.store(low, Ordering::Release);
         self.high.store(high, Ordering::Release);
-        Ok(())
     }
 
     fn map(&self, runs: &[MapRun], file: &OwnedFd) -> Result<(), String> {

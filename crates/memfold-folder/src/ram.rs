@@ -320,6 +320,12 @@ impl Ram {
         Ok(())
     }
 
+    /// Removes the RAM blocks that have a page from address `start` to `end` from the records.
+    pub fn forget(&mut self, start: u64, end: u64) {
+        self.blocks
+            .retain(|b| b.area.end().0 <= start || end <= b.area.start().0);
+    }
+
     /// Returns the RAM block that contains the `pages` pages at `hva`, and the area of these pages;
     /// `None` if they are not inside one block.
     pub fn find(&mut self, hva: u64, pages: u64) -> Option<(&mut Block, Area)> {

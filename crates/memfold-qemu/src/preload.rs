@@ -1,5 +1,6 @@
 //! Entry points of the library that QEMU preloads: the constructor, which starts the library's
-//! thread, and a replacement of `madvise`, which notices QEMU's discards of pages.
+//! thread, and replacements of `madvise` and `munmap`, which notice QEMU's discards of pages and the
+//! end of RAM blocks.
 
 use std::env;
 use std::ffi::{CString, OsStr, OsString, c_int, c_void};
@@ -30,7 +31,7 @@ struct Start {
 
 static START: OnceLock<Start> = OnceLock::new();
 
-/// The [`Folder`] that `madvise` calls; null until [`install`]. A folder is never freed.
+/// The [`Folder`] that `madvise` and `munmap` call; null until [`install`]. A folder is never freed.
 static FOLDER: AtomicPtr<Folder> = AtomicPtr::new(std::ptr::null_mut());
 
 /// ID of the process in which the library's thread runs. A process made by `fork(2)` has no such
@@ -135,7 +136,7 @@ fn start_thread() {
     }
 }
 
-/// Sets the [`Folder`] that the replacement of `madvise` calls from now on. Tests call this
+/// Sets the [`Folder`] that the replacements of `madvise` and `munmap` call from now on. Tests call this
 /// function in their own process.
 pub fn install(folder: &'static Folder) {
     FOLDER.store(std::ptr::from_ref(folder).cast_mut(), Ordering::Release);
@@ -160,7 +161,25 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
         }
     };
     // SAFETY: the caller of this function promises what `madvise` needs.
-    let result = result.unwrap_or_else(|| unsafe { region::madvise(at, length, advice) });
+    answer(result.unwrap_or_else(|| unsafe { region::madvise(at, length, advice) }))
+}
+
+/// Replaces the C library's `munmap(2)`. The [`Folder`] handles RAM, which QEMU unmaps when a memory
+/// device was unplugged; all other calls go to the kernel unchanged. Calls are safe at any time.
+///
+/// # Safety
+/// The conditions of `munmap(2)` apply.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munmap(address: *mut c_void, length: usize) -> c_int {
+    let at = address.expose_provenance();
+    let result = folder()
+        .and_then(|folder| std::panic::catch_unwind(|| folder.unmap(at, length)).unwrap_or(None));
+    // SAFETY: the caller of this function promises what `munmap` needs.
+    answer(result.unwrap_or_else(|| unsafe { region::munmap(at, length) }))
+}
+
+/// Returns what a function of the C library returns, and sets errno.
+fn answer(result: Result<(), Errno>) -> c_int {
     match result {
         Ok(()) => 0,
         Err(errno) => {
@@ -172,9 +191,13 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
 }
 
 fn discard(address: usize, length: usize) -> Option<Result<(), Errno>> {
-    // SAFETY: the pointer is null, or points to a folder that is never freed.
-    let folder = unsafe { FOLDER.load(Ordering::Acquire).as_ref() }?;
+    let folder = folder()?;
     std::panic::catch_unwind(|| folder.discard(address, length)).unwrap_or(None)
+}
+
+fn folder() -> Option<&'static Folder> {
+    // SAFETY: the pointer is null, or points to a folder that is never freed.
+    unsafe { FOLDER.load(Ordering::Acquire).as_ref() }
 }
 
 fn restart_after_fork() {

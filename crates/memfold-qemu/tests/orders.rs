@@ -13,7 +13,7 @@ use memfold_sys::region::{Area, Mapping};
 use memfold_units::PAGE_SIZE;
 use memfold_wire::library::{Advice, FoldRun, Freeze, MapRun, Order, Outcome, Range, Reply};
 use proptest::prelude::*;
-use support::{Bench, FakeQemu};
+use support::{Bench, FakeQemu, PAGE};
 
 #[test]
 fn equal_pages_are_folded_and_a_write_to_a_folded_page_makes_a_private_copy() {
@@ -320,6 +320,44 @@ fn after_the_guest_discards_pages_they_read_as_zeroes_whether_folded_or_not() {
         bench.fold(Freeze::Move, bench.run(4, 16, at)),
         Outcome::Done
     );
+}
+
+#[test]
+fn ram_that_qemu_unmaps_is_forgotten_before_its_addresses_are_used_again() {
+    let Some(mut bench) = Bench::new(64) else {
+        return;
+    };
+    preload::install(bench.folder);
+    bench.fill(1);
+    let at = bench.publish(0, 64);
+    // QEMU unmaps the RAM of an unplugged memory device, with a guard page behind it, and gets the
+    // addresses again for something else.
+    let unplugged = bench.words().cast();
+    // SAFETY: the test uses this memory no more; the mapping is replaced below, before `bench`
+    // unmaps it.
+    assert_eq!(unsafe { libc::munmap(unplugged, 64 * PAGE) }, 0);
+    // SAFETY: nothing is mapped at these addresses.
+    let other = unsafe {
+        libc::mmap(
+            unplugged,
+            64 * PAGE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
+            -1,
+            0,
+        )
+    };
+    assert_eq!(other, unplugged);
+    for freeze in [Freeze::Move, Freeze::WriteProtect] {
+        let outcome = bench.fold(freeze, bench.run(0, 64, at));
+        assert_eq!(outcome, Outcome::Refused);
+    }
+    assert_eq!(bench.area(0, 64).zero_pages(), 64);
+    // A new memory device at the same addresses is another RAM block.
+    bench.add_ram(64);
+    bench.fill(1);
+    let outcome = bench.fold(Freeze::Move, bench.run(0, 64, at));
+    assert_eq!(outcome, Outcome::Done);
 }
 
 #[test]

@@ -263,6 +263,15 @@ pub unsafe fn madvise(address: usize, length: usize, advice: i32) -> Result<(), 
     check(unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) })
 }
 
+/// Calls `munmap(2)` with any address, for the function by which memfold-qemu replaces C's `munmap`.
+///
+/// # Safety
+/// As for `munmap(2)`: the caller owns the range and uses it no more.
+pub unsafe fn munmap(address: usize, length: usize) -> Result<(), Errno> {
+    // SAFETY: the caller's promise.
+    check(unsafe { libc::syscall(libc::SYS_munmap, address, length) })
+}
+
 /// Memory that was mapped at an address that the kernel chose. Dropping the value unmaps the
 /// memory.
 #[derive(Debug)]
