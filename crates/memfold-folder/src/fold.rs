@@ -10,7 +10,7 @@ use memfold_wire::library::{FoldRun, Freeze, Outcome};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use crate::freeze::{Frozen, Staged, Staging};
+use crate::freeze::{Staged, Staging, Unwritable};
 use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 use crate::stores::Store;
@@ -75,17 +75,11 @@ impl State {
                 // Anonymous pages are moved even if the order says write protection, because a move
                 // is also safe with DMA.
                 (_, Kind::Anonymous, Some(uffd), Some(staging)) => part.by_move(uffd, staging),
-                // QEMU's main loop writes to the RAM of a stopped VM, too: what a serial port
-                // (virtio-serial) receives.
-                (Freeze::Stopped { .. }, _, Some(uffd), _) if uffd.protection_lasts() => {
-                    match part.by_write_protection(uffd) {
-                        Err(Outcome::Refused) => part.at_rest(),
-                        done => done,
-                    }
+                (Freeze::Stopped { .. }, ..) => {
+                    part.by_write_protection(Unwritable::in_stopped(uffd, run))
                 }
-                (Freeze::Stopped { .. }, ..) => part.at_rest(),
                 (Freeze::WriteProtect, _, Some(uffd), _) if uffd.protection_lasts() => {
-                    part.by_write_protection(uffd)
+                    part.by_write_protection(Unwritable::in_running(uffd, run))
                 }
                 _ => Err(Outcome::Refused),
             };
@@ -167,23 +161,13 @@ impl Part<'_> {
         })
     }
 
-    /// Folds pages that map a file; write protection stops writes meanwhile.
-    fn by_write_protection(&self, uffd: &Userfaultfd) -> Result<Step, Outcome> {
-        let guard = Frozen::protect(uffd, self.run).map_err(|errno| match errno {
-            // The run is a private view of a file that is not shmem, which the kernel cannot
-            // write-protect.
-            Errno::INVAL => Outcome::Refused,
+    /// Folds pages of any kind in place; no thread can write to them until `guard` is dropped.
+    fn by_write_protection(&self, guard: Result<Unwritable<'_>, Errno>) -> Result<Step, Outcome> {
+        let guard = guard.map_err(|errno| match errno {
+            // The kernel cannot write-protect the run, or QEMU handles SIGSEGV itself.
+            Errno::INVAL | Errno::BUSY => Outcome::Refused,
             errno => failed(errno),
         })?;
-        let mut step = self.at_rest().unwrap_or_else(Step::nothing);
-        // After a fold-back the mapping is the old one, which is still registered.
-        step.frozen = Some(guard.finish(if self.back { 0 } else { step.folded }));
-        Ok(step)
-    }
-
-    /// Compares and replaces pages that nobody writes. If the VM was only stopped, QEMU's main loop
-    /// may write to them: then this is for memory that the kernel cannot write-protect.
-    fn at_rest(&self) -> Result<Step, Outcome> {
         let folded = self.run.equal_pages(self.bytes);
         let same = self.run.part(0, folded);
         let done = if self.back {
@@ -191,11 +175,17 @@ impl Part<'_> {
         } else {
             same.map_file(self.store.file.as_fd(), self.first)
         };
-        done.map_err(failed)?;
+        // After a fold-back the mapping is the old one, which has yet to be thawed.
+        let is_replaced = done.is_ok() && !self.back;
+        let frozen = guard.finish(if is_replaced { folded } else { 0 });
+        let differs = Outcome::Differs { folded: 0 };
         Ok(Step {
-            folded,
-            stop: (folded < self.run.pages()).then_some(Outcome::Differs { folded: 0 }),
-            frozen: None,
+            folded: if done.is_ok() { folded } else { 0 },
+            stop: match done {
+                Err(errno) => Some(failed(errno)),
+                Ok(()) => (folded < self.run.pages()).then_some(differs),
+            },
+            frozen: Some(frozen),
         })
     }
 }

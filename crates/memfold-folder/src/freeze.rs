@@ -2,7 +2,8 @@
 //! change a page until it is thawed. A guard thaws its pages when it is dropped.
 //!
 //! Anonymous pages are frozen by a move to a staging area, as drawn here. Pages that map a file are
-//! frozen by write protection.
+//! frozen by write protection. In a stopped VM, where only QEMU's own threads write, pages that the
+//! kernel cannot write-protect are made read-only instead ([`ReadOnly`]).
 //!
 //! ```text
 //!   guest RAM   | run: MISSING-registered, empty |  <- a thread that touches the run sleeps
@@ -18,6 +19,7 @@
 use std::time::{Duration, Instant};
 
 use memfold_sys::pagemap::{Filter, Pagemap, category};
+use memfold_sys::read_only::ReadOnly;
 use memfold_sys::region::{Area, Mapping};
 use memfold_sys::userfaultfd::{Mode, Userfaultfd};
 use rustix::io::Errno;
@@ -176,6 +178,51 @@ impl Drop for Frozen<'_> {
             }
         }
         let _ = self.uffd.wake(self.run);
+    }
+}
+
+/// Guard of a run that no thread can write, of any kind of memory.
+#[derive(Debug)]
+pub enum Unwritable<'a> {
+    Frozen(Frozen<'a>),
+    ReadOnly { guard: ReadOnly, began: Instant },
+}
+
+impl<'a> Unwritable<'a> {
+    /// Freezes a run of a running VM, whose vCPUs and devices write to it.
+    pub fn in_running(uffd: &'a Userfaultfd, run: Area) -> Result<Self, Errno> {
+        Frozen::protect(uffd, run).map(Self::Frozen)
+    }
+
+    /// Freezes a run of a stopped VM. Its vCPUs and disks are at rest, but QEMU's main loop writes
+    /// what a port receives (virtio-serial).
+    pub fn in_stopped(uffd: Option<&'a Userfaultfd>, run: Area) -> Result<Self, Errno> {
+        match uffd.filter(|uffd| uffd.protection_lasts()) {
+            Some(uffd) => match Frozen::protect(uffd, run) {
+                // The kernel cannot write-protect a private view of a file that is not shmem.
+                Err(Errno::INVAL) => Self::read_only(run),
+                frozen => frozen.map(Self::Frozen),
+            },
+            None => Self::read_only(run),
+        }
+    }
+
+    fn read_only(run: Area) -> Result<Self, Errno> {
+        let began = Instant::now();
+        let guard = ReadOnly::new(run)?;
+        Ok(Self::ReadOnly { guard, began })
+    }
+
+    /// Thaws the run, of which new mappings have replaced the first `replaced` pages. Returns how
+    /// long the run was frozen.
+    pub fn finish(self, replaced: u64) -> Duration {
+        match self {
+            Self::Frozen(guard) => guard.finish(replaced),
+            Self::ReadOnly { guard, began } => {
+                guard.finish(replaced);
+                began.elapsed()
+            }
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use memfold_wire::library::{Freeze, Outcome, Range};
 use rustix::io::Errno;
 
 use crate::fold;
-use crate::freeze::Frozen;
+use crate::freeze::Unwritable;
 use crate::ram::Kind;
 use crate::state::{State, record_freeze};
 
@@ -22,10 +22,12 @@ impl State {
         let Some((block, area)) = self.ram.find(range.hva, range.pages) else {
             return Outcome::Refused;
         };
-        let protect = match (freeze, uffd) {
-            (Freeze::Stopped { .. }, _) => None,
-            (Freeze::WriteProtect, Some(uffd)) if uffd.protection_lasts() => Some(uffd),
-            _ => return Outcome::Refused,
+        let protect = |part| match (freeze, uffd) {
+            (Freeze::Stopped { .. }, _) => Unwritable::in_stopped(uffd, part),
+            (Freeze::WriteProtect, Some(uffd)) if uffd.protection_lasts() => {
+                Unwritable::in_running(uffd, part)
+            }
+            _ => Err(Errno::INVAL),
         };
         let mut done = 0;
         while done < area.pages() {
@@ -41,19 +43,17 @@ impl State {
             };
             // Give all advice now, while no vCPU waits; `mremap` keeps the advice.
             block.advise_anonymous(fresh.area());
-            let guard = match protect.map(|uffd| Frozen::protect(uffd, part)).transpose() {
+            let guard = match protect(part) {
                 Ok(guard) => guard,
                 // A template's file that is not shmem cannot be write-protected; such a range can
                 // be released only with `Stopped`.
-                Err(Errno::INVAL) if done == 0 => return Outcome::Refused,
+                Err(Errno::INVAL | Errno::BUSY) if done == 0 => return Outcome::Refused,
                 Err(errno) => return failed(errno),
             };
             part.copy_nonzero(fresh.area());
             let moved = fresh.move_over(part);
-            if let Some(guard) = guard {
-                let replaced = if moved.is_ok() { part.pages() } else { 0 };
-                record_freeze(&mut self.stats, guard.finish(replaced));
-            }
+            let replaced = if moved.is_ok() { part.pages() } else { 0 };
+            record_freeze(&mut self.stats, guard.finish(replaced));
             if let Err(errno) = moved {
                 return failed(errno);
             }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use memfold_folder::{Folder, Monitor};
-use memfold_wire::library::{Freeze, Outcome};
+use memfold_wire::library::{Freeze, Order, Outcome};
 use support::{Bench, FakeQemu, Random, stress_time};
 
 const COUNTERS: u64 = 256;
@@ -228,6 +228,77 @@ fn no_memory_write_is_lost_while_pages_are_folded_released_and_discarded() {
     assert!(
         stats.released_pages > 10 && stats.discarded_pages > 10,
         "{stats:?}"
+    );
+}
+
+/// Returns an empty file outside tmpfs, whose private mappings the kernel cannot write-protect.
+fn file_on_disk() -> File {
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let is_tmpfs = rustix::fs::fstatfs(&file).unwrap().f_type == libc::TMPFS_MAGIC;
+    assert!(!is_tmpfs, "cargo's target directory is a tmpfs");
+    file.set_len(1 << 34).unwrap();
+    file
+}
+
+#[test]
+fn no_memory_write_is_lost_while_pages_of_a_file_on_disk_are_folded_in_a_pause() {
+    // QEMU's main loop writes to the RAM of a stopped VM what a port receives: this VM's stops stop
+    // nothing.
+    let qemu = FakeQemu::start();
+    let folder = Box::leak(Box::new(Folder::new(
+        None,
+        Some(Monitor::new(qemu.path.clone())),
+    )));
+    let Some(mut bench) = Bench::with(folder, COUNTERS, 1) else {
+        return;
+    };
+    let map = Order::Map {
+        hva: bench.hva(0),
+        pages: COUNTERS,
+        file_page: 0,
+    };
+    bench.ok(&map, Some(file_on_disk().into()));
+    bench.replace_store(file_on_disk());
+    let pause = Freeze::Stopped { limit_us: 100_000 };
+    let on_disk = bench.publish(0, 1);
+    let run = bench.run(0, 1, on_disk);
+    assert_eq!(bench.fold(Freeze::WriteProtect, run), Outcome::Refused);
+    let guest = Guest(bench.words());
+    let stop = &AtomicBool::new(false);
+    let (one, two, done) = std::thread::scope(|scope| {
+        let one = scope.spawn(move || count(guest, 1, stop));
+        let two = scope.spawn(move || count(guest, 2, stop));
+        let end = Instant::now() + stress_time(5);
+        let mut random = Random(2024);
+        let mut done = [0; 2];
+        while Instant::now() < end {
+            let pages = 1 + random.below(8);
+            let page = random.below(COUNTERS - pages + 1);
+            if bench.next > 1 << 12 {
+                bench.replace_store(file_on_disk());
+            }
+            let at = bench.publish(page, pages);
+            let run = bench.run(page, u32::try_from(pages).unwrap(), at);
+            let (kind, outcome) = match random.below(8) {
+                0 => (1, bench.release(pause, page, pages)),
+                _ => (0, bench.fold(pause, run)),
+            };
+            done[kind] += u64::from(outcome == Outcome::Done);
+        }
+        stop.store(true, Ordering::Relaxed);
+        (one.join().unwrap(), two.join().unwrap(), done)
+    });
+    for (i, page) in (0..COUNTERS).enumerate() {
+        for (word, shadow) in [(1, &one), (501, &one), (2, &two), (502, &two)] {
+            let found = guest.read(page, word);
+            assert_eq!(found, shadow[i], "page {page}, word {word}");
+        }
+    }
+    let writes = one.iter().chain(&two).sum::<u64>();
+    println!("{writes} writes; {done:?} runs folded and released");
+    assert!(
+        writes > 1000 && done.iter().all(|&runs| runs > 20),
+        "{done:?}"
     );
 }
 

@@ -14,6 +14,7 @@
 //! | [`guest`] | interfaces for the guest agent: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
 //! | [`peer`] | groups of a socket's peer, `SO_PEERGROUPS`; numbers and names of users and groups |
+//! | [`read_only`] | memory that threads may not write for a moment, `mprotect(2)` |
 //! | [`region`] | ranges of this process's address space whose mappings are exchanged |
 //! | [`userfaultfd`] | catching faults, moving pages, `userfaultfd(2)` |
 //! | [`lease`] | whether anybody has a file open for writing, `F_SETLEASE` |
@@ -35,6 +36,7 @@ pub mod memory;
 pub mod page_cache;
 pub mod pagemap;
 pub mod peer;
+pub mod read_only;
 pub mod region;
 mod result;
 pub mod session;

@@ -83,8 +83,13 @@ impl Bench {
     /// Replaces the store by an empty one. The old store lives only as long as some of it is
     /// mapped.
     pub fn renew_store(&mut self) {
+        self.replace_store(new_store());
+    }
+
+    /// Replaces the store by an empty file.
+    pub fn replace_store(&mut self, file: File) {
         self.ok(&Order::RemoveStore { store: self.number }, None);
-        self.store = new_store();
+        self.store = file;
         self.number += 1;
         self.next = 0;
         self.add_store();
