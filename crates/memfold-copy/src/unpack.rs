@@ -16,8 +16,10 @@ use crate::{CONTENT, CopyError, END, Summary, failed};
 
 /// Longest path or link text in an archive, in bytes (Linux `PATH_MAX`).
 const MAX_PATH: u64 = 4096;
-/// Largest number of entries in an archive: directories and links are kept in memory until the end.
+/// Largest number of entries in an archive.
 const MAX_ENTRIES: usize = 1 << 20;
+/// Most memory in bytes for the directories and links, which are kept until the end.
+const MAX_KEPT: usize = 64 << 20;
 /// Modification times after the year 9999 are refused by some file systems.
 const MAX_MTIME: u64 = 253_402_300_799;
 
@@ -113,6 +115,7 @@ pub fn unpack(archive: impl Read, destination: &Destination) -> Result<Summary, 
         summary: Summary::default(),
         directories: Vec::new(),
         links: Vec::new(),
+        kept: 0,
         has_ended: false,
     };
     let mut archive = Archive::new(archive);
@@ -129,9 +132,9 @@ pub fn unpack(archive: impl Read, destination: &Destination) -> Result<Summary, 
             _ => unpacker.entry(&mut entry, std::mem::take(&mut long))?,
         }
     }
-    let is_directory = unpacker.finish()?;
+    let top = unpacker.finish()?;
     // A directory never replaces anything, not even an empty directory that has appeared meanwhile.
-    let flags = if is_directory {
+    let flags = if top.is_some() {
         RenameFlags::NOREPLACE
     } else {
         RenameFlags::empty()
@@ -140,6 +143,12 @@ pub fn unpack(archive: impl Read, destination: &Destination) -> Result<Summary, 
     let path = &destination.path;
     renameat_with(CWD, &content, CWD, path, flags)
         .map_err(|e| failed("rename the finished copy to", path)(e.into()))?;
+    // A directory that its owner may not write cannot be moved.
+    if let Some((top, mode)) = top {
+        let set = top.set_permissions(Permissions::from_mode(mode));
+        set.and_then(|()| top.sync_all())
+            .map_err(failed("set the permission bits of", path))?;
+    }
     sync(&destination.directory)?;
     Ok(summary)
 }
@@ -188,8 +197,23 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // If this fails, the directory's name tells what it is.
-        let _ = fs::remove_dir_all(&self.0);
+        // Files cannot be removed from a directory that its owner may not write. If the removal
+        // fails, the directory's name tells what it is.
+        if fs::remove_dir_all(&self.0).is_err() {
+            make_writable(&self.0);
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+}
+
+/// Lets the owner write into a directory and all below it.
+fn make_writable(directory: &Path) {
+    let _ = fs::set_permissions(directory, Permissions::from_mode(0o700));
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        // Links are not followed.
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            make_writable(&entry.path());
+        }
     }
 }
 
@@ -209,6 +233,8 @@ struct Unpacker<'a> {
     /// Path and text of each symbolic link. The links are made last, so that no path leads through
     /// one of them.
     links: Vec<(PathBuf, Vec<u8>)>,
+    /// Size of `directories` and `links` in bytes.
+    kept: usize,
     has_ended: bool,
 }
 
@@ -242,6 +268,7 @@ impl Unpacker<'_> {
                     .mode(0o700)
                     .create(&path)
                     .map_err(failed("create", &path))?;
+                self.keep(path.as_os_str().len())?;
                 self.directories.push(Directory { path, mode, mtime });
                 self.summary.directories += 1;
             }
@@ -261,6 +288,7 @@ impl Unpacker<'_> {
                 }
                 let text = header.link_name_bytes().map(Cow::into_owned);
                 let text = long.link.or(text).unwrap_or_default();
+                self.keep(path.as_os_str().len() + text.len())?;
                 self.links.push((path, text));
                 self.summary.links += 1;
             }
@@ -269,6 +297,17 @@ impl Unpacker<'_> {
                     "it has an entry that is neither a file nor a directory nor a symbolic link",
                 ));
             }
+        }
+        Ok(())
+    }
+
+    /// Counts a directory or a link whose texts have `length` bytes.
+    fn keep(&mut self, length: usize) -> Result<(), CopyError> {
+        self.kept += length + size_of::<Directory>();
+        if self.kept > MAX_KEPT {
+            return Err(CopyError::Archive(
+                "its directories and symbolic links need more than 64 MiB of memory",
+            ));
         }
         Ok(())
     }
@@ -326,9 +365,9 @@ impl Unpacker<'_> {
         Ok(())
     }
 
-    /// Makes the links, and sets times and permission bits of directories. Returns whether the copy
-    /// is a directory.
-    fn finish(&mut self) -> Result<bool, CopyError> {
+    /// Makes the links, and sets times and permission bits of directories. If the copy is a
+    /// directory, returns it and the permission bits that it gets in its place.
+    fn finish(&mut self) -> Result<Option<(File, u32)>, CopyError> {
         if !self.has_ended || self.summary == Summary::default() {
             return Err(CopyError::Cut);
         }
@@ -336,18 +375,24 @@ impl Unpacker<'_> {
             let made = std::os::unix::fs::symlink(OsStr::from_bytes(text), path);
             made.map_err(failed("create the symbolic link", path))?;
         }
+        let mut top = None;
         // The content of a directory comes after the directory.
         for directory in self.directories.iter().rev() {
             let Directory { path, mode, mtime } = directory;
+            let is_top = path == self.content;
             let opened = File::open(path);
             let set = opened.and_then(|file| {
                 file.set_modified(*mtime)?;
-                file.set_permissions(Permissions::from_mode(*mode))?;
-                file.sync_all()
+                if !is_top {
+                    file.set_permissions(Permissions::from_mode(*mode))?;
+                }
+                file.sync_all()?;
+                Ok(file)
             });
-            set.map_err(failed("write", path))?;
+            let file = set.map_err(failed("write", path))?;
+            top = is_top.then_some((file, *mode));
         }
-        Ok(!self.directories.is_empty())
+        Ok(top)
     }
 }
 

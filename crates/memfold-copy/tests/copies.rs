@@ -291,6 +291,81 @@ fn a_directory_with_a_pipe_is_not_copied_and_the_error_names_the_pipe() {
     assert!(error.to_string().contains("pipe is neither"), "{error}");
 }
 
+/// Does work in a thread that has no rights of root over files, as a user has none.
+fn as_user<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+    let none = CapabilitySet::empty();
+    let sets = CapabilitySets {
+        effective: none,
+        permitted: none,
+        inheritable: none,
+    };
+    let work = || {
+        set_capabilities(None, sets).unwrap();
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(work).join().unwrap())
+}
+
+#[test]
+fn a_user_can_copy_a_directory_that_its_owner_may_not_write_and_a_failed_copy_is_removed() {
+    let place = TempDir::new().unwrap();
+    let tree = place.path().join("tree");
+    fs::create_dir_all(tree.join("below")).unwrap();
+    file(tree.join("below/one"), b"one", 0o444, 1);
+    for directory in [tree.join("below"), tree.clone()] {
+        fs::set_permissions(&directory, Permissions::from_mode(0o555)).unwrap();
+    }
+    let bytes = packed(&tree);
+    let into = place.path().join("into");
+    fs::create_dir(&into).unwrap();
+    let destination = to("tree", &into);
+    // Another copy gets the name meanwhile.
+    fs::create_dir(into.join("tree")).unwrap();
+    let error = as_user(|| unpack(&bytes[..], &destination)).unwrap_err();
+    assert!(error.to_string().contains("rename"), "{error}");
+    assert_eq!(names(&into), ["tree"]);
+    fs::remove_dir(into.join("tree")).unwrap();
+    as_user(|| unpack(&bytes[..], &destination)).unwrap();
+    for path in ["tree", "tree/below"] {
+        assert_eq!(fs::metadata(into.join(path)).unwrap().mode() & 0o777, 0o555);
+    }
+    assert_eq!(fs::read(into.join("tree/below/one")).unwrap(), b"one");
+    // So that the test's directory can be removed.
+    for path in [into.join("tree"), tree] {
+        fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
+        fs::set_permissions(path.join("below"), Permissions::from_mode(0o755)).unwrap();
+    }
+}
+
+#[test]
+fn an_archive_whose_links_need_much_memory_is_refused() {
+    let place = TempDir::new().unwrap();
+    let mut builder = Builder::new(Vec::new());
+    let mut header = Header::new_gnu();
+    let mut append = |kind, name: &str, link: &str| {
+        header.set_entry_type(kind);
+        header.set_mode(0o755);
+        header.set_mtime(7);
+        header.set_size(0);
+        match kind {
+            EntryType::Symlink => builder.append_link(&mut header, name, link).unwrap(),
+            _ => builder
+                .append_data(&mut header, name, std::io::empty())
+                .unwrap(),
+        }
+    };
+    append(EntryType::Directory, "content", "");
+    let text = "a".repeat(4000);
+    for number in 0..17_000 {
+        append(EntryType::Symlink, &format!("content/{number}"), &text);
+    }
+    let bytes = builder.into_inner().unwrap();
+    let error = unpack(&bytes[..], &to("copy", place.path())).unwrap_err();
+    assert!(error.to_string().contains("64 MiB of memory"), "{error}");
+    assert_eq!(names(place.path()), [""; 0]);
+}
+
 #[test]
 fn a_destination_without_a_directory_or_a_name_is_refused() {
     let place = TempDir::new().unwrap();
