@@ -24,8 +24,18 @@ const CHECK: Duration = Duration::from_secs(1);
 /// [`MOST_OUTPUT`], the program and all processes in its group are killed; the error is `TimedOut`
 /// or `FileTooLarge`. Unless `command` sets standard input, the program uses the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
+    output_if(command, limit, || Ok(()))
+}
+
+/// Does the same as [`output`], and kills the program if `check` fails, which is called about once
+/// a second.
+pub fn output_if(
+    command: &mut Command,
+    limit: Duration,
+    check: impl FnMut() -> io::Result<()>,
+) -> io::Result<Output> {
     let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    output_of(piped.process_group(0).spawn()?, limit)
+    output_while(piped.process_group(0).spawn()?, limit, check)
 }
 
 /// Runs a program that must never be killed, and returns its output after it has ended, however

@@ -16,22 +16,18 @@
 //! No process may use a file that is replaced ([`users`]): a VM would go on with a disk file that
 //! has no name any more, and could not be saved again.
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
 
-use memfold_host::helper;
 use memfold_host::progress::Progress;
 use memfold_store::mapped;
 use memfold_units::PAGE_SIZE;
 use memfold_vm::DiskFormat;
 use rustix::process::Pid;
 
-use super::disk_chain::{chain, header, identity};
+use super::disk_chain::{chain, identity};
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{backing_file, backing_files, facts, facts_at};
@@ -39,13 +35,12 @@ use super::image::SUMS;
 use super::image::{CHUNK_PAGES, bytes, write_nonzero};
 use super::manifest::{Manifest, RAM, REFERENCES, References, SavedDisk, file_name};
 use super::portable::base_name;
+use super::rebase::{is_of_another, merge, split};
 use super::refer::{self, Reference};
 use super::restore;
+use super::room::enough_room;
 use super::shelf::{DEVICES, Shelf};
 use super::working_set;
-
-/// Time limit for `qemu-img` to copy what a disk has in other snapshots.
-const REBASE_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Returns whether a snapshot needs no other snapshot.
 pub fn is_complete(shelf: &Shelf, manifest: &Manifest) -> Result<bool, SnapshotError> {
@@ -53,11 +48,6 @@ pub fn is_complete(shelf: &Shelf, manifest: &Manifest) -> Result<bool, SnapshotE
     let mut outside = manifest.outside().into_iter();
     let needs_another = outside.any(|path| is_of_another(shelf, &place, &path));
     Ok(manifest.parent.is_none() && !needs_another)
-}
-
-/// Returns whether a file belongs to another snapshot than the one at `place`.
-fn is_of_another(shelf: &Shelf, place: &Path, path: &Path) -> bool {
-    path.starts_with(shelf.root()) && !path.starts_with(place)
 }
 
 /// Returns the processes (except this one) that map files of the snapshot, or have a file open that
@@ -117,12 +107,12 @@ pub fn compact(
     // Damaged bytes, or disks that do not match the saved RAM, must not get into the new snapshot.
     restore::spec(shelf, manifest, &manifest.vm)?;
     progress.begin("disks compared", 0);
-    if let Some(changed) = restore::changed_disks(shelf, manifest)?.first() {
-        return Err(manifest.broken(changed.clone()));
-    }
-    if let Some(part) = shelf.changed_parts(manifest)?.first() {
-        return Err(manifest.broken(format!("{part} was changed since it was saved")));
-    }
+    restore::refuse_changed(shelf, manifest)?;
+    enough_room(&place, bytes_to_write(shelf, manifest, &place)?).map_err(|why| {
+        SnapshotError::Impossible(format!(
+            "cannot make snapshot '{name}' complete ({why}); free space in the directory of snapshots"
+        ))
+    })?;
     let mut layer = Layer {
         shelf,
         draft: shelf.replacement(name)?,
@@ -163,6 +153,24 @@ pub fn compact(
         manifest: complete,
         copied_bytes,
     })
+}
+
+/// Returns the number of bytes that [`compact`] writes at most.
+fn bytes_to_write(shelf: &Shelf, manifest: &Manifest, place: &Path) -> Result<u64, SnapshotError> {
+    let mut bytes = manifest.parent_bytes() + used(&place.join(RAM));
+    for disk in manifest.disks.iter().filter(|d| d.file.path.is_relative()) {
+        let files = chain(&place.join(&disk.file.path))?;
+        let (merged, _) = split(&files, |file| is_of_another(shelf, place, file));
+        if merged.len() > 1 {
+            bytes += merged.iter().map(|file| used(file)).sum::<u64>();
+        }
+    }
+    Ok(bytes)
+}
+
+/// Returns how many bytes of its file system a file uses.
+fn used(file: &Path) -> u64 {
+    fs::metadata(file).map_or(0, |facts| facts.blocks() * 512)
 }
 
 /// A layer that is being made complete.
@@ -260,7 +268,7 @@ impl Layer<'_> {
         } else {
             vec![from.clone()]
         };
-        let last = files[1..].iter().rposition(|file| is_of_another(file));
+        let (merged, left) = split(&files, is_of_another);
         let (name, path) = if is_own {
             let name = disk.file.path.to_string_lossy().into_owned();
             (name, disk.file.path.clone())
@@ -269,58 +277,20 @@ impl Layer<'_> {
             let path = self.place.join(&name);
             (name, path)
         };
-        let Some(last) = last.map(|below| below + 1) else {
+        if merged.len() == 1 {
             self.link(&from, &name)?;
             disk.file.path = path;
             return Ok(0);
-        };
-        self.check_disks(&files[..=last])?;
+        }
         let to = self.draft.path().join(&name);
         // A sparse copy, which shares blocks with the original if the file system can.
         fs::copy(&from, &to).map_err(failed(&to))?;
-        let base = files.get(last + 1);
-        let format = header(&files[last]).map_err(failed(&files[last]))?;
-        let format = format["backing-filename-format"].as_str();
-        let format = format.unwrap_or_default();
-        rebase(&to, base.map(|base| (base.as_path(), format)))?;
+        merge(&to, merged, left)?;
         disk.file = backing_file(&to, &path)?;
         disk.xxh3_128 = is_own.then_some(facts_at(&to)?.xxh3_128);
-        disk.backing = backing_files(files.into_iter().skip(last + 1))?;
-        let used = |file: &Path| fs::metadata(file).map_or(0, |facts| facts.blocks() * 512);
+        disk.backing = backing_files(left.iter().cloned())?;
         Ok(used(&to).saturating_sub(used(&from)))
     }
-
-    /// Compares disks of other snapshots with the checksums in the manifests of these snapshots.
-    fn check_disks(&self, files: &[PathBuf]) -> Result<(), SnapshotError> {
-        let owners = files
-            .iter()
-            .filter(|file| is_of_another(self.shelf, &self.place, file));
-        let owners = owners.filter_map(|file| file.parent()?.file_name()?.to_str());
-        for owner in owners.collect::<BTreeSet<_>>() {
-            let owner = self.shelf.manifest(owner)?;
-            if let Some(changed) = restore::changed_disks(self.shelf, &owner)?.first() {
-                return Err(owner.broken(changed.clone()));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Gives a disk another backing file, and copies what differs into the disk.
-fn rebase(disk: &Path, base: Option<(&Path, &str)>) -> Result<(), SnapshotError> {
-    let mut command = Command::new("qemu-img");
-    command.args(["rebase", "-f", "qcow2", "-b"]);
-    match base {
-        Some((path, format)) => command.arg(path).args(["-F", format]),
-        None => command.arg(""),
-    };
-    command.arg(disk).stdin(Stdio::null());
-    let output = helper::output(&mut command, REBASE_LIMIT).map_err(failed(disk))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let words = String::from_utf8_lossy(&output.stderr);
-    Err(SnapshotError::Qemu(format!("qemu-img: {}", words.trim())))
 }
 
 #[cfg(test)]

@@ -1,14 +1,15 @@
 use std::fs::{File, FileTimes};
 use std::os::unix::fs::FileExt as _;
-use std::process::Child;
+use std::process::{Child, Command};
 
 use memfold_units::{ByteSize, PAGE_BYTES};
-use memfold_vm::DiskSpec;
+use memfold_vm::{DiskSpec, VmSpec};
 
 use super::*;
 use crate::file_facts::Stamp;
 use crate::image::{CHUNK_BYTES, ImageBlock, ImageCounts, pages_sum};
 use crate::manifest::{ParentName, disk_name, tests::manifest};
+use crate::own_disks::OwnDisks;
 use crate::pack;
 use crate::users::built_on;
 
@@ -224,8 +225,12 @@ impl Place {
             stored.read(number * CHUNK_PAGES, chunk).unwrap();
         }
         assert!(image == self.image);
-        let disk = self.file("l", "disk0.qcow2");
-        assert_eq!(chain(&disk).unwrap(), [disk.clone(), self.base()]);
+        self.check_disk(&self.file("l", "disk0.qcow2"));
+    }
+
+    /// Checks that a disk has the bytes of the layer's disk, and needs only the base image.
+    fn check_disk(&self, disk: &Path) {
+        assert_eq!(chain(disk).unwrap(), [disk.to_owned(), self.base()]);
         let raw = self.directory.path().join("whole.raw");
         let (from, to) = (disk.to_str().unwrap(), raw.to_str().unwrap());
         run("qemu-img", &["convert", "-O", "raw", from, to]);
@@ -274,6 +279,24 @@ fn a_complete_layer_has_the_same_bytes_without_its_parent() {
 }
 
 #[test]
+fn disks_that_a_vm_keeps_need_no_snapshot() {
+    let place = Place::new();
+    let mut spec = VmSpec::new("prod", ByteSize::mib(4));
+    let mut disk = DiskSpec::new(place.file("l", "disk0.qcow2"));
+    disk.snapshot = true;
+    spec.disks = vec![disk];
+    let (to, progress) = (place.directory.path(), Progress::default());
+    let made = OwnDisks::make((&place.shelf, &mut spec), to, &progress);
+    made.unwrap().keep();
+    let own = &spec.disks[0];
+    assert!(!own.snapshot && own.path.starts_with(to));
+    place.shelf.remove("l").unwrap();
+    place.shelf.remove("p").unwrap();
+    place.check_disk(&own.path);
+    assert!(!own.path.with_extension("qcow2.part").exists());
+}
+
+#[test]
 fn a_changed_page_of_the_parent_is_not_copied_into_a_layer() {
     let place = Place::new();
     let layer = place.shelf.manifest("l").unwrap();
@@ -313,6 +336,12 @@ fn a_layer_on_a_changed_disk_is_not_made_complete() {
     disk.set_times(FileTimes::new().set_modified(modified))
         .unwrap();
     place.refuses("disk0.qcow2 was changed since it was saved");
+    // So it is neither verified nor pushed.
+    let layer = place.shelf.manifest("l").unwrap();
+    let changed = restore::changed_disks_below(&place.shelf, &layer).unwrap();
+    assert!(changed[0].contains("snapshot 'p', on which it is built: disk0.qcow2"));
+    let told = restore::check_all(&place.shelf, &layer, &Progress::default());
+    assert!(memfold_host::chain(&told.unwrap_err()).contains(&changed[0]));
     disk.write_all_at(&byte, last).unwrap();
     disk.set_times(FileTimes::new().set_modified(modified))
         .unwrap();
@@ -329,7 +358,7 @@ fn compressed_layers_and_layers_on_compressed_parents_are_refused() {
     pack::pack(&File::open(&ram).unwrap(), &packed, &Progress::default()).unwrap();
     let aside = place.directory.path().join("ram");
     fs::rename(&ram, &aside).unwrap();
-    place.refuses("p/ram");
+    place.refuses("snapshot 'p': ram");
     fs::rename(&aside, &ram).unwrap();
     let mut layer = place.shelf.manifest("l").unwrap();
     layer.packed = Some(crate::manifest::Packed {

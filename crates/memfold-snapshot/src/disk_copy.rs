@@ -21,13 +21,10 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use memfold_host::helper;
 use memfold_host::progress::Progress;
-use memfold_units::ByteSize;
 use memfold_vm::{Qmp, VmSpec, overlay};
 use rustix::fs::OFlags;
 use serde_json::json;
@@ -38,20 +35,15 @@ use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
 use super::own_overlay;
+use super::rebase::damage;
+use super::room::enough_room;
 
 /// Longest time in seconds that a guest's write waits until the old data are saved. After that
 /// time, the snapshot fails.
 const ASIDE_TIMEOUT_S: u32 = 30;
 
-/// Time limit for `qemu-img` to check a copy.
-const CHECK_LIMIT: Duration = Duration::from_secs(3600);
-
 /// Time limit for the copy of one disk.
 const COPY_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
-
-/// Free space in bytes that copies must leave on the file system of the snapshots; on a small file
-/// system, a twentieth of its size.
-const MOST_RESERVE: u64 = 1 << 30;
 
 /// Time limit for a cancelled job to end.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -213,7 +205,9 @@ pub(super) fn finish(
         if !spec.keeps_rights() {
             own_overlay::take_from_writers(&new).map_err(failed(&new))?;
         }
-        check(copy.disk, &new)?;
+        if let Some(why) = damage(&new)? {
+            return Err(SnapshotError::Impossible(words(copy.disk, &why)));
+        }
         std::fs::remove_file(&copy.old).map_err(failed(&copy.old))?;
     }
     Ok(began.elapsed())
@@ -230,33 +224,6 @@ fn words(disk: usize, why: &str) -> String {
         "the VM continues without the copy job"
     };
     format!("cannot copy disk {disk} ({why}): {cause}")
-}
-
-/// Checks that the file system of `place` has space for `bytes` bytes and for a reserve. A disk of
-/// the VM may be on the same file system, and QEMU stops a VM whose disk is full.
-fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
-    let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
-    let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
-    let free = room.f_bavail * room.f_frsize;
-    if free >= bytes + reserve {
-        return Ok(());
-    }
-    let (free, needed, reserve) = (ByteSize(free), ByteSize(bytes), ByteSize(reserve));
-    Err(format!(
-        "No space left: {free} free, {needed} needed, {reserve} must stay free"
-    ))
-}
-
-/// Checks that a copy is complete, because QEMU does not report errors from closing the file.
-fn check(disk: usize, copy: &Path) -> Result<(), SnapshotError> {
-    let mut command = Command::new("qemu-img");
-    command.args(["check", "-q", "-f", "qcow2"]).arg(copy);
-    let output = helper::output(command.stdin(Stdio::null()), CHECK_LIMIT).map_err(failed(copy))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(SnapshotError::Impossible(words(disk, said.trim())))
 }
 
 /// Removes filters and copy jobs from the VM's disks, whether this daemon or a killed one added

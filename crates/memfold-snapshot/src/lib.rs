@@ -47,6 +47,7 @@ pub mod pipeline;
 pub mod plan;
 pub mod portable;
 mod ranges;
+mod rebase;
 pub mod refer;
 mod request;
 pub mod restore;

@@ -8,11 +8,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use memfold_host::progress::Progress;
-use memfold_vm::{QemuUser, VmSpec, own_files, qemu_user};
+use memfold_vm::{DiskFormat, QemuUser, VmSpec, own_files, qemu_user};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
+use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
+use super::rebase::{merge, split};
+use super::shelf::Shelf;
 
 /// Number of bytes of a disk that one call copies.
 const COPY_BYTES: u64 = 64 << 20;
@@ -23,29 +26,42 @@ const COPY_BYTES: u64 = 64 << 20;
 pub struct OwnDisks(Vec<PathBuf>);
 
 impl OwnDisks {
-    /// Copies the disks of a VM that will run from a snapshot to the directory `place`, and puts
-    /// the copies into the VM's description `spec`. The VM then needs no temporary overlays. An
-    /// existing file is an error, and is not replaced.
+    /// Copies the disks of a VM that will run from a snapshot of `shelf` to the directory `place`,
+    /// and puts the copies into the VM's description `spec`. The VM then needs no temporary
+    /// overlays, and the copies need no snapshot. An existing file is an error, and is not
+    /// replaced.
     pub fn make(
-        spec: &mut VmSpec,
+        (shelf, spec): (&Shelf, &mut VmSpec),
         place: &Path,
         progress: &Progress,
     ) -> Result<Self, SnapshotError> {
         let written = spec.disks.iter().filter(|disk| disk.snapshot);
         let bytes = written.map(|disk| fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
         progress.begin("disks copied", bytes.sum());
+        let is_of_snapshot = |file: &Path| file.starts_with(shelf.root());
         let mut made = Self::default();
         let disks = spec.disks.iter_mut().enumerate();
         for (number, disk) in disks.filter(|(_, disk)| disk.snapshot) {
             let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
-            copy_disk(&disk.path, &file, progress).map_err(failed(&file))?;
+            let from = disk.path.clone();
+            let is_qcow2 = disk.format() == DiskFormat::Qcow2;
+            let complete = |copy: &Path| {
+                let files = if is_qcow2 {
+                    chain(&from)?
+                } else {
+                    vec![from.clone()]
+                };
+                let (merged, left) = split(&files, is_of_snapshot);
+                merge(copy, merged, left)
+            };
+            copy(&disk.path, &file, progress, complete)?;
             made.0.push(file.clone());
             disk.path = file;
             disk.snapshot = false;
         }
         for (number, from) in std::mem::take(&mut spec.files).iter().enumerate() {
             let file = place.join(format!("{}-file{number}", spec.name));
-            copy_disk(from, &file, progress).map_err(failed(&file))?;
+            copy(from, &file, progress, |_| Ok(()))?;
             let token = own_files::token(number);
             let is_token = |path: &Path| path == Path::new(&token);
             let path = file.to_string_lossy();
@@ -83,31 +99,39 @@ impl Drop for OwnDisks {
 }
 
 /// Copies a file to a new one, and shares blocks if the file system can (`copy_file_range`). The
-/// copy gets its name when it is complete. A killed daemon leaves a file that ends in `.part`,
-/// which is not used as a disk.
-fn copy_disk(from: &Path, to: &Path, progress: &Progress) -> io::Result<()> {
+/// copy gets its name when `complete` has changed it. A killed daemon leaves a file that ends in
+/// `.part`, which is not used as a disk.
+fn copy(
+    from: &Path,
+    to: &Path,
+    progress: &Progress,
+    complete: impl FnOnce(&Path) -> Result<(), SnapshotError>,
+) -> Result<(), SnapshotError> {
     if to.exists() {
-        return Err(ErrorKind::AlreadyExists.into());
+        return Err(failed(to)(ErrorKind::AlreadyExists.into()));
     }
     let part = to.with_extension("qcow2.part");
-    let from = File::open(from)?;
-    let mut file = write_alone(&part)?;
+    let from = File::open(from).map_err(failed(from))?;
+    let mut file = write_alone(&part).map_err(failed(&part))?;
     let mut copy = || -> io::Result<()> {
         file.set_len(0)?;
         loop {
             let copied = io::copy(&mut (&from).take(COPY_BYTES), &mut file)?;
             if copied == 0 {
-                return file.sync_all();
+                return Ok(());
             }
             progress.add(copied);
         }
     };
+    let copied = copy().map_err(failed(to)).and_then(|()| complete(&part));
     // A hard link does not replace a file that was created meanwhile.
-    let named = copy().and_then(|()| fs::hard_link(&part, to));
+    let name = || file.sync_all().and_then(|()| fs::hard_link(&part, to));
+    let named = copied.and_then(|()| name().map_err(failed(to)));
     let _ = fs::remove_file(&part);
     named?;
     let place = to.parent().unwrap_or(Path::new("/"));
-    File::open(place)?.sync_all()
+    let synced = File::open(place).and_then(|place| place.sync_all());
+    synced.map_err(failed(to))
 }
 
 /// Opens a file that only its owner can read. A file that a killed daemon left is overwritten, but

@@ -13,6 +13,7 @@
 //! state.
 
 use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
@@ -34,10 +35,12 @@ use memfold_wire::library::{MAX_RUNS, MapRun, Order};
 use rustix::process::Pid;
 use serde_json::json;
 
+use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
 use super::file_facts::{device, facts_at, modified_ns};
 use super::image::{CHUNK_BYTES, CHUNK_PAGES, ImageBlock, bytes};
 use super::manifest::{BackingFile, Manifest, RAM, SavedDisk, file_name};
+use super::rebase::is_of_another;
 use super::refer::Reference;
 use super::shelf::{CheckedImage, Shelf};
 
@@ -311,8 +314,11 @@ pub fn fill(
                 };
                 ask(&map, Some(ram.as_fd()))?;
             }
-            for (source, number) in image.sources.iter().zip(0..) {
-                let runs = runs_of(&image.references, number, saved, main.hva);
+            for (number, runs) in runs_by_file(&image.references, saved, main.hva) {
+                let number = usize::try_from(number).unwrap_or(usize::MAX);
+                let Some(source) = image.sources.get(number) else {
+                    continue;
+                };
                 for runs in runs.chunks(MAX_RUNS) {
                     let runs = runs.to_vec();
                     ask(&Order::MapRuns { runs }, Some(source.as_fd()))?;
@@ -410,17 +416,22 @@ fn library(error: impl Display) -> SnapshotError {
     SnapshotError::Library(error.to_string())
 }
 
-/// Returns the pages of a block that file `number` contains, as few mappings as possible. The block
-/// is at `hva`.
-fn runs_of(references: &[Reference], number: u32, block: &ImageBlock, hva: Hva) -> Vec<MapRun> {
-    let joined = of_block(references, block).chunk_by(Reference::goes_on_with);
-    let of_file = joined.filter(|run| run[0].file == number);
-    let run = |run: &[Reference]| MapRun {
-        hva: hva.add_pages(run[0].page - block.first_page).0,
-        pages: run.iter().map(|part| u64::from(part.pages)).sum(),
-        file_page: run[0].block,
-    };
-    of_file.map(run).collect()
+/// Returns the pages of a block that other files contain, as few mappings as possible, by the
+/// files' numbers. The block is at `hva`.
+fn runs_by_file(
+    references: &[Reference],
+    block: &ImageBlock,
+    hva: Hva,
+) -> BTreeMap<u32, Vec<MapRun>> {
+    let mut by_file: BTreeMap<u32, Vec<MapRun>> = BTreeMap::new();
+    for run in of_block(references, block).chunk_by(Reference::goes_on_with) {
+        by_file.entry(run[0].file).or_default().push(MapRun {
+            hva: hva.add_pages(run[0].page - block.first_page).0,
+            pages: run.iter().map(|part| u64::from(part.pages)).sum(),
+            file_page: run[0].block,
+        });
+    }
+    by_file
 }
 
 /// Copies a small RAM block into a process.
@@ -508,6 +519,53 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
     Ok(changed)
 }
 
+/// Reads the disks of other snapshots on which a snapshot's disks are built, and returns a message
+/// for each that was changed since it was saved.
+pub fn changed_disks_below(
+    shelf: &Shelf,
+    manifest: &Manifest,
+) -> Result<Vec<String>, SnapshotError> {
+    let place = shelf.path(&manifest.name)?;
+    let mut owners = BTreeSet::new();
+    for disk in &manifest.disks {
+        let path = place.join(&disk.file.path);
+        // The guest writes the contents of a raw disk, so even a header in it must not be believed.
+        let files = if disk.format == DiskFormat::Qcow2.driver() {
+            chain(&path)?
+        } else {
+            vec![path]
+        };
+        let others = files
+            .iter()
+            .filter(|file| is_of_another(shelf, &place, file));
+        let names =
+            others.filter_map(|file| Some(file.parent()?.file_name()?.to_str()?.to_owned()));
+        owners.extend(names);
+    }
+    let mut changed = Vec::new();
+    for owner in owners {
+        let of_owner = changed_disks(shelf, &shelf.manifest(&owner)?)?.into_iter();
+        changed.extend(
+            of_owner.map(|what| format!("snapshot '{owner}', on which it is built: {what}")),
+        );
+    }
+    Ok(changed)
+}
+
+/// Refuses a snapshot if one of its disks, of those on which they are built, or of its tables was
+/// changed since it was saved.
+pub(super) fn refuse_changed(shelf: &Shelf, manifest: &Manifest) -> Result<(), SnapshotError> {
+    let disks = changed_disks(shelf, manifest)?.into_iter();
+    let mut changed = disks.chain(changed_disks_below(shelf, manifest)?);
+    if let Some(why) = changed.next() {
+        return Err(manifest.broken(why));
+    }
+    match shelf.changed_parts(manifest)?.first() {
+        Some(part) => Err(manifest.broken(format!("{part} was changed since it was saved"))),
+        None => Ok(()),
+    }
+}
+
 /// Reads the files in a snapshot that have checksums, and verifies them, before the snapshot is
 /// copied to another host. The memory of an encrypted snapshot is left out: whoever decrypts it
 /// finds each change.
@@ -516,12 +574,7 @@ pub fn check_all(
     manifest: &Manifest,
     progress: &Progress,
 ) -> Result<(), SnapshotError> {
-    if let Some(why) = changed_disks(shelf, manifest)?.first() {
-        return Err(manifest.broken(why.clone()));
-    }
-    if let Some(part) = shelf.changed_parts(manifest)?.first() {
-        return Err(manifest.broken(format!("{part} was changed since it was saved")));
-    }
+    refuse_changed(shelf, manifest)?;
     if manifest.encryption.is_some() {
         return Ok(());
     }

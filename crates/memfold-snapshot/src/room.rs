@@ -1,5 +1,5 @@
-//! Checks before a fork that the host has room for it. A fork begins at once and must not fail
-//! halfway, when the VM stands still.
+//! Checks that the host has room: for a fork, which begins at once and must not fail halfway, when
+//! the VM stands still; and for copies, which must leave free space for VMs' disks.
 
 use std::path::Path;
 
@@ -8,6 +8,10 @@ use memfold_units::{ByteSize, PAGE_SIZE};
 use super::error::{SnapshotError, failed};
 use super::host_memory::host_available_pages;
 use super::shelf::Shelf;
+
+/// Free space in bytes that copies must leave on their file system; on a small file system, a
+/// twentieth of its size.
+const MOST_RESERVE: u64 = 1 << 30;
 
 /// Most bytes of a layer beside its pages: checksums, references, device state.
 const BESIDE: u64 = 1 << 20;
@@ -62,6 +66,21 @@ fn missing(bytes: u64, (place, free): (&Path, u64), available: Option<u64>) -> O
         "copies of its changed pages take {}, and this host has {} of memory available; stop other VMs, or save the VM with 'memfold snapshot save' and clone the snapshot",
         ByteSize(bytes),
         ByteSize(available)
+    ))
+}
+
+/// Checks that the file system of `place` has space for `bytes` bytes and for a reserve. Disks of
+/// VMs may be on the same file system, and QEMU stops a VM whose disk is full.
+pub(super) fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
+    let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
+    let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
+    let free = room.f_bavail * room.f_frsize;
+    if free >= bytes + reserve {
+        return Ok(());
+    }
+    let (free, needed, reserve) = (ByteSize(free), ByteSize(bytes), ByteSize(reserve));
+    Err(format!(
+        "No space left: {free} free, {needed} needed, {reserve} must stay free"
     ))
 }
 

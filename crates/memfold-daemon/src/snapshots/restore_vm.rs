@@ -85,7 +85,7 @@ impl Snapshots {
             .debt
             .admit(&request.vm, held, request.despite_brake)?;
         let own_disks = match &request.disks {
-            Some(place) => OwnDisks::make(&mut spec, place, &progress)?,
+            Some(place) => OwnDisks::make((&self.below.snapshots, &mut spec), place, &progress)?,
             None => OwnDisks::default(),
         };
         // One restore at a time, so that each restore sees the VM of the other.

@@ -69,7 +69,9 @@ impl Snapshots {
         progress.begin("disks compared", 0);
         match restore::spec(&self.below.snapshots, &manifest, &manifest.vm) {
             Ok(spec) => {
-                problems.extend(restore::changed_disks(&self.below.snapshots, &manifest)?);
+                let shelf = &self.below.snapshots;
+                problems.extend(restore::changed_disks(shelf, &manifest)?);
+                problems.extend(restore::changed_disks_below(shelf, &manifest)?);
                 progress.begin("a start tried", 0);
                 let tried = self.try_restore(spec, &manifest);
                 problems.extend(tried.err().map(|error| {
