@@ -116,6 +116,9 @@ pub struct References {
     pub mappings: Option<u64>,
 }
 
+/// Maximum number of files to which one image refers: files of a snapshot and of all below it.
+const MOST_SOURCES: usize = 4096;
+
 /// Maximum number of mappings for one image: of disks' files, and of the gaps between them. A
 /// process may have 65,530 mappings (`vm.max_map_count`); folding needs the rest.
 pub(super) const MOST_MAPPINGS: usize = 40_960;
@@ -395,7 +398,13 @@ impl Manifest {
         }
         let referred = self.references.as_ref();
         let is_wrong = referred.is_some_and(|of| of.pages > all || of.parent_pages > of.pages);
-        is_wrong.then(|| "it refers to more pages than there are".into())
+        if is_wrong {
+            return Some("it refers to more pages than there are".into());
+        }
+        let sources = referred.map_or(0, |of| of.sources.len());
+        (sources > MOST_SOURCES).then(|| {
+            format!("it refers to {sources} files, and at most {MOST_SOURCES} are allowed")
+        })
     }
 
     /// Returns the paths outside the snapshot that the manifest names, each once.
@@ -593,6 +602,13 @@ pub(super) mod tests {
             mappings: None,
         });
         assert!(many.misplaced().is_some());
+        let references = many.references.as_mut().unwrap();
+        references.parent_pages = 4;
+        references.sources = vec![RAM.into(); MOST_SOURCES];
+        assert_eq!(many.misplaced(), None);
+        let references = many.references.as_mut().unwrap();
+        references.sources.push(RAM.into());
+        assert!(many.misplaced().unwrap().contains("4097 files"));
     }
 
     /// Returns the manifest of an empty snapshot.
