@@ -6,13 +6,14 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use memfold_api::CompactReport;
+use memfold_host::chain;
 use memfold_snapshot::save::Subject;
 use memfold_snapshot::{
     Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, restore, save,
 };
 use parking_lot::Mutex;
 use rustix::process::Pid;
-use tracing::{info, warn};
+use tracing::info;
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
@@ -166,8 +167,13 @@ impl Snapshots {
         let _removal = self.below.snapshot_locks.remove(name)?;
         self.refuse_if_used(name)?;
         let saved = self.below.snapshots.manifest(name);
-        if let Ok(saved) = &saved {
-            self.disks_taken_back(name, &saved.vm)?;
+        let vms = match &saved {
+            Ok(saved) => vec![saved.vm.clone()],
+            // The damaged manifest does not say which VM may write above the snapshot's disks.
+            Err(_) => self.below.registry.names(),
+        };
+        for vm in &vms {
+            self.disks_taken_back(name, vm)?;
         }
         self.below.snapshots.remove(name)?;
         // The snapshot may have been the last user of an old segment generation.
@@ -257,11 +263,14 @@ impl Snapshots {
         }
         let subject = subject(&machine)?;
         let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
-        if let Err(error) = taken {
-            // The VM continues with the files that its QEMU has open.
-            warn!(vm, snapshot = name, %error, "cannot take the VM's disk overlays over from the removed snapshot; restart the VM before its next save");
-        }
-        Ok(())
+        // Without these files, the VM could not be saved again.
+        let why = |error| {
+            format!(
+                "VM '{vm}' runs on disk files of snapshot '{name}', which cannot become the VM's own ({}); try again, or stop the VM first",
+                chain(&error)
+            )
+        };
+        Ok(taken.map_err(|error| SnapshotError::Impossible(why(error)))?)
     }
 }
 

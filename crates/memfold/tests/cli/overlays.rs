@@ -66,6 +66,30 @@ fn run_with_overlay(daemon: &Daemon) {
 }
 
 #[test]
+fn a_snapshot_is_not_removed_unless_its_running_vm_keeps_its_disk() {
+    let daemon = Daemon::start();
+    run_with_overlay(&daemon);
+    daemon.json(&["snapshot", "save", "v", "s"]);
+    // The VM's list of its overlays cannot be written.
+    let part = daemon.state().join("v/process.part");
+    std::fs::create_dir(&part).unwrap();
+    let remove = || daemon.run(&["snapshot", "remove", "s"]);
+    let why = "VM 'v' runs on disk files of snapshot 's', which cannot become the VM's own";
+    refused(&remove(), 1, &[why]);
+    std::fs::remove_dir(&part).unwrap();
+    let verified = daemon.run(&["snapshot", "verify", "s"]);
+    assert_eq!(code(&verified), 0, "{}", err(&verified));
+    // A damaged manifest does not say which VM the snapshot is of.
+    let manifest = daemon.directory.path().join("snapshots/s/manifest.json");
+    std::fs::write(manifest, "{").unwrap();
+    let removed = remove();
+    assert_eq!(code(&removed), 0, "{}", err(&removed));
+    daemon.json(&["snapshot", "save", "v", "t"]);
+    let verified = daemon.run(&["snapshot", "verify", "t"]);
+    assert_eq!(code(&verified), 0, "{}", err(&verified));
+}
+
+#[test]
 fn a_snapshot_removed_during_a_save_of_its_vm_leaves_the_new_snapshot_whole() {
     let daemon = Daemon::start();
     run_with_overlay(&daemon);
