@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use memfold_host::progress::Progress;
-use memfold_store::{IMAGE_PREFIX, StoreIdentity};
+use memfold_store::{IMAGE_PREFIX, SEALED_IMAGE_PREFIX, StoreIdentity};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
@@ -503,7 +503,7 @@ impl Shelf {
                 "the uncompressed or decrypted memory of snapshot '{name}' takes {needed}, and this host has {available} available"
             )));
         }
-        let called = self.laid_out_name(name)?;
+        let called = self.laid_out_name(name, manifest.encryption.is_some())?;
         let step = match manifest.encryption {
             Some(_) => "memory decrypted",
             None => "memory uncompressed",
@@ -520,10 +520,15 @@ impl Shelf {
 
     /// Returns the name that the assembled RAM image of snapshot `name` has in `/proc/PID/maps`.
     /// The name is the same for every daemon, so VMs of an earlier daemon are found, too.
-    pub fn laid_out_name(&self, name: &str) -> Result<String, SnapshotError> {
+    pub fn laid_out_name(&self, name: &str, is_encrypted: bool) -> Result<String, SnapshotError> {
         let file = self.file(name, SUMS)?;
         let facts = file.metadata().map_err(self.failed(name, SUMS))?;
-        Ok(format!("{IMAGE_PREFIX}{:x}:{}", facts.dev(), facts.ino()))
+        let prefix = if is_encrypted {
+            SEALED_IMAGE_PREFIX
+        } else {
+            IMAGE_PREFIX
+        };
+        Ok(format!("{prefix}{:x}:{}", facts.dev(), facts.ino()))
     }
 
     /// Returns the assembled RAM images, without images that are being assembled now and without

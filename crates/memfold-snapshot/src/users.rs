@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use memfold_store::mapped;
+use memfold_store::{SEALED_IMAGE_PREFIX, mapped};
 use memfold_vm::{DiskFormat, VmSpec};
 use rustix::process::Pid;
 
@@ -157,23 +157,35 @@ pub fn users_of_each(snapshots: &[Vec<String>]) -> Result<Vec<Vec<Pid>>, Snapsho
 ///
 /// # Errors
 ///
-/// A [`SnapshotError`] if the process maps an encrypted snapshot's memory whose manifest cannot be
-/// read: the caller must not take it for a process whose memory may be saved unencrypted.
+/// A [`SnapshotError`] if the process maps the memory of an encrypted snapshot that is not in the
+/// shelf or cannot be read: the caller must not take it for a process whose memory may be saved
+/// unencrypted.
 pub fn origin(shelf: &Shelf, pid: Pid) -> Result<Option<Manifest>, SnapshotError> {
     let maps = format!("/proc/{}/maps", pid.as_raw_nonzero());
     let maps = fs::read_to_string(&maps).map_err(failed(Path::new(&maps)))?;
     let names = shelf.names().map_err(failed(shelf.root()))?.into_iter();
-    let is_mapped = |name: &String| {
-        in_maps(shelf, name).is_ok_and(|texts| texts.iter().any(|text| maps.contains(text)))
-    };
-    let mut manifests = Vec::new();
-    for name in names.filter(is_mapped) {
+    let mapped = names.filter_map(|name| {
+        let texts = in_maps(shelf, &name).ok()?;
+        let is_mapped = texts.iter().any(|text| maps.contains(text));
+        is_mapped.then_some((name, texts))
+    });
+    let (mut manifests, mut known) = (Vec::new(), Vec::new());
+    for (name, texts) in mapped {
         match shelf.manifest(&name) {
             Ok(manifest) => manifests.push(manifest),
             Err(error) if shelf.path(&name)?.join(SEALED).exists() => return Err(error),
             // A broken snapshot cannot be a parent.
-            Err(_) => {}
+            Err(_) => continue,
         }
+        known.extend(texts);
+    }
+    let sealed = format!("/memfd:{SEALED_IMAGE_PREFIX}");
+    let mut sealed = maps.lines().filter(|line| line.contains(&sealed));
+    if sealed.any(|line| !known.iter().any(|text| line.contains(text))) {
+        return Err(SnapshotError::Impossible(format!(
+            "the VM runs from an encrypted snapshot that is not in {} or cannot be read, and its memory would be saved unencrypted; pass --encrypt",
+            shelf.root().display()
+        )));
     }
     let newest = manifests.into_iter();
     Ok(newest.max_by_key(|manifest| (manifest.created_s, manifest.depth())))
@@ -184,12 +196,15 @@ pub fn origin(shelf: &Shelf, pid: Pid) -> Result<Option<Manifest>, SnapshotError
 pub fn in_maps(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
     let path = shelf.path(name)?.join(RAM);
     let mut texts = Vec::from_iter(text_of(&path).map_err(failed(&path))?);
-    match shelf.laid_out_name(name) {
-        Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
-        // Without the checksums no image can be assembled. VMs that run from an image that was
-        // assembled before need only the snapshot's disks.
-        Err(SnapshotError::Files { source, .. }) if source.kind() == ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
+    // The manifest that says whether the snapshot is encrypted may be unreadable.
+    for is_encrypted in [false, true] {
+        match shelf.laid_out_name(name, is_encrypted) {
+            Ok(laid_out) => texts.push(format!("/memfd:{laid_out} ")),
+            // Without the checksums no image can be assembled. VMs that run from an image that was
+            // assembled before need only the snapshot's disks.
+            Err(SnapshotError::Files { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
     }
     Ok(texts)
 }
@@ -223,16 +238,28 @@ mod tests {
         fs::create_dir(&place).unwrap();
         fs::write(place.join(SUMS), "").unwrap();
         // The memory of a VM that runs from the snapshot.
-        let name = shelf.laid_out_name("sealed").unwrap();
-        let image = memfd_create(name, MemfdFlags::CLOEXEC).unwrap();
-        ftruncate(&image, PAGE_SIZE).unwrap();
-        let memory = Mapping::anonymous(1, true).unwrap();
-        memory.area().map_file(image.as_fd(), 0).unwrap();
+        let map = |is_encrypted| {
+            let name = shelf.laid_out_name("sealed", is_encrypted).unwrap();
+            let image = memfd_create(name, MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&image, PAGE_SIZE).unwrap();
+            let memory = Mapping::anonymous(1, true).unwrap();
+            memory.area().map_file(image.as_fd(), 0).unwrap();
+            memory
+        };
         let me = rustix::process::getpid();
+        // A daemon of before has given the image no name of its own.
+        let memory = map(false);
         assert_eq!(origin(&shelf, me).unwrap(), None);
         fs::write(place.join(SEALED), "").unwrap();
         let told = origin(&shelf, me).unwrap_err().to_string();
         assert!(told.contains("sealed"), "{told}");
+        drop(memory);
+        assert_eq!(origin(&shelf, me).unwrap(), None);
+        // Now the snapshot can be gone, or in another directory.
+        let _memory = map(true);
+        fs::remove_dir_all(&place).unwrap();
+        let told = origin(&shelf, me).unwrap_err().to_string();
+        assert!(told.contains("pass --encrypt"), "{told}");
     }
 
     #[test]

@@ -28,4 +28,8 @@ pub mod mapped;
 /// snapshot.
 pub const IMAGE_PREFIX: &str = "memfold-image:";
 
+/// The same for images of encrypted snapshots, so that their bytes are recognised without the
+/// snapshot.
+pub const SEALED_IMAGE_PREFIX: &str = "memfold-image:sealed:";
+
 pub use file::{Filled, MAX_PAGES, Source, Store, StoreError, StoreIdentity, data_ranges};
