@@ -30,8 +30,9 @@ impl Beside {
         subject: &Subject,
         qmp: &mut Qmp,
         now: &mut VmSpec,
-        (draft, cpu): (&Draft, Option<&Cpu>),
+        (draft, cpu, may_be_plain): (&Draft, Option<&Cpu>, bool),
     ) -> Result<Self, SnapshotError> {
+        let draft = (draft, may_be_plain);
         let mut files = take_files(vm, subject, now, draft)?;
         files.extend(take_own_files(vm, subject, qmp, now, draft)?);
         // This check comes after the copies have got their names in the description.
@@ -45,16 +46,28 @@ impl Beside {
     }
 }
 
+/// Refuses to copy `count` files unencrypted into an encrypted snapshot whose user did not accept
+/// that. Nothing of them may have been copied.
+fn refuse_plain(count: usize, may_be_plain: bool) -> Result<(), SnapshotError> {
+    if count == 0 || may_be_plain {
+        return Ok(());
+    }
+    Err(SnapshotError::Impossible(
+        "the snapshot would hold copies of files that the VM writes (such as variables of its firmware) unencrypted; pass --plain-disks if that may be".into(),
+    ))
+}
+
 /// For a VM that memfold did not start, copies the files that its command line names.
 fn take_files(
     vm: &Vm,
     subject: &Subject,
     now: &mut VmSpec,
-    draft: &Draft,
+    (draft, may_be_plain): (&Draft, bool),
 ) -> Result<Vec<FileFacts>, SnapshotError> {
     let Some(of) = &mut now.foreign else {
         return Ok(Vec::new());
     };
+    refuse_plain(of.files.len(), may_be_plain)?;
     let mut taken = Vec::new();
     // The files of a VM that memfold started are files of a snapshot on this host.
     let view = match subject.directory {
@@ -80,7 +93,7 @@ fn take_own_files(
     subject: &Subject,
     qmp: &mut Qmp,
     now: &mut VmSpec,
-    draft: &Draft,
+    (draft, may_be_plain): (&Draft, bool),
 ) -> Result<Vec<FileFacts>, SnapshotError> {
     // The command line of a VM that memfold did not start names no files of this host.
     let Some(directory) = subject.directory.as_ref().filter(|_| now.foreign.is_none()) else {
@@ -104,6 +117,7 @@ fn take_own_files(
         let file = written_files::take(vm.pid(), &path, &mut now.qemu_args, files.len())?;
         files.push((path, file));
     }
+    refuse_plain(files.len(), may_be_plain)?;
     now.files.clear();
     let mut taken = Vec::new();
     for (number, (path, mut from)) in files.into_iter().enumerate() {

@@ -150,13 +150,6 @@ impl<M: Monitor + Sync, H: Hold> Attempt<'_, M, H> {
         let before = self.subject.overlays_now();
         let room = self.begin_room().map_err(draft.failed(RAM))?;
         let described = self.take_beside(&draft)?;
-        let accepts_plain = |encrypt: &Encrypt| encrypt.plain_disks;
-        if !self.request.encrypt.as_ref().is_none_or(accepts_plain) && !described.1.files.is_empty()
-        {
-            return Err(SnapshotError::Impossible(
-                "the snapshot would hold copies of files that the VM writes (such as variables of its firmware) unencrypted; pass --plain-disks if that may be".into(),
-            ));
-        }
         let (frozen, copies, still) = self.stand_still(&before, (&draft, &ram), room)?;
         // From here on, the VM's chain of overlays is longer by one.
         let place = draft.place.clone();
@@ -195,7 +188,10 @@ impl<M: Monitor + Sync, H: Hold> Attempt<'_, M, H> {
         let mut qmp = self.monitor.qmp();
         let mut now = spec_now(vm, &subject.spec, &mut qmp)?;
         let cpu = self.request.cpu.as_ref();
-        let beside = Beside::take(vm, subject, &mut qmp, &mut now, (draft, cpu))?;
+        let encrypt = self.request.encrypt.as_ref();
+        let may_be_plain = encrypt.is_none_or(|encrypt| encrypt.plain_disks);
+        let into = (draft, cpu, may_be_plain);
+        let beside = Beside::take(vm, subject, &mut qmp, &mut now, into)?;
         drop(qmp);
         self.start_once(&now, draft)?;
         Ok((now, beside))
