@@ -70,9 +70,10 @@ struct Sent {
     stored_bytes: u64,
     new_bytes: u64,
     sent_bytes: u64,
-    /// The chunk, if it was sent although the store had it: it was so old there that another host
+    piece: Piece,
+    /// Whether the chunk was sent although the store had it: it was so old there that another host
     /// may be removing it.
-    again: Option<Piece>,
+    was_old: bool,
 }
 
 /// Copies a snapshot from `shelf`, this host's snapshot directory, into an object store. Chunks
@@ -161,7 +162,9 @@ pub fn push(
         if !remote.create(&place, text).await? {
             return Err(taken());
         }
-        if let Err(error) = send_again(remote, again, &sent).await {
+        // In a long push, also chunks that were young have got so old that a host removes them.
+        let is_long = began.elapsed() > UNUSED / 2;
+        if let Err(error) = send_again(remote, again, &sent, is_long).await {
             // A snapshot that may lack chunks is not shown. If this fails, too, a pull names the
             // missing chunk, and the snapshot can be removed.
             let _ = remote.delete(&place).await;
@@ -180,20 +183,24 @@ pub fn push(
     })
 }
 
-/// Sends objects again that the store had and that are gone. Another host that removes a snapshot
-/// may have found them old just before they were sent; it removes none that a description names.
+/// Sends objects again that the store had and that are gone: those that were old when they were
+/// looked for, or, with `all`, any chunk. Another host that removes a snapshot may have found them
+/// old just before they were sent; it removes none that a description names.
 async fn send_again(
     remote: &Remote,
     objects: Vec<(Path, Vec<u8>)>,
     sent: &[Sent],
+    all: bool,
 ) -> Result<(), TransferError> {
     for (path, packed) in objects {
         if remote.look(&path).await?.is_none() {
             remote.put(&path, packed).await?;
         }
     }
-    let chunks = sent.iter().filter_map(|s| s.name.zip(s.again.clone()));
-    for (name, piece) in chunks {
+    for chunk in sent.iter().filter(|chunk| all || chunk.was_old) {
+        let (Some(name), piece) = (chunk.name, chunk.piece.clone()) else {
+            continue;
+        };
         let path = remote.chunk(&name);
         if remote.look(&path).await?.is_none() {
             let packed = blocking(move || {
@@ -240,7 +247,8 @@ async fn send(
         stored_bytes: 0,
         new_bytes: 0,
         sent_bytes: 0,
-        again: None,
+        piece,
+        was_old: false,
     };
     if let Some((name, data)) = read {
         (sent.name, sent.stored_bytes) = (Some(name), length);
@@ -254,7 +262,7 @@ async fn send(
                 let packed = blocking(move || chunk::pack(&data)).await?;
                 (sent.new_bytes, sent.sent_bytes) = (length, packed.len() as u64);
                 remote.put(&remote.chunk(&name), packed).await?;
-                sent.again = (found == Found::Old).then_some(piece);
+                sent.was_old = found == Found::Old;
             }
         }
         *is_there = true;
@@ -338,4 +346,35 @@ pub(crate) async fn blocking<T: Send + 'static>(
     done.map_err(io::Error::other)
         .and_then(std::convert::identity)
         .map_err(TransferError::Local)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_long_push_chunks_that_another_host_has_removed_are_sent_again() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("ram");
+        std::fs::write(&path, "memory").unwrap();
+        let remote = Remote::open(&format!("file://{}", place.path().display())).unwrap();
+        let piece = Piece {
+            file: Arc::new(File::open(&path).unwrap()),
+            bytes: 6,
+            number: 0,
+        };
+        let known = Known::default();
+        let progress = Progress::default();
+        remote.wait(async {
+            let sent = send(&remote, &known, piece, &progress).await.unwrap();
+            let chunk = remote.chunk(&sent.name.unwrap());
+            remote.delete(&chunk).await.unwrap();
+            let sent = [sent];
+            for is_long in [false, true] {
+                let told = send_again(&remote, Vec::new(), &sent, is_long).await;
+                told.unwrap();
+                assert_eq!(remote.look(&chunk).await.unwrap().is_some(), is_long);
+            }
+        });
+    }
 }
