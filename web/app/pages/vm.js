@@ -9,7 +9,7 @@ import { fork, saveSnapshot } from "../starts.js";
 import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
 import { spanPicker } from "./host.js";
 import { SizeOverTime } from "./rightsize.js";
-import { PLACES, problems, swapPlace, withTemplate } from "./vms.js";
+import { isAdopted, PLACES, problems, showVm, swapPlace, withTemplate } from "./vms.js";
 
 const COLORS = { private: "private", unfolded: "unfolded", folded: "folded", template: "template", zero: "zero", swapped: "swapped", free: "free" };
 const CELL = 8;
@@ -190,6 +190,20 @@ const execute = (name) => ({
   },
 });
 
+const pause = (name) => ({
+  title: `Pause ${name}?`,
+  text: "The guest stands still until somebody resumes the VM. Its memory stays where it is.",
+  action: "Pause",
+  act: async () => showVm(await post(`/v1/vms/${part(name)}/pause`)),
+});
+
+const resume = (name) => ({
+  title: `Resume ${name}?`,
+  text: "The guest goes on. After a disk error, its write is repeated.",
+  action: "Resume",
+  act: async () => showVm(await post(`/v1/vms/${part(name)}/resume`)),
+});
+
 /** Why KSM merges what it has, or doesn't: asked for, as it looks at the VM's memory. */
 function KsmCauses({ name }) {
   const [wanted, setWanted] = useState(0);
@@ -213,9 +227,11 @@ export function Vm({ name, may, theme }) {
   if (!sample) return html`<${Waiting} />`;
   const vm = sample.ledger.vms.find((v) => v.name === name);
   const info = sample.vms.find((v) => v.name === name);
-  if (!vm || !info) return html`<p class="empty">No VM of this name runs. <a href="#/vms">All VMs</a></p>`;
+  if (!info) return html`<p class="empty">No VM of this name runs. <a href="#/vms">All VMs</a></p>`;
   const fold = sample.fold.vms.find((v) => v.name === name);
-  const parts = PLACES.map(([label, key, color]) => ({ name: label, color, value: withTemplate(vm)[key], figure: `vm.${name}.${key}` }));
+  const parts = vm && PLACES.map(([label, key, color]) => ({ name: label, color, value: withTemplate(vm)[key], figure: `vm.${name}.${key}` }));
+  const figure = (key) => html`<${Bytes} value=${vm?.[key]} figure=${vm && `vm.${name}.${key}`} />`;
+  const mayAct = may && isAdopted(info);
   const list = problems(info);
   const stop = {
     title: `Stop ${name}?`,
@@ -240,39 +256,41 @@ export function Vm({ name, may, theme }) {
   const fact = (label, value) => html`<div><dt>${label}</dt><dd>${value}</dd></div>`;
   return html`
     <div class="stats">
-      <${Stat} label="Backed" note=${`of ${bytes(vm.ram_bytes)} RAM`}><${Bytes} value=${vm.backed_bytes} figure=${`vm.${name}.backed_bytes`} /><//>
-      <${Stat} label="Folded" tone="main"><${Bytes} value=${vm.folded_bytes} figure=${`vm.${name}.folded_bytes`} /><//>
-      <${Stat} label="PSS of QEMU" note="each shared page in parts"><${Bytes} value=${vm.pss_bytes} figure=${`vm.${name}.pss_bytes`} /><//>
-      <${Stat} label="Mappings" note=${`of ${sample.ledger.host.max_map_count.toLocaleString("en")}`}>${vm.mappings.toLocaleString("en")}<//>
+      <${Stat} label="Backed" note=${`of ${bytes(vm?.ram_bytes ?? info.ram_bytes)} RAM`}>${figure("backed_bytes")}<//>
+      <${Stat} label="Folded" tone="main">${figure("folded_bytes")}<//>
+      <${Stat} label="PSS of QEMU" note="each shared page in parts">${figure("pss_bytes")}<//>
+      <${Stat} label="Mappings" note=${`of ${sample.ledger.host.max_map_count.toLocaleString("en")}`}>${vm ? vm.mappings.toLocaleString("en") : "–"}<//>
     </div>
     ${list.length > 0 && html`<ul class="problems">${list.map((text) => html`<li><${Badge} tone="warn">look<//> ${text}</li>`)}</ul>`}
+    ${!vm && html`<p class="empty" role="status">This VM's memory is not measured yet: the VM has just begun, or its page tables cannot be read.</p>`}
     <div class="grid">
-      <${Card} title="Where its RAM is" wide><${Stack} parts=${parts} label=${`RAM of ${name}`} /><//>
-      <${MemoryMap} name=${name} theme=${theme} swap=${info.swap} />
+      ${vm && html`<${Card} title="Where its RAM is" wide><${Stack} parts=${parts} label=${`RAM of ${name}`} /><//>
+        <${MemoryMap} name=${name} theme=${theme} swap=${info.swap} />`}
       <${Card} title="Facts">
         <dl class="facts">
           ${fact("Trust domain", info.domain ?? "none: the VM shares with no other VM")}
+          ${fact("State", info.state || "–")}
           ${fact("QEMU", `${info.qemu}, process ${info.pid}, ${info.libvirt ? `libvirt's domain ${info.libvirt}` : info.origin}`)}
           ${fact("Guest", info.agent ?? "no agent")}
           ${fact("Folding again", info.refold_problems.length ? `at pauses only: ${info.refold_problems.join("; ")}` : "any time")}
-          ${fact("Merged by KSM", bytes(vm.ksm_merged_bytes))}
-          ${fact("In huge pages", bytes(vm.huge_bytes))}
+          ${vm && fact("Merged by KSM", bytes(vm.ksm_merged_bytes))}
+          ${vm && fact("In huge pages", bytes(vm.huge_bytes))}
           ${fold && fact("Folded so far", bytes(fold.folded_pages * 4096))}
           ${fold && fact("Folded again", bytes(fold.refolded_pages * 4096))}
           ${fold && fact("Longest freeze", `${(fold.freeze_max_ns / 1e6).toFixed(2)} ms`)}
         </dl>
         <div class="buttons">
-          <${Act} may=${may} what=${saveSnapshot([name], name)}>Save a snapshot …<//>
-          <${Act} may=${may} what=${fork(name)}>Fork …<//>
-          ${info.swap && html`<${Act} may=${may} what=${info.swap.place === "on_disk" ? borrow(name) : giveBack(name)}>${info.swap.place === "on_disk" ? "Borrow memory …" : "Return memory …"}<//>`}
-          <${Act} may=${may && info.agent} what=${execute(name)}>Run a command …<//>
-          <${Act} may=${may && info.origin === "started"} what=${reboot}>Reboot …<//>
+          <${Act} may=${mayAct} what=${saveSnapshot([name], name)}>Save a snapshot …<//>
+          <${Act} may=${mayAct} what=${fork(name)}>Fork …<//>
+          ${info.swap && html`<${Act} may=${mayAct} what=${info.swap.place === "on_disk" ? borrow(name) : giveBack(name)}>${info.swap.place === "on_disk" ? "Borrow memory …" : "Return memory …"}<//>`}
+          <${Act} may=${mayAct && info.agent} what=${execute(name)}>Run a command …<//>
+          <${Act} may=${mayAct && !info.libvirt} what=${info.state === "running" ? pause(name) : resume(name)}>${info.state === "running" ? "Pause …" : "Resume …"}<//>
+          <${Act} may=${mayAct && info.origin === "started"} what=${reboot}>Reboot …<//>
           <${Act} may=${may && info.origin === "started"} what=${stop} danger>Stop …<//>
         </div>
         ${info.libvirt && html`<p class="note">libvirt starts and stops this VM: <code>virsh shutdown "${info.libvirt}"</code>.</p>`}
       <//>
-      <${Segments} info=${info} may=${may} />
-      <${KsmCauses} name=${name} />
+      ${isAdopted(info) && html`<${Segments} info=${info} may=${may} /><${KsmCauses} name=${name} />`}
       <${OverTime} name=${name} theme=${theme} />
       <${SizeOverTime} name=${name} theme=${theme} />
     </div>`;

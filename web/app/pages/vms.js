@@ -22,13 +22,25 @@ export const withTemplate = (vm) => ({ ...vm, template_bytes: vm.file_resident_b
 /** What is to be known of a swap disk that isn't where it should be. */
 const SWAP_PROBLEMS = { degraded: "swap: a copy on lent memory is lost", on_copy: "swap: on this host's disk, no longer lent", lost: "swap: lost with its lender" };
 
+/** Why a VM does not run, in one line: state, cause, and what would make it run again; null: it runs. */
+function standstill(info) {
+  if (!info.state || info.state === "running") return null;
+  const why = [info.state_cause, info.state_fix].filter(Boolean).join("; ");
+  return why ? `${info.state}: ${why}` : info.state;
+}
+
+/** Whether the daemon talks to the VM: not yet while the VM starts, or is taken over by a new daemon. */
+export const isAdopted = (info) => info.state !== "starting" && info.state !== "taking-over";
+
 export function problems(info) {
   if (!info) return [];
+  const still = standstill(info);
   const swap = SWAP_PROBLEMS[info.swap?.place];
   // Clones are no one's twins only when their guests have done it.
   const renewal = info.renewal;
+  const unheard = info.agent || !isAdopted(info) ? [] : ["no agent"];
   const alike = renewal?.pending ? ["identity not renewed yet: the guest has not answered"] : (renewal?.left ?? []).map((what) => `as in the snapshot: ${what}`);
-  return [...(info.agent ? [] : ["no agent"]), ...(swap ? [swap] : []), ...alike, ...info.agent_problems, ...info.fold_problems];
+  return [...(still ? [still] : []), ...unheard, ...(swap ? [swap] : []), ...alike, ...info.agent_problems, ...info.fold_problems];
 }
 
 /** Where a swap disk is, in words. */
@@ -38,9 +50,12 @@ export function swapPlace(swap) {
   return lenders.length ? `lent by ${lenders.join(" and ")}` : "on this host's disk";
 }
 
+/** A VM as an action left it, before the next sample has it. */
+export const showVm = (info) => changeSample((sample) => ({ ...sample, vms: [...sample.vms.filter((vm) => vm.name !== info.name), info] }));
+
 /** A VM that was started or taken on is in the list at once; its figures come with the next sample. */
 const known = (info) => {
-  changeSample((sample) => ({ ...sample, vms: [...sample.vms.filter((vm) => vm.name !== info.name), info] }));
+  showVm(info);
   return `${info.name} runs, as process ${info.pid}.`;
 };
 
@@ -176,16 +191,18 @@ export function Vms({ may }) {
   const trend = useMemo(() => new Map((past?.vms ?? []).map((vm) => [vm.name, vm.pss_bytes])), [past]);
   if (!live.sample) return html`<${Waiting} />`;
   const infos = new Map(live.sample.vms.map((info) => [info.name, info]));
-  const all = live.sample.ledger.vms;
+  // The ledger has no figures of a VM that has just begun, or whose page tables cannot be read.
+  const measured = new Map(live.sample.ledger.vms.map((vm) => [vm.name, vm]));
+  const all = live.sample.vms.map(({ name, domain, ram_bytes }) => ({ name, domain, ram_bytes, ...measured.get(name) }));
   const rows = all.filter((vm) => `${vm.name} ${vm.domain ?? ""}`.toLowerCase().includes(wanted.toLowerCase()));
   const figure = (key, name) => ({
     key,
     name,
     number: true,
-    value: (vm) => vm[key],
-    cell: (vm) => html`<${Bytes} value=${vm[key]} figure=${`vm.${vm.name}.${key}`} />`,
+    value: (vm) => vm[key] ?? -1,
+    cell: (vm) => html`<${Bytes} value=${vm[key]} figure=${measured.has(vm.name) ? `vm.${vm.name}.${key}` : undefined} />`,
   });
-  const trendOf = (vm) => [...(trend.get(vm.name) ?? []), vm.pss_bytes];
+  const trendOf = (vm) => [...(trend.get(vm.name) ?? []), vm.pss_bytes ?? null];
   const filter = html`<input type="search" placeholder="Name or domain" aria-label="Show only VMs whose name or domain contains this text" value=${wanted} onInput=${(e) => setWanted(e.target.value)} />`;
   const aside = html`${filter}
     <${Act} may=${may} what=${start} small>Start …<//><${Act} may=${may} what=${attach} small>Attach …<//><${Act} may=${may} what=${attachLibvirt} small>Of libvirt …<//>`;
@@ -196,7 +213,7 @@ export function Vms({ may }) {
         { key: "name", name: "VM", value: (vm) => vm.name, cell: (vm) => html`<a href=${`#/vms/${encodeURIComponent(vm.name)}`}>${vm.name}</a>` },
         { key: "domain", name: "Domain", value: (vm) => vm.domain ?? "", cell: (vm) => vm.domain ?? html`<span class="soft">alone</span>` },
         figure("ram_bytes", "RAM"),
-        { key: "strip", name: "Places", class: "strip", cell: (vm) => html`<${Stack} legend=${false} label=${`RAM of ${vm.name}`}
+        { key: "strip", name: "Places", class: "strip", cell: (vm) => measured.has(vm.name) && html`<${Stack} legend=${false} label=${`RAM of ${vm.name}`}
             parts=${PLACES.map(([name, key, color]) => ({ name, color, value: withTemplate(vm)[key] }))} />` },
         figure("backed_bytes", "Backed"),
         figure("folded_bytes", "Folded"),
@@ -207,10 +224,14 @@ export function Vms({ may }) {
           const swap = infos.get(vm.name)?.swap;
           return swap ? html`<${Bytes} value=${swap.bytes} figure=${`swap.${vm.name}`} /> <span class="soft">${swapPlace(swap)}</span>` : html`<span class="soft">none</span>`;
         } },
-        { key: "state", name: "State", value: (vm) => problems(infos.get(vm.name)).length, cell: (vm) => {
+        { key: "state", name: "State", value: (vm) => infos.get(vm.name)?.state ?? "", cell: (vm) => {
+          const state = infos.get(vm.name)?.state;
+          return state ? html`<${Badge} tone=${state === "running" ? "good" : "warn"}>${state}<//>` : "–";
+        } },
+        { key: "health", name: "Problems", value: (vm) => problems(infos.get(vm.name)).length, cell: (vm) => {
           const list = problems(infos.get(vm.name));
           if (list.length) return html`<${Badge} tone="warn" title=${list.join("; ")}>${list[0]}<//>`;
-          return live.sample.fold.paused ? html`<${Badge} tone="warn">folding is paused<//>` : html`<${Badge} tone="good">folding<//>`;
+          return live.sample.fold.paused ? html`<${Badge} tone="warn">folding is paused<//>` : html`<${Badge} tone="good">none<//>`;
         } },
       ]} />
     <dl class="legend names">${PLACES.map(([name, , color]) => html`<div><dt><i style=${{ background: `var(--${color})` }}></i>${name}</dt></div>`)}</dl>

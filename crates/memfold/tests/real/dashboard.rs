@@ -2,7 +2,8 @@
 //! those of `memfold report --json`.
 //!
 //! The steps in the browser are in `web/test/walk.mjs`. Screenshots are saved in
-//! `results/dashboard` of the repository.
+//! `results/dashboard` of the repository. Tests of single pages with a daemon that only pretends,
+//! in states that real VMs seldom have, are in `web/test/pages.mjs`.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -465,6 +466,19 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
         .execute("stop", Value::Null)
         .unwrap();
     walk.on();
+}
+
+#[test]
+fn dashboard_pages_show_states_that_a_pretended_daemon_reports() {
+    let Some(chromium) = browser_or_skip() else {
+        return;
+    };
+    let mut tests = Command::new("node");
+    tests.arg(repository().join("web/test/pages.mjs"));
+    let ran = tests.arg(chromium).output().unwrap();
+    println!("{}", String::from_utf8_lossy(&ran.stdout));
+    let words = String::from_utf8_lossy(&ran.stderr);
+    assert!(ran.status.success(), "a page's test failed: {words}");
 }
 
 #[test]

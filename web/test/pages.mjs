@@ -1,0 +1,95 @@
+// Tests of single pages in a real Chromium, with a daemon that only pretends (fake.mjs): what a page does in states that real VMs seldom have.
+//
+//   node pages.mjs CHROMIUM [WORD]
+//
+// Prints a line for each test, and fails if one of them does. WORD: only tests whose names contain it.
+
+import assert from "node:assert/strict";
+import { chromium } from "playwright-core";
+import { LOST, pretend, Status } from "./fake.mjs";
+import { recorded } from "./recorded.mjs";
+
+const [executablePath, word = ""] = process.argv.slice(2);
+const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"] });
+const PATIENCE_MS = 20_000;
+const tests = [];
+const test = (name, run) => tests.push({ name, run });
+
+/** A sample of so many VMs, changed: `change(live)`. */
+const sample = (count, change = () => {}) => {
+  const { live } = recorded(count);
+  live.ledger.taken_unix_s = Date.now() / 1000;
+  change(live);
+  return live;
+};
+
+const row = (page, text) => page.getByRole("row").filter({ hasText: text });
+const card = (page, title) => page.getByRole("region", { name: title, exact: true });
+const button = (within, name) => within.getByRole("button", { name, exact: true });
+const dialog = (page) => page.getByRole("dialog");
+const confirm = (page, name) => button(dialog(page), name).click();
+
+test("a VM that does not run is shown with its state, cause and fix, and can be resumed and paused", async ({ page, fake, open }) => {
+  fake.send(sample(2, (live) => {
+    Object.assign(live.vms[0], { state: "io-error", state_cause: "the disk is full", state_fix: "free space" });
+    Object.assign(live.vms[1], { state: "running" });
+  }));
+  fake.answers["POST /v1/vms/vm-000/resume"] = () => ({ ...fake.live.vms[0], state: "running", state_cause: null, state_fix: null });
+  fake.answers["POST /v1/vms/vm-000/pause"] = () => ({ ...fake.live.vms[0], state: "paused", state_cause: "someone paused it", state_fix: "resume it" });
+  await open("#/vms");
+  assert.match(await row(page, "vm-000").textContent(), /io-error: the disk is full; free space/);
+  await row(page, "vm-001").getByText("running", { exact: true }).waitFor();
+  await open("#/vms/vm-000");
+  await page.getByRole("listitem").filter({ hasText: "io-error: the disk is full; free space" }).waitFor();
+  assert.equal(await button(page, "Pause …").count(), 0);
+  await button(page, "Resume …").click();
+  await confirm(page, "Resume");
+  await button(page, "Pause …").click();
+  await confirm(page, "Pause");
+  await page.getByText("paused: someone paused it; resume it").waitFor();
+});
+
+test("a VM that is not measured yet is in the list, and its page shows state, cause and Stop", async ({ page, fake, open }) => {
+  fake.send(sample(2, (live) => {
+    Object.assign(live.vms[0], { state: "taking-over", state_cause: "QEMU does not answer", agent: null });
+    live.ledger.vms.shift();
+  }));
+  await open("#/vms");
+  const cells = await row(page, "vm-000").getByRole("cell").allTextContents();
+  assert.ok(cells.includes("–"), cells.join("|"));
+  assert.match(cells.join("|"), /taking-over: QEMU does not answer/);
+  await page.getByRole("heading", { name: "2 VMs" }).waitFor();
+  await open("#/vms/vm-000");
+  await page.getByText("not measured yet").waitFor();
+  await page.getByText("taking-over: QEMU does not answer").waitFor();
+  assert.equal(await button(page, "Fork …").count(), 0);
+  await button(page, "Stop …").waitFor();
+});
+
+let failed = 0;
+for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
+  const fake = await pretend();
+  const context = await browser.newContext({ viewport: { width: 1400, height: 900 } });
+  const page = await context.newPage();
+  page.setDefaultTimeout(PATIENCE_MS);
+  const faults = [];
+  page.on("pageerror", (error) => faults.push(error.stack));
+  // A page and its frame, at an address.
+  const open = async (hash) => {
+    if (page.url().startsWith(fake.origin)) await page.evaluate((to) => (location.hash = to), hash);
+    else await page.goto(`${fake.origin}/${hash}`);
+    await page.locator("h1").waitFor();
+  };
+  try {
+    await run({ page, fake, open, context });
+    assert.deepEqual(faults, []);
+    console.log(`passed: ${name}`);
+  } catch (error) {
+    failed += 1;
+    console.log(`FAILED: ${name}\n${error.stack}\n${faults.join("\n")}\n${await page.textContent("body").catch(() => "")}`);
+  }
+  await context.close();
+}
+console.log(`${failed} failed`);
+await browser.close();
+process.exit(failed ? 1 : 0);
