@@ -49,8 +49,10 @@ export const part = (name) => encodeURIComponent(name);
 
 // The live sample: one stream for the whole page, which ends while nobody sees the page.
 const listeners = new Set();
-const state = { sample: null, connected: false, refused: null };
+// `arrived`: when its figures came, by the browser's clock; `late`: the next ones are missing.
+const state = { sample: null, connected: false, refused: null, arrived: 0, late: false };
 let source = null;
+let opened = 0;
 
 function tell() {
   for (const listener of listeners) listener();
@@ -62,8 +64,13 @@ let live = false;
 function open() {
   if (!live || source || document.hidden) return;
   source = new EventSource("/v1/live");
+  opened = Date.now();
   source.addEventListener("sample", (event) => {
-    state.sample = JSON.parse(event.data);
+    const sample = JSON.parse(event.data);
+    // A new stream begins with the last sample, which may be an old one.
+    if (sample.ledger.taken_unix_s !== state.sample?.ledger.taken_unix_s) state.arrived = Date.now();
+    state.sample = sample;
+    state.late = isLate();
     state.connected = true;
     state.refused = null;
     tell();
@@ -84,6 +91,24 @@ function open() {
     }
   };
 }
+
+/** How long the page waits for a sample, in milliseconds. */
+const patience = () => 2 * state.sample.interval_ms + 20_000;
+const isLate = () => state.sample !== null && Date.now() - state.arrived > patience();
+
+/** A stream may stand still without an end, for example after the host or this computer slept: another one is opened. */
+function watch() {
+  if (!live || document.hidden) return;
+  const late = isLate();
+  if (late && source && Date.now() - opened > patience()) {
+    close();
+    open();
+  }
+  if (late === state.late) return;
+  state.late = late;
+  tell();
+}
+setInterval(watch, 1000);
 
 /** Why the stream was refused, which an `EventSource` doesn't tell; null: it isn't any more. */
 async function whyClosed() {

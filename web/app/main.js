@@ -3,7 +3,7 @@
 import { render } from "../vendor/preact.js";
 import { useEffect, useState } from "../vendor/preact-hooks.js";
 import { beginLive, del, endLive, get, onLoggedOut, post, useLive } from "./api.js";
-import { time } from "./format.js";
+import { duration, time } from "./format.js";
 import { html } from "./html.js";
 import { Dialog, Failure, Waiting } from "./ui.js";
 import { Doctor } from "./pages/doctor.js";
@@ -72,9 +72,18 @@ function ThemeSwitch() {
 
 function LiveState() {
   const live = useLive();
+  const [, again] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => again((n) => n + 1), 1000);
+    return () => clearInterval(timer);
+  }, []);
   if (!live.sample) return html`<p class=${`live ${live.refused ? "off" : ""}`} role="status"><i></i>${live.refused ? "not live" : "connecting …"}</p>`;
   const at = time(live.sample.ledger.taken_unix_s);
-  return html`<p class=${`live ${live.connected ? "on" : "off"}`}><i></i>${live.connected ? `as of ${at}` : `no contact since ${at}`}</p>`;
+  if (!live.connected) return html`<p class="live off"><i></i>no contact since ${at}</p>`;
+  if (live.late) return html`<p class="live off"><i></i>no new figures since ${at}</p>`;
+  // Where figures come seldom, one wants to know how old they are.
+  const age = live.sample.interval_ms > 30_000 ? `, ${duration(Date.now() - live.arrived)} old` : "";
+  return html`<p class="live on"><i></i>as of ${at}${age}</p>`;
 }
 
 /** Why nothing on the page is live: the daemon says so. */

@@ -66,6 +66,25 @@ test("a VM that is not measured yet is in the list, and its page shows state, ca
   await button(page, "Stop …").waitFor();
 });
 
+test("figures that no newer ones replace are called old, and the stream is opened again", async ({ page, fake, open }) => {
+  await page.clock.install();
+  fake.send(sample(2, (live) => (live.interval_ms = 60_000)));
+  await open("#/host");
+  await page.locator(".live.on").filter({ hasText: / old$/ }).waitFor();
+  const first = [...fake.streams][0];
+  await page.clock.fastForward(139_000);
+  await page.locator(".live.on").waitFor();
+  await page.clock.fastForward(3_000);
+  await page.locator(".live.off").filter({ hasText: "no new figures since" }).waitFor();
+  while (fake.streams.has(first) || !fake.streams.size) await page.waitForTimeout(50);
+  // The new stream begins with the old sample.
+  await page.waitForTimeout(300);
+  await page.locator(".live.off").waitFor();
+  fake.send(sample(2, (live) => Object.assign(live.fold, { age_s: 75 })));
+  await page.locator(".live.on").waitFor();
+  await page.getByText("These figures are 1 min 15 s old").waitFor();
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

@@ -3,7 +3,7 @@
 import { useMemo, useState } from "../../vendor/preact-hooks.js";
 import { changeSample, post, put, useAnswer, useLive } from "../api.js";
 import { Chart, values } from "../charts.js";
-import { bytes, percent, plural, time } from "../format.js";
+import { bytes, duration, percent, plural, time } from "../format.js";
 import { html } from "../html.js";
 import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
 
@@ -174,6 +174,7 @@ function Folding({ fold, may }) {
   };
   const waiting = fold.hint_to_fold_p50_s;
   return html`<${Card} title="Folding" third aside=${html`<${Badge} tone=${fold.paused ? "warn" : "good"}>${fold.paused ? "paused" : "on"}<//>`}>
+    ${fold.age_s > 0 && html`<p class="failure" role="status">These figures are ${duration(fold.age_s * 1000)} old: the folding engine waits for a QEMU that does not answer.</p>`}
     <dl class="facts">
       <div><dt>Budget</dt><dd>${percent(fold.cpu_share * 100)} of a core${fold.pages_per_second ? `, ${fold.pages_per_second} pages/s` : ""}</dd></div>
       <div><dt>CPU used</dt><dd>${fold.engine_cpu_s.toFixed(2)} s engine, ${fold.library_cpu_s.toFixed(2)} s in QEMUs</dd></div>
