@@ -178,7 +178,7 @@ const giveBack = (name) => ({
 
 const execute = (name) => ({
   title: `Run a command in ${name}`,
-  text: "Runs as root in the guest, by its agent. The audit log records the command.",
+  text: "Runs as root in the guest, by its agent. The audit log says who ran a command and when; it leaves out the command's text, which may contain secrets.",
   fields: [
     { name: "script", label: "Shell text", type: "textarea", required: true },
     { name: "timeout", label: "Seconds that it may take", type: "number", min: 1, max: 600, value: 60, required: true },
