@@ -85,6 +85,34 @@ test("figures that no newer ones replace are called old, and the stream is opene
   await page.getByText("These figures are 1 min 15 s old").waitFor();
 });
 
+test("the sharing of 520 VMs is drawn for 40 of them, and the 200 largest pairs are listed", async ({ page, fake, open }) => {
+  const vms = Array.from({ length: 520 }, (_, n) => ({ vm: `vm-${String(n).padStart(3, "0")}`, domain: n < 500 ? "big" : "small", mapped_bytes: n << 20 }));
+  const pairs = [];
+  for (const [n, a] of vms.entries()) for (const b of vms.slice(0, n)) if (a.domain === b.domain) pairs.push({ a: b.vm, b: a.vm, folded_bytes: (n + 1) << 20, template_bytes: 0, segment_bytes: 0 });
+  // All 124,940 of them, as an older daemon would answer: they were too many for one call of Math.max.
+  fake.answers["GET /v1/sharing"] = { vms, pairs };
+  await open("#/sharing");
+  const matrix = page.getByRole("region", { name: "Sharing matrix" });
+  await matrix.waitFor();
+  assert.equal(await matrix.locator("tbody tr").count(), 40);
+  assert.equal(await page.getByRole("region", { name: "Pairs that share, a table" }).locator("tbody tr").count(), 200);
+  await page.getByText("leaves out 480 VMs").waitFor();
+  await page.getByText("leaves out 124,740 smaller pairs").waitFor();
+  await page.getByLabel("VMs of the matrix").selectOption("trust domain small");
+  await matrix.getByText("vm-519").first().waitFor();
+  assert.equal(await matrix.locator("tbody tr").count(), 20);
+});
+
+test("a pair that the daemon left out is shown as at most so large", async ({ page, fake, open }) => {
+  const vms = ["a", "b", "c"].map((vm) => ({ vm, domain: "d", mapped_bytes: 9 << 20 }));
+  const pairs = [["a", "b", 8], ["b", "c", 5]].map(([a, b, mib]) => ({ a, b, folded_bytes: mib << 20, template_bytes: 0, segment_bytes: 0 }));
+  fake.answers["GET /v1/sharing"] = { vms, pairs, pairs_total: 3 };
+  await open("#/sharing");
+  const matrix = page.getByRole("region", { name: "Sharing matrix" });
+  await matrix.getByText("≤ 5.00 MiB").first().waitFor();
+  await page.getByText("leaves out 1 smaller pair.").waitFor();
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();
