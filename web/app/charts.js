@@ -22,24 +22,50 @@ const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power);
 /** Rows of a table of a chart: not more than a person reads. */
 const TABLE_ROWS = 24;
 
+/** Points that are further apart than this and three steps have nothing measured between them: a host with many processes has a sample each 10 minutes. */
+const LONGEST_STEP_S = 1300;
+
+/** The same points with one more, at which nothing is known, wherever nothing was measured for long. `step`: seconds of a point. */
+export function withGaps(t, step, all) {
+  const longest = Math.max(3 * step, LONGEST_STEP_S);
+  const times = [];
+  const from = [];
+  t.forEach((at, i) => {
+    if (i > 0 && at - t[i - 1] > longest) {
+      times.push((at + t[i - 1]) / 2);
+      from.push(null);
+    }
+    times.push(at);
+    from.push(i);
+  });
+  return { t: times, all: all.map((values) => from.map((i) => (i === null ? null : values[i] ?? null))) };
+}
+
+/** Each part on the sum of those before it; nothing where no part is known. */
+export function stackSums(t, parts) {
+  const isKnown = t.map((_, i) => parts.some((values) => values[i] !== null));
+  let below = t.map(() => 0);
+  return parts.map((values) => {
+    below = below.map((sum, i) => sum + Math.max(0, values[i] ?? 0));
+    return below.map((sum, i) => (isKnown[i] ? sum : null));
+  });
+}
+
 /**
- * `t`: seconds; `series`: {name, values, color, line: not a part of the stack}; `stacked`: parts lie on each other.
+ * `t`: seconds; `step`: seconds of a point; `series`: {name, values, color, line: not a part of the stack}; `stacked`: parts lie on each other.
  */
-export function Chart({ t, series, stacked, format = bytes, label, height = 220 }) {
+export function Chart({ t, step = 0, series, stacked, format = bytes, label, height = 220 }) {
   const box = useRef(null);
   const known = t.length > 1;
   const theme = document.documentElement.dataset.theme ?? "";
   useEffect(() => {
     if (!known) return undefined;
-    const parts = series.filter((s) => stacked && !s.line);
-    const lines = series.filter((s) => !stacked || s.line);
-    // Each part lies on the sum of those before it; the highest is drawn first.
-    const sums = [];
-    let below = t.map(() => 0);
-    for (const part of parts) {
-      below = below.map((sum, i) => sum + Math.max(0, part.values[i] ?? 0));
-      sums.push(below);
-    }
+    const gapped = withGaps(t, step, series.map((s) => s.values));
+    const told = series.map((s, i) => ({ ...s, values: gapped.all[i] }));
+    const parts = told.filter((s) => stacked && !s.line);
+    const lines = told.filter((s) => !stacked || s.line);
+    const sums = stackSums(gapped.t, parts.map((part) => part.values));
+    // The highest part is drawn first.
     const drawn = [...parts.map((part, i) => ({ ...part, drawn: sums[i], fill: true })).reverse(), ...lines.map((line) => ({ ...line, drawn: line.values }))];
     const axis = { stroke: color("ink-soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1 }, font: "11px system-ui, sans-serif" };
     const options = {
@@ -62,20 +88,20 @@ export function Chart({ t, series, stacked, format = bytes, label, height = 220 
       hooks: {
         setCursor: [(plot) => {
           const at = plot.cursor.idx;
-          const shown = at === null || at === undefined ? "" : `${time(t[at])}   ${series.map((s) => `${s.name} ${format(s.values[at])}`).join("   ")}`;
+          const shown = at === null || at === undefined ? "" : `${time(gapped.t[at])}   ${told.map((s) => `${s.name} ${format(s.values[at])}`).join("   ")}`;
           box.current.nextElementSibling.textContent = shown;
         }],
       },
     };
-    const plot = new window.uPlot(options, [t, ...drawn.map((s) => s.drawn)], box.current);
+    const plot = new window.uPlot(options, [gapped.t, ...drawn.map((s) => s.drawn)], box.current);
     const resize = new ResizeObserver(() => box.current && plot.setSize({ width: box.current.clientWidth, height }));
     resize.observe(box.current);
     return () => {
       resize.disconnect();
       plot.destroy();
     };
-  }, [t, series, theme, height]);
-  if (!known) return html`<p class="empty">Too few samples yet: one is taken every 30 seconds.</p>`;
+  }, [t, step, series, theme, height]);
+  if (!known) return html`<p class="empty">Too few samples yet: one is taken every half minute, and every 10 minutes at most on a host with many processes.</p>`;
   const every = Math.max(1, Math.ceil(t.length / TABLE_ROWS));
   const rows = t.map((at, i) => ({ at, i })).filter(({ i }) => (t.length - 1 - i) % every === 0);
   return html`<figure class="chart">

@@ -113,6 +113,22 @@ test("a pair that the daemon left out is shown as at most so large", async ({ pa
   await page.getByText("leaves out 1 smaller pair.").waitFor();
 });
 
+test("a chart draws nothing where nothing was measured", async ({ page, fake, open }) => {
+  fake.send(sample(1));
+  await open("#/host");
+  const found = await page.evaluate(async () => {
+    const { stackSums, withGaps } = await import("/app/charts.js");
+    const { t, all } = withGaps([0, 600, 3600, 4200], 30, [[1, 2, 3, null], [5, 5, 5, null]]);
+    return { t, all, sums: stackSums(t, all), long: withGaps([0, 43200], 21600, [[1, 2]]).t };
+  });
+  assert.deepEqual(found, {
+    t: [0, 600, 2100, 3600, 4200],
+    all: [[1, 2, null, 3, null], [5, 5, null, 5, null]],
+    sums: [[1, 2, null, 3, null], [6, 7, null, 8, null]],
+    long: [0, 43200],
+  });
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

@@ -71,19 +71,19 @@ function OverTime({ theme }) {
   return html`
     <${Card} title="Memory over time" aside=${picker} wide>
       <${Failure} error=${error} />
-      ${drawn && html`<${Chart} t=${series.t} series=${drawn.places} stacked label="Where every byte is, over time" />`}
+      ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn.places} stacked label="Where every byte is, over time" />`}
     <//>
     <${Card} title="Saved over time">
-      ${drawn && html`<${Chart} t=${series.t} series=${drawn.saved} stacked label="What each mechanism saved, over time" height=${180} />`}
+      ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn.saved} stacked label="What each mechanism saved, over time" height=${180} />`}
     <//>
     <${Card} title="CPU cost of saving">
-      ${drawn && html`<${Chart} t=${series.t} series=${drawn.cost} label="CPU of folding and KSM over time, percent of one core" format=${(v) => percent(v, 2)} height=${180} />`}
+      ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn.cost} label="CPU of folding and KSM over time, percent of one core" format=${(v) => percent(v, 2)} height=${180} />`}
     <//>
     <${Card} title="Owed over time">
-      ${drawn && html`<${Chart} t=${series.t} series=${drawn.owed} label="Memory that guests could claim over time, and memory available for it" height=${180} />`}
+      ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn.owed} label="Memory that guests could claim over time, and memory available for it" height=${180} />`}
     <//>
     ${drawn?.lent && html`<${Card} title="Lent and borrowed over time">
-      <${Chart} t=${series.t} series=${drawn.lent} label="Memory lent to other hosts and borrowed from them, over time" height=${180} />
+      <${Chart} t=${series.t} step=${series.step_s} series=${drawn.lent} label="Memory lent to other hosts and borrowed from them, over time" height=${180} />
     <//>`}`;
 }
 

@@ -111,9 +111,9 @@ export function SizeOverTime({ name, theme }) {
   return html`
     <${Card} title="Size and need over time" aside=${spanPicker(span, setSpan, "How far back for size and need")}>
       <${Failure} error=${error} />
-      ${drawn && html`<${Chart} t=${series.t} series=${drawn.sizes} label=${`Size, target and working set of ${name} over time`} height=${180} />`}
+      ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn.sizes} label=${`Size, target and working set of ${name} over time`} height=${180} />`}
     <//>
     <${Card} title="Memory pressure over time">
-      ${drawn && html`<${Chart} t=${series.t} series=${drawn.pressure} label=${`Share of time in which tasks of ${name} waited for memory`} format=${(v) => percent(v, 2)} height=${180} />`}
+      ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn.pressure} label=${`Share of time in which tasks of ${name} waited for memory`} format=${(v) => percent(v, 2)} height=${180} />`}
     <//>`;
 }

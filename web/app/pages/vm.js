@@ -115,7 +115,7 @@ function OverTime({ name, theme }) {
   }, [series, theme]);
   return html`<${Card} title="Over time" aside=${spanPicker(span, setSpan, "How far back")} wide>
     <${Failure} error=${error} />
-    ${drawn && html`<${Chart} t=${series.t} series=${drawn} stacked label=${`Where the RAM of ${name} is, over time`} />`}
+    ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn} stacked label=${`Where the RAM of ${name} is, over time`} />`}
   <//>`;
 }
 
