@@ -19,6 +19,10 @@ function withAlpha(hex, alpha) {
 /** Round steps of an axis: binary for bytes. */
 const BINARY = Array.from({ length: 50 }, (_, power) => 2 ** power);
 
+/** Lines differ by more than their colors: solid, dashed, dotted. */
+const DASHES = [[], [9, 5], [2, 3]];
+const BORDERS = ["solid", "dashed", "dotted"];
+
 /** Rows of a table of a chart: not more than a person reads. */
 const TABLE_ROWS = 24;
 
@@ -66,7 +70,7 @@ export function Chart({ t, step = 0, series, stacked, format = bytes, label, hei
     const lines = told.filter((s) => !stacked || s.line);
     const sums = stackSums(gapped.t, parts.map((part) => part.values));
     // The highest part is drawn first.
-    const drawn = [...parts.map((part, i) => ({ ...part, drawn: sums[i], fill: true })).reverse(), ...lines.map((line) => ({ ...line, drawn: line.values }))];
+    const drawn = [...parts.map((part, i) => ({ ...part, drawn: sums[i], fill: true })).reverse(), ...lines.map((line, i) => ({ ...line, drawn: line.values, dash: DASHES[i % DASHES.length] }))];
     const axis = { stroke: color("ink-soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1 }, font: "11px system-ui, sans-serif" };
     const options = {
       width: box.current.clientWidth,
@@ -82,6 +86,7 @@ export function Chart({ t, step = 0, series, stacked, format = bytes, label, hei
         label: s.name,
         stroke: color(s.color),
         width: s.fill ? 1 : 2,
+        dash: s.dash,
         fill: s.fill ? withAlpha(color(s.color), 0.85) : undefined,
         points: { show: false },
       }))],
@@ -102,12 +107,14 @@ export function Chart({ t, step = 0, series, stacked, format = bytes, label, hei
     };
   }, [t, step, series, theme, height]);
   if (!known) return html`<p class="empty">Too few samples yet: one is taken every half minute, and every 10 minutes at most on a host with many processes.</p>`;
+  const lines = series.filter((s) => !stacked || s.line);
+  const key = (s) => (lines.includes(s) ? { borderTop: `3px ${BORDERS[lines.indexOf(s) % BORDERS.length]} var(--${s.color})` } : { background: `var(--${s.color})` });
   const every = Math.max(1, Math.ceil(t.length / TABLE_ROWS));
   const rows = t.map((at, i) => ({ at, i })).filter(({ i }) => (t.length - 1 - i) % every === 0);
   return html`<figure class="chart">
     <div class="plot" ref=${box} role="img" aria-label=${`${label}; the table below has the figures`}></div>
     <p class="cursor" aria-hidden="true"></p>
-    <figcaption class="key">${series.map((s) => html`<span><i class=${s.line || !stacked ? "line" : ""} style=${{ background: `var(--${s.color})` }}></i>${s.name}</span>`)}</figcaption>
+    <figcaption class="key">${series.map((s) => html`<span><i class=${lines.includes(s) ? "line" : ""} style=${key(s)}></i>${s.name}</span>`)}</figcaption>
     <details><summary>As a table</summary>
       <div class="table-box" tabindex="0" role="region" aria-label=${`${label}, as a table`}><table>
         <caption class="hidden">${label}</caption>

@@ -129,6 +129,29 @@ test("a chart draws nothing where nothing was measured", async ({ page, fake, op
   });
 });
 
+test("lines of a chart differ by their dashes and stand out from the card", async ({ page, fake, open }) => {
+  const now = Math.floor(Date.now() / 1000);
+  const t = Array.from({ length: 20 }, (_, i) => now - 600 + i * 30);
+  fake.answers["GET /v1/history"] = { t, step_s: 30, names: ["debt_bytes", "debt_absorbable_bytes"], values: [t.map((_, i) => i << 24), t.map((_, i) => (40 - i) << 24)] };
+  fake.send(sample(1));
+  await open("#/host");
+  const lines = card(page, "Owed over time").locator(".key i");
+  await lines.nth(1).waitFor();
+  assert.deepEqual(await lines.evaluateAll((all) => all.map((e) => getComputedStyle(e).borderTopStyle)), ["solid", "dashed"]);
+  // WCAG 2.1 asks for a contrast of 3 for parts of graphics.
+  const contrasts = await lines.evaluateAll((all) => {
+    const light = (rgb) => {
+      const [r, g, b] = rgb.match(/\d+/g).map((n) => (n / 255 <= 0.04045 ? n / 255 / 12.92 : ((n / 255 + 0.055) / 1.055) ** 2.4));
+      return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+    };
+    return all.map((e) => {
+      const [a, b] = [light(getComputedStyle(e).borderTopColor), light(getComputedStyle(e.closest(".card")).backgroundColor)];
+      return Math.max(a, b) / Math.min(a, b);
+    });
+  });
+  assert.ok(contrasts[1] >= 3, String(contrasts));
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

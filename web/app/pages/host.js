@@ -61,7 +61,7 @@ function OverTime({ theme }) {
     saved.push({ name: "Total, less memfold itself", color: "ink", line: true, values: of("saved_net_bytes") });
     const cpu = [["Engine", "engine_cpu_ms", "folded"], ["In QEMUs", "library_cpu_ms", "template"], ["ksmd", "ksmd_cpu_ms", "ksm"]];
     const cost = cpu.map(([name, key, color]) => ({ name, color, values: rate(series.t, of(key)) }));
-    const owed = [["Owed when written to", "debt_bytes", "unfolded"], ["Available for it", "debt_absorbable_bytes", "free"]];
+    const owed = [["Owed when written to", "debt_bytes", "unfolded"], ["Available for it", "debt_absorbable_bytes", "ink"]];
     const lent = [["Lent to other hosts", "lent_bytes", "swapped"], ["Borrowed from other hosts", "borrowed_bytes", "segment"]];
     const lines = (parts) => parts.map(([name, key, color]) => ({ name, color, values: of(key) }));
     const lends = lent.some(([, key]) => of(key).some((value) => value > 0));
