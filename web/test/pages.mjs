@@ -152,6 +152,30 @@ test("lines of a chart differ by their dashes and stand out from the card", asyn
   assert.ok(contrasts[1] >= 3, String(contrasts));
 });
 
+test("a VM that has ended is shown with its history and events, and is started by its definition", async ({ page, fake, open }) => {
+  fake.send(sample(1));
+  const now = Math.floor(Date.now() / 1000);
+  const t = [now - 900, now - 600, now - 300];
+  fake.answers["GET /v1/vms/db/history"] = { t, step_s: 30, names: ["private_bytes", "pss_bytes"], values: [t, t] };
+  fake.answers["GET /v1/events"] = [{ at_unix_s: now, kind: "vm", vm: "db", warning: true, text: "QEMU has crashed" }, { at_unix_s: now, kind: "vm", vm: "web", warning: false, text: "began" }];
+  fake.answers["GET /v1/definitions/db"] = { name: "db", state: "off", problem: null, fix: null, definition: { autostart: true, order: 3, vm: { name: "db", memory: "2G", domain: "d" } } };
+  fake.answers["POST /v1/definitions/db/start"] = { ...fake.live.vms[0], name: "db", pid: 77, state: "starting" };
+  await open("#/vms/db");
+  await page.getByText("No VM of this name runs.").waitFor();
+  await page.locator(".chart canvas").waitFor();
+  await row(page, "QEMU has crashed").waitFor();
+  assert.equal(await row(page, "began").count(), 0);
+  await page.getByText("starts, order 3").waitFor();
+  await button(page, "Start this VM …").click();
+  await confirm(page, "Start it");
+  await dialog(page).getByText("db runs, as process 77.").waitFor();
+  await button(dialog(page), "Close").click();
+  await page.getByText("not measured yet").waitFor();
+  await open("#/vms/never");
+  await page.getByText("The last 1,000 events have none of this VM.").waitFor();
+  assert.equal(await card(page, "Definition").count(), 0);
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

@@ -35,6 +35,7 @@ const FILES: &[File] = files![
     "/app/starts.js" "app/starts.js" SCRIPT,
     "/app/ui.js" "app/ui.js" SCRIPT,
     "/app/pages/doctor.js" "app/pages/doctor.js" SCRIPT,
+    "/app/pages/ended.js" "app/pages/ended.js" SCRIPT,
     "/app/pages/estimate.js" "app/pages/estimate.js" SCRIPT,
     "/app/pages/events.js" "app/pages/events.js" SCRIPT,
     "/app/pages/host.js" "app/pages/host.js" SCRIPT,

@@ -21,17 +21,21 @@ function Audit() {
   <//>`;
 }
 
+/** Events, newest first. */
+export const EventTable = ({ label, events, empty }) => html`
+  <${Table} label=${label} rows=${events} rowKey=${(e) => `${e.at_unix_s} ${e.kind} ${e.vm} ${e.text}`} empty=${empty} columns=${[
+    { key: "at", name: "Time", value: (e) => e.at_unix_s, cell: (e) => time(e.at_unix_s) },
+    { key: "kind", name: "About", value: (e) => e.kind, cell: (e) => html`<${Badge} tone=${e.warning ? "warn" : ""}>${e.kind}<//>` },
+    { key: "vm", name: "VM", value: (e) => e.vm ?? "", cell: (e) => (e.vm ? html`<a href=${`#/vms/${encodeURIComponent(e.vm)}`}>${e.vm}</a>` : "") },
+    { key: "text", name: "What", class: "prose", value: (e) => e.text },
+  ]} />`;
+
 export function Events({ may }) {
   const { value: events, error } = useAnswer("/v1/events?count=200", "", 15000);
   return html`
     <${Card} title="What changed" wide>
       <${Failure} error=${error} />
-      <${Table} label="Events" rows=${events ?? []} rowKey=${(e) => `${e.at_unix_s} ${e.kind} ${e.vm} ${e.text}`} empty="No events yet." columns=${[
-        { key: "at", name: "Time", value: (e) => e.at_unix_s, cell: (e) => time(e.at_unix_s) },
-        { key: "kind", name: "About", value: (e) => e.kind, cell: (e) => html`<${Badge} tone=${e.warning ? "warn" : ""}>${e.kind}<//>` },
-        { key: "vm", name: "VM", value: (e) => e.vm ?? "", cell: (e) => (e.vm ? html`<a href=${`#/vms/${encodeURIComponent(e.vm)}`}>${e.vm}</a>` : "") },
-        { key: "text", name: "What", class: "prose", value: (e) => e.text },
-      ]} />
+      <${EventTable} label="Events" events=${events ?? []} empty="No events yet." />
     <//>
     ${may && html`<${Audit} />`}`;
 }

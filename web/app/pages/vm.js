@@ -2,12 +2,11 @@
 
 import { useEffect, useMemo, useRef, useState } from "../../vendor/preact-hooks.js";
 import { changeSample, del, part, post, useAnswer, useLive } from "../api.js";
-import { Chart, values } from "../charts.js";
 import { bytes, duration } from "../format.js";
 import { html } from "../html.js";
 import { fork, saveSnapshot } from "../starts.js";
 import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
-import { spanPicker } from "./host.js";
+import { Ended, OverTime } from "./ended.js";
 import { SizeOverTime } from "./rightsize.js";
 import { isAdopted, PLACES, problems, showVm, swapPlace, withTemplate } from "./vms.js";
 
@@ -102,20 +101,6 @@ function MemoryMap({ name, theme, swap }) {
           { name: "not touched", color: "free", value: s.bytes - s.resident_bytes },
         ]} /><span>${bytes(s.resident_bytes)} of ${bytes(s.bytes)}</span></div>`)}`}`}
     ${swap && html`<${Swap} name=${name} swap=${swap} again=${again} />`}
-  <//>`;
-}
-
-function OverTime({ name, theme }) {
-  const [span, setSpan] = useState(3600);
-  const { value: series, error } = useAnswer(`/v1/vms/${part(name)}/history?seconds=${span}&points=300`, "", 30000);
-  const drawn = useMemo(() => {
-    if (!series) return null;
-    const places = PLACES.map(([label, key, color]) => ({ name: label, color, values: values(series, key) }));
-    return [...places, { name: "PSS", color: "ink", line: true, values: values(series, "pss_bytes") }];
-  }, [series, theme]);
-  return html`<${Card} title="Over time" aside=${spanPicker(span, setSpan, "How far back")} wide>
-    <${Failure} error=${error} />
-    ${drawn && html`<${Chart} t=${series.t} step=${series.step_s} series=${drawn} stacked label=${`Where the RAM of ${name} is, over time`} />`}
   <//>`;
 }
 
@@ -227,7 +212,7 @@ export function Vm({ name, may, theme }) {
   if (!sample) return html`<${Waiting} />`;
   const vm = sample.ledger.vms.find((v) => v.name === name);
   const info = sample.vms.find((v) => v.name === name);
-  if (!info) return html`<p class="empty">No VM of this name runs. <a href="#/vms">All VMs</a></p>`;
+  if (!info) return html`<${Ended} name=${name} may=${may} theme=${theme} />`;
   const fold = sample.fold.vms.find((v) => v.name === name);
   const parts = vm && PLACES.map(([label, key, color]) => ({ name: label, color, value: withTemplate(vm)[key], figure: `vm.${name}.${key}` }));
   const figure = (key) => html`<${Bytes} value=${vm?.[key]} figure=${vm && `vm.${name}.${key}`} />`;

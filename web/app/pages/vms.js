@@ -152,6 +152,19 @@ function Domains({ may }) {
   <//>`;
 }
 
+/** Starts a defined VM; `done` is called after it. */
+export const startDefined = (info, done) => ({
+  title: `Start ${info.name}?`,
+  text: info.definition?.snapshot ? `The VM continues from the snapshot ${info.definition.snapshot}.` : "The VM boots as its definition describes it.",
+  fields: [DESPITE_BRAKE],
+  action: "Start it",
+  act: async (v) => {
+    const said = known(await post(`/v1/definitions/${part(info.name)}/start?despite_brake=${v.despite}`, {}));
+    done?.();
+    return said;
+  },
+});
+
 /** Defined VMs that do not run. */
 function Defined({ may }) {
   const [again, setAgain] = useState(0);
@@ -159,27 +172,16 @@ function Defined({ may }) {
   if (!definitions) return error && html`<${Card} title="Defined VMs that are off" wide><${Failure} error=${error} /><//>`;
   const off = definitions.filter((info) => info.state === "off");
   if (!off.length) return null;
-  const begin = (info) => ({
-    title: `Start ${info.name}?`,
-    text: info.definition?.snapshot ? `The VM continues from the snapshot ${info.definition.snapshot}.` : "The VM boots as its definition describes it.",
-    fields: [DESPITE_BRAKE],
-    action: "Start it",
-    act: async (v) => {
-      const said = known(await post(`/v1/definitions/${part(info.name)}/start?despite_brake=${v.despite}`, {}));
-      setAgain((n) => n + 1);
-      return said;
-    },
-  });
   const afterBoot = ({ definition }) => (definition?.autostart ? `starts, order ${definition.order}` : "does not start");
   const problem = (info) => [info.problem, info.fix].filter(Boolean).join("; ");
   return html`<${Card} title="Defined VMs that are off" wide>
     <${Table} label="Defined VMs that are off" rows=${off} rowKey=${(info) => info.name} first=${{ key: "name", down: false }} columns=${[
-      { key: "name", name: "VM", value: (info) => info.name },
+      { key: "name", name: "VM", value: (info) => info.name, cell: (info) => html`<a href=${`#/vms/${part(info.name)}`}>${info.name}</a>` },
       { key: "domain", name: "Domain", value: (info) => info.definition?.vm.domain ?? "", cell: (info) => info.definition?.vm.domain ?? html`<span class="soft">alone</span>` },
       { key: "memory", name: "RAM", value: (info) => info.definition?.vm.memory ?? "" },
       { key: "boot", name: "After a boot", value: afterBoot },
       { key: "problem", name: "Problem", class: "prose", value: problem },
-      { key: "act", name: "", cell: (info) => info.definition && html`<${Act} may=${may} what=${begin(info)} small>Start this VM …<//>` },
+      { key: "act", name: "", cell: (info) => info.definition && html`<${Act} may=${may} what=${startDefined(info, () => setAgain((n) => n + 1))} small>Start this VM …<//>` },
     ]} />
   <//>`;
 }
