@@ -5,7 +5,7 @@ import { useEffect, useState } from "../vendor/preact-hooks.js";
 import { beginLive, del, endLive, get, onLoggedOut, post, useLive } from "./api.js";
 import { duration, time } from "./format.js";
 import { html } from "./html.js";
-import { Dialog, Failure, Waiting } from "./ui.js";
+import { Dialog, Failure, Notices, notify, Waiting } from "./ui.js";
 import { Doctor } from "./pages/doctor.js";
 import { Estimate } from "./pages/estimate.js";
 import { Events } from "./pages/events.js";
@@ -92,7 +92,10 @@ function NotLive() {
   return html`<${Failure} error=${refused} />`;
 }
 
-function Login({ onDone }) {
+const SESSION_ENDED = "The session has ended (daemon restarted, or 1 h idle, 12 h in all).";
+
+/** `why`: why nobody is logged in, if that is not the normal case. */
+function Login({ onDone, why }) {
   const [secret, set] = useState("");
   const [error, setError] = useState(null);
   const enter = async (event) => {
@@ -106,6 +109,7 @@ function Login({ onDone }) {
   };
   return html`<main class="login"><div class="card">
     <h1><img src="/favicon.svg" alt="" width="28" height="28" /> memfold</h1>
+    <${Failure} error=${why} />
     <p>Run <code>memfold dashboard</code> on the host and open the address that it prints. Or enter a token.</p>
     <form onSubmit=${enter}>
       <div class="field"><label for="secret">Token or code</label>
@@ -122,10 +126,15 @@ function App() {
   const [theme, setTheme] = useState(0);
   const [error, setError] = useState(null);
 
-  const look = async () => {
+  const [why, setWhy] = useState(null);
+
+  // `refused`: the failure of a login by the address, if there was one.
+  const look = async (refused = null) => {
+    setWhy(refused);
     try {
       setSession(await get("/v1/session"));
       setError(null);
+      if (refused) notify("failure", `The login by this address failed; the earlier session goes on. ${refused.message}`, refused.hint);
       beginLive();
     } catch (failed) {
       if (failed.status === 401) setSession(null);
@@ -135,17 +144,19 @@ function App() {
   useEffect(() => {
     onLoggedOut(() => {
       endLive();
+      setWhy(new Error(SESSION_ENDED));
       setSession(null);
     });
     const begin = async () => {
+      let refused = null;
       const code = /^#login=([0-9a-f]{64})$/.exec(location.hash);
       if (code) {
         // Neither in the address bar nor in the history of the browser.
         history.replaceState(null, "", "/");
-        await post("/v1/session", { secret: code[1] }).catch(() => {});
+        await post("/v1/session", { secret: code[1] }).catch((failed) => (refused = failed));
         setAt(place());
       }
-      await look();
+      await look(refused);
     };
     begin();
     const moved = () => {
@@ -167,14 +178,15 @@ function App() {
   useEffect(() => {
     document.title = `${at.name ?? name} – memfold`;
   }, [at.page, at.name]);
-  if (error) return html`<main class="login"><div class="card"><h1>memfold</h1><${Failure} error=${error} /><button onClick=${look}>Try again</button></div></main>`;
+  if (error) return html`<main class="login"><div class="card"><h1>memfold</h1><${Failure} error=${error} /><button onClick=${() => look()}>Try again</button></div></main>`;
   if (session === undefined) return html`<${Waiting} />`;
-  if (session === null) return html`<${Login} onDone=${look} />`;
+  if (session === null) return html`<${Login} onDone=${() => look()} why=${why} />`;
 
   const may = session.role === "operate";
   const leave = async () => {
     await del("/v1/session").catch(() => {});
     endLive();
+    setWhy(null);
     setSession(null);
   };
   const body = at.page === "vms" && at.name ? html`<${Vm} key=${at.name} name=${at.name} may=${may} theme=${theme} />` : html`<${Page} may=${may} theme=${theme} />`;
@@ -194,7 +206,8 @@ function App() {
       </header>
       <main id="main"><h1 tabindex="-1">${at.page === "vms" && at.name ? html`<a href="#/vms">VMs</a> / ${at.name}` : name}</h1><${NotLive} />${body}</main>
     </div>
-    <${Dialog} />`;
+    <${Dialog} />
+    <${Notices} />`;
 }
 
 const root = document.getElementById("app");

@@ -86,6 +86,28 @@ export function Table({ label, columns, rows, rowKey, first, empty = "Nothing he
   </table></div>`;
 }
 
+// What is said beside the page until somebody closes it.
+let notices = [];
+let drawNotices = () => {};
+
+/** Says something beside the page. `tone`: "done" or "failure". */
+export function notify(tone, title, text = "") {
+  notices = [...notices, { tone, title, text }];
+  drawNotices();
+}
+
+export function Notices() {
+  const [, again] = useState(0);
+  drawNotices = () => again((n) => n + 1);
+  const close = (notice) => {
+    notices = notices.filter((other) => other !== notice);
+    drawNotices();
+  };
+  return html`<div class="notices" role="status">${notices.map((notice) => html`
+    <div class=${`notice ${notice.tone}`}><div><strong>${notice.title}</strong>${notice.text && html`<br />${notice.text}`}</div>
+      <button class="small" onClick=${() => close(notice)}>Close</button></div>`)}</div>`;
+}
+
 /** What a field holds before anybody has touched it: of a choice, what the browser shows as chosen. */
 function initial({ type, value, options }) {
   const untouched = { checkbox: () => false, select: () => options[0]?.value ?? options[0] };

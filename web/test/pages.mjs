@@ -176,6 +176,36 @@ test("a VM that has ended is shown with its history and events, and is started b
   assert.equal(await card(page, "Definition").count(), 0);
 });
 
+const CODE = `#login=${"a".repeat(64)}`;
+const OLD_CODE = new Status(401, { error: "neither a token nor a valid login code", hint: "a code is valid once" });
+
+test("a login by address that fails is told, on the form or beside the older session", async ({ page, fake, open }) => {
+  fake.answers["POST /v1/session"] = OLD_CODE;
+  fake.answers["GET /v1/session"] = new Status(401, { error: "log in" });
+  await open(CODE);
+  await page.getByLabel("Token or code").waitFor();
+  await page.getByRole("alert").getByText("neither a token nor a valid login code").waitFor();
+  delete fake.answers["GET /v1/session"];
+  await page.evaluate((to) => (location.hash = to), CODE);
+  await page.getByText("the earlier session goes on. neither a token").waitFor();
+  await button(page, "Close").click();
+  assert.equal(await page.locator(".notice").count(), 0);
+});
+
+test("the login form says that the session has ended, but not after a logout", async ({ page, fake, open }) => {
+  await open("#/events");
+  await page.getByText("No events yet.").waitFor();
+  fake.answers["GET /v1/snapshots"] = new Status(401, { error: "log in" });
+  await open("#/snapshots");
+  await page.getByRole("alert").getByText("The session has ended (daemon restarted, or 1 h idle, 12 h in all).").waitFor();
+  await page.reload();
+  delete fake.answers["GET /v1/snapshots"];
+  fake.answers["DELETE /v1/session"] = null;
+  await button(page, "Log out").click();
+  await page.getByLabel("Token or code").waitFor();
+  assert.equal(await page.getByRole("alert").count(), 0);
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();
