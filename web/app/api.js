@@ -15,6 +15,12 @@ export class Refused extends Error {
 let whenLoggedOut = () => {};
 export const onLoggedOut = (call) => (whenLoggedOut = call);
 
+/** What is known if no answer came. Whoever only asked, or logs in, may ask again. */
+const lost = (method, path, what) =>
+  method === "GET" || path === "/v1/session"
+    ? what
+    : { error: "The answer was lost; the action may still be running or be done.", hint: "Look at Events before you repeat it." };
+
 async function request(method, path, body) {
   let response;
   try {
@@ -26,13 +32,13 @@ async function request(method, path, body) {
       body: method === "GET" ? undefined : typeof body === "string" ? body : JSON.stringify(body ?? {}),
     });
   } catch {
-    throw new Refused(0, { error: "the daemon does not answer", hint: "it may be restarting; VMs go on without it" });
+    throw new Refused(0, lost(method, path, { error: "the daemon does not answer", hint: "it may be restarting; VMs go on without it" }));
   }
   let answer = null;
   try {
     answer = await response.json();
   } catch {
-    throw new Refused(response.status, { error: `the daemon answered ${response.status} without JSON` });
+    throw new Refused(response.status, lost(method, path, { error: `the daemon answered ${response.status} without JSON` }));
   }
   if (response.ok) return answer;
   if (response.status === 401 && path !== "/v1/session") whenLoggedOut();

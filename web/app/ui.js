@@ -119,7 +119,7 @@ let openDialog = () => {};
 
 /**
  * Asks before something is done. `fields`: {name, label, type: text|number|select|checkbox|textarea, value, options, hint}.
- * `act(values)` does it; what it returns is shown, what it throws too, and the dialog stays.
+ * `act(values)` does it; what it returns is shown, what it throws too, and the dialog stays. It may be closed meanwhile: a notice says how it went.
  */
 export const ask = (what) => openDialog(what);
 
@@ -128,9 +128,12 @@ export function Dialog() {
   const [what, set] = useState(null);
   const [values, setValues] = useState({});
   const [state, setState] = useState({ busy: false, error: null, done: null });
+  // What the dialog shows now; not what it showed when an action began.
+  const shown = useRef(null);
   openDialog = (asked) => {
     // A new object, so that the effect below runs also if the same is asked twice.
-    set({ ...asked });
+    shown.current = { ...asked };
+    set(shown.current);
     setValues(Object.fromEntries((asked.fields ?? []).map((f) => [f.name, initial(f)])));
     setState({ busy: false, error: null, done: null });
   };
@@ -140,21 +143,25 @@ export function Dialog() {
   // Not in the dialog's close event: that comes later, when somebody may have asked the next question already, which it would take away.
   const close = () => {
     box.current.close();
+    shown.current = null;
     set(null);
   };
   const cancel = (event) => {
     event.preventDefault();
-    if (!state.busy) close();
+    close();
   };
   const submit = async (event) => {
     event.preventDefault();
     setState({ busy: true, error: null, done: null });
+    const title = what.title.replace(/\?$/, "");
     try {
       const done = await what.act(values);
-      if (typeof done === "string") setState({ busy: false, error: null, done });
+      if (shown.current !== what) notify("done", title, typeof done === "string" ? done : "Done.");
+      else if (typeof done === "string") setState({ busy: false, error: null, done });
       else close();
     } catch (error) {
-      setState({ busy: false, error, done: null });
+      if (shown.current !== what) notify("failure", title, [error.message, error.hint].filter(Boolean).join("\n"));
+      else setState({ busy: false, error, done: null });
     }
   };
   const change = (field, event) => {
@@ -168,10 +175,11 @@ export function Dialog() {
       ${state.done === null && (what.fields ?? []).map((f) => html`<${Field} field=${f} value=${values[f.name]} onChange=${(e) => change(f, e)} />`)}
       <${Failure} error=${state.error} />
       ${state.done !== null && html`<p class="done" role="status">${state.done}</p>`}
+      ${state.busy && html`<p class="note" role="status">If you close this, a notice will say how it went.</p>`}
       <div class="buttons">
         ${state.done !== null
           ? html`<button type="button" class="primary" onClick=${close}>Close</button>`
-          : html`<button type="button" onClick=${close} disabled=${state.busy}>Cancel</button>
+          : html`<button type="button" onClick=${close}>${state.busy ? "Close" : "Cancel"}</button>
               <button type="submit" class=${what.danger ? "danger" : "primary"} disabled=${state.busy}>${state.busy ? "Working …" : what.action}</button>`}
       </div>
     </form>`}

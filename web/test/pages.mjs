@@ -206,6 +206,37 @@ test("the login form says that the session has ended, but not after a logout", a
   assert.equal(await page.getByRole("alert").count(), 0);
 });
 
+test("an action whose answer is lost may still be running, and the page says so", async ({ page, fake, open }) => {
+  fake.send(sample(1, (live) => (live.vms[0].state = "running")));
+  fake.answers["POST /v1/vms/vm-000/pause"] = LOST;
+  await open("#/vms/vm-000");
+  await button(page, "Pause …").click();
+  await confirm(page, "Pause");
+  await dialog(page).getByRole("alert").getByText("The answer was lost; the action may still be running or be done.").waitFor();
+  await dialog(page).getByText("Look at Events before you repeat it.").waitFor();
+});
+
+test("a dialog can be closed while it works, and a notice says how it went", async ({ page, fake, open }) => {
+  fake.send(sample(1, (live) => (live.vms[0].state = "running")));
+  let answer;
+  fake.answers["POST /v1/vms/vm-000/pause"] = () => new Promise((done) => (answer = done));
+  await open("#/vms/vm-000");
+  for (const [said, words] of [[new Status(409, { error: "the VM is being saved", hint: "wait" }), "the VM is being saved"], [{ ...fake.live.vms[0], state: "paused" }, "Done."]]) {
+    answer = null;
+    await button(page, "Pause …").click();
+    await confirm(page, "Pause");
+    await button(dialog(page), "Working …").waitFor();
+    await button(dialog(page), "Close").click();
+    await dialog(page).waitFor({ state: "hidden" });
+    while (!answer) await page.waitForTimeout(20);
+    answer(said);
+    const notice = page.locator(".notice").filter({ hasText: "Pause vm-000" }).filter({ hasText: words });
+    await notice.waitFor();
+    await button(notice, "Close").click();
+  }
+  await button(page, "Resume …").waitFor();
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();
