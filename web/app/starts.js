@@ -23,6 +23,17 @@ export async function start(snapshot, names, v) {
   return `${names.length} of ${names.length} started in ${Math.round(performance.now() - began)} ms.`;
 }
 
+/** So many names that begin with `prefix` and that neither a VM nor a definition has. */
+export async function freeNames(prefix, number) {
+  const lists = await Promise.all([get("/v1/vms"), get("/v1/definitions")]);
+  const taken = new Set(lists.flat().map((other) => other.name));
+  const names = [];
+  for (let n = 1; names.length < number; n += 1) {
+    if (!taken.has(`${prefix}-${n}`)) names.push(`${prefix}-${n}`);
+  }
+  return names;
+}
+
 /** VMs that continue a running VM. */
 export const fork = (vm) => ({
   title: `Fork ${vm}`,
@@ -35,11 +46,7 @@ export const fork = (vm) => ({
   ],
   action: "Fork",
   act: async (v) => {
-    const taken = (await get("/v1/vms")).map((other) => other.name);
-    const names = [];
-    for (let n = 1; names.length < Number(v.number); n += 1) {
-      if (!taken.includes(`${v.prefix}-${n}`)) names.push(`${v.prefix}-${n}`);
-    }
+    const names = await freeNames(v.prefix, Number(v.number));
     const { snapshot, pause_ms: pause } = await post(`/v1/vms/${part(vm)}/fork`, {});
     return `${await start(snapshot, names, v)} ${vm} stood still for ${Math.round(pause)} ms.`;
   },

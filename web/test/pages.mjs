@@ -237,6 +237,31 @@ test("a dialog can be closed while it works, and a notice says how it went", asy
   await button(page, "Resume …").waitFor();
 });
 
+const SNAPSHOT = { name: "warm", domain: "d", vm: "web", created_s: 1.8e9, memory_bytes: 1 << 30, disk_bytes: 1 << 28, parent: null, parent_bytes: 0, fork: false, key: null, users: [], problem: null };
+
+test("clones and forks get names that neither a VM nor a definition has", async ({ page, fake, open }) => {
+  fake.send(sample(1));
+  fake.answers["GET /v1/snapshots"] = [SNAPSHOT];
+  fake.answers["GET /v1/vms"] = [{ name: "warm-1" }, { name: "vm-000-fork-2" }];
+  fake.answers["GET /v1/definitions"] = [{ name: "warm-3", state: "off" }];
+  fake.answers["POST /v1/snapshots/warm/restore"] = {};
+  fake.answers["POST /v1/vms/vm-000/fork"] = { snapshot: "warm", pause_ms: 1 };
+  const started = () => fake.asked.filter(([key]) => key === "POST /v1/snapshots/warm/restore").map(([, body]) => body.vm);
+  await open("#/snapshots");
+  await button(page, "Clone …").click();
+  await dialog(page).getByLabel("How many").fill("2");
+  await confirm(page, "Clone");
+  await dialog(page).getByText("2 of 2 started").waitFor();
+  assert.deepEqual(started(), ["warm-2", "warm-4"]);
+  await button(dialog(page), "Close").click();
+  await open("#/vms/vm-000");
+  await button(page, "Fork …").click();
+  await dialog(page).getByLabel("How many").fill("2");
+  await confirm(page, "Fork");
+  await dialog(page).getByText("2 of 2 started").waitFor();
+  assert.deepEqual(started().slice(2), ["vm-000-fork-1", "vm-000-fork-3"]);
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

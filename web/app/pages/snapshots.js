@@ -4,7 +4,7 @@ import { useState } from "../../vendor/preact-hooks.js";
 import { del, part, post, useAnswer, useLive } from "../api.js";
 import { bytes, plural, time } from "../format.js";
 import { html } from "../html.js";
-import { RENEW, saveSnapshot, start } from "../starts.js";
+import { freeNames, RENEW, saveSnapshot, start } from "../starts.js";
 import { Act, Badge, Card, DESPITE_BRAKE, Empty, Failure, NAME, Stack, Waiting } from "../ui.js";
 
 /** Trees of who came from whom: a layer hangs below its parent, and another snapshot below its VM if that VM runs from a snapshot. */
@@ -47,7 +47,7 @@ function Actions({ snapshot, isParent, may, changed }) {
     action: "Clone",
     act: async (v) => {
       try {
-        return await start(name, Array.from({ length: Number(v.number) }, (_, n) => `${v.prefix}-${n + 1}`), v);
+        return await start(name, await freeNames(v.prefix, Number(v.number)), v);
       } finally {
         changed();
       }
