@@ -63,10 +63,13 @@ export const saveSnapshot = (vms, chosen, done) => ({
     { name: "keep", label: "Page cache", type: "select", options: [
       { value: "auto", label: "what ends soonest" }, { value: "none", label: "dropped: smallest" }, { value: "hot", label: "kept, as references to its disks" }, { value: "all", label: "kept, and free pages too" } ] },
     { name: "compress", label: "Compress the image", type: "checkbox" },
+    { name: "encrypt", label: "Encrypt memory and device state", type: "checkbox", hint: "With a key of the daemon (serve --snapshot-key)." },
+    { name: "key", label: "Key name", pattern: NAME, hint: "Empty: the only key that the daemon has." },
+    { name: "plain_disks", label: "Disks may be unencrypted", type: "checkbox", hint: "Accepts that an encrypted snapshot holds disks and other files unencrypted." },
   ],
   action: "Save",
   act: async (v) => {
-    await post("/v1/snapshots", { vm: v.vm, name: v.name, live: v.live, keep: v.keep, compress: v.compress });
+    await post("/v1/snapshots", { vm: v.vm, name: v.name, live: v.live, keep: v.keep, compress: v.compress, encrypt: v.encrypt, key: v.key || null, plain_disks: v.plain_disks });
     done?.();
     return `Saved as ${v.name}.`;
   },

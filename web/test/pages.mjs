@@ -262,6 +262,25 @@ test("clones and forks get names that neither a VM nor a definition has", async 
   assert.deepEqual(started().slice(2), ["vm-000-fork-1", "vm-000-fork-3"]);
 });
 
+test("an encrypted snapshot names its key, and a snapshot is saved with one", async ({ page, fake, open }) => {
+  fake.send(sample(1));
+  fake.answers["GET /v1/snapshots"] = [{ ...SNAPSHOT, key: "office" }];
+  // As the daemon does it.
+  fake.answers["POST /v1/snapshots"] = (body) => (body.encrypt || !body.key ? {} : new Status(400, { error: "set 'encrypt', too" }));
+  await open("#/snapshots");
+  await page.getByText("encrypted, key office", { exact: true }).waitFor();
+  await button(page, "Save a VM …").click();
+  await dialog(page).getByLabel("Name", { exact: true }).fill("cold");
+  await dialog(page).getByLabel("Key name").fill("office");
+  await confirm(page, "Save");
+  await dialog(page).getByRole("alert").getByText("set 'encrypt', too").waitFor();
+  await dialog(page).getByLabel("Encrypt memory and device state").setChecked(true);
+  await confirm(page, "Save");
+  await dialog(page).getByText("Saved as cold.").waitFor();
+  const [, body] = fake.asked.findLast(([key]) => key === "POST /v1/snapshots");
+  assert.deepEqual([body.encrypt, body.key, body.plain_disks], [true, "office", false]);
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

@@ -122,7 +122,7 @@ function Node({ snapshot, may, changed, hung, seen }) {
   const layers = hung.layers(snapshot.name);
   return html`<li>
     <div class="node">
-      <div><strong>${snapshot.name}</strong> <${Badge}>${snapshot.domain ?? "no domain"}<//> ${snapshot.fork && html`<${Badge} title="memfold removes it when no VM and no snapshot needs it">forks<//>`} ${snapshot.problem && html`<${Badge} tone="bad" title=${snapshot.problem}>unusable<//>`}
+      <div><strong>${snapshot.name}</strong> <${Badge}>${snapshot.domain ?? "no domain"}<//> ${snapshot.fork && html`<${Badge} title="memfold removes it when no VM and no snapshot needs it">forks<//>`} ${snapshot.key && html`<${Badge} title="Memory and device state are encrypted">encrypted, key ${snapshot.key}<//>`} ${snapshot.problem && html`<${Badge} tone="bad" title=${snapshot.problem}>unusable<//>`}
         <div class="note">of ${snapshot.vm}, ${time(snapshot.created_s)}; <${Holds} snapshot=${snapshot} />${snapshot.problem ? `; ${snapshot.problem}` : ""}</div></div>
       <${Actions} snapshot=${snapshot} isParent=${layers.length > 0} may=${may} changed=${changed} />
     </div>
