@@ -281,6 +281,34 @@ test("an encrypted snapshot names its key, and a snapshot is saved with one", as
   assert.deepEqual([body.encrypt, body.key, body.plain_disks], [true, "office", false]);
 });
 
+test("leases are drawn for at most 12 rows, with short names", async ({ page, fake, open }) => {
+  const lease = (n, host = "lender") => ({ id: `l${n}`, lender: { host }, borrower: "here", vm: `vm-${n}`, bytes: 1 << 30, durability: "disk", state: "active", recall_ms: null, left_ms: 5000 });
+  const report = { host: "here", registry: "here", registry_away: null, lending: null, lends_as: null, leases: [], lenders: [], borrowed: [], blast: [], distrusted: [], again: [] };
+  const long = "a-host-whose-name-is-longer-than-the-drawing";
+  fake.answers["GET /v1/leases"] = { ...report, leases: [lease(1, long), ...Array.from({ length: 11 }, (_, n) => lease(n + 2))] };
+  await open("#/leases");
+  const texts = page.locator(".graph text");
+  await texts.first().waitFor();
+  assert.equal(await texts.count(), 14);
+  const said = await texts.evaluateAll((all) => all.map((e) => [e.querySelector("title").textContent, [...e.childNodes].findLast((n) => n.nodeType === 3).textContent]));
+  assert.deepEqual(said[0], [long, `${long.slice(0, 25)}…`]);
+  assert.ok((await page.locator(".graph").boundingBox()).height > 12 * 25, "rows are legible");
+  fake.answers["GET /v1/leases"] = { ...report, leases: Array.from({ length: 13 }, (_, n) => lease(n)) };
+  await open("#/host");
+  await open("#/leases");
+  await page.getByText("1 lender and 13 borrowers: too many for a drawing.").waitFor();
+  assert.equal(await page.locator(".graph").count(), 0);
+});
+
+test("all of the navigation can be reached in a low window", async ({ page, open }) => {
+  await page.setViewportSize({ width: 1000, height: 300 });
+  await open("#/events");
+  const out = button(page, "Log out");
+  await out.scrollIntoViewIfNeeded();
+  const box = await out.boundingBox();
+  assert.ok(box.y + box.height <= 300, JSON.stringify(box));
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

@@ -7,6 +7,12 @@ import { html } from "../html.js";
 import { Act, Badge, Bytes, Card, Empty, Failure, NAME, Stat, Table, Waiting } from "../ui.js";
 
 const ROW = 44;
+/** More rows are not legible; then there is only the table. */
+const MOST_ROWS = 12;
+/** Characters that have room beside the lines. */
+const MOST_CHARACTERS = 26;
+
+const short = (name) => (name.length > MOST_CHARACTERS ? `${name.slice(0, MOST_CHARACTERS - 1)}…` : name);
 
 /** The interface's path of what borrows: a VM, or a swap volume `VG/LV` of the host. */
 const place = (name) => (name.includes("/") ? `/v1/volumes/${name.split("/").map(part).join("/")}` : `/v1/vms/${part(name)}`);
@@ -15,7 +21,9 @@ const place = (name) => (name.includes("/") ? `/v1/volumes/${name.split("/").map
 function Graph({ leases }) {
   const lenders = [...new Set(leases.map((l) => l.lender.host))];
   const borrowers = [...new Set(leases.map((l) => `${l.borrower} / ${l.vm}`))];
-  const height = Math.max(lenders.length, borrowers.length) * ROW;
+  const rows = Math.max(lenders.length, borrowers.length);
+  if (rows > MOST_ROWS) return html`<p class="note">${plural(lenders.length, "lender")} and ${plural(borrowers.length, "borrower")}: too many for a drawing.</p>`;
+  const height = rows * ROW;
   const at = (list, item) => ((list.indexOf(item) + 0.5) * height) / list.length;
   const most = Math.max(...leases.map((l) => l.bytes));
   return html`<svg class="graph" viewBox=${`0 0 640 ${height}`} role="img" aria-label="Leases from lenders to VMs; the table below lists them">
@@ -23,8 +31,8 @@ function Graph({ leases }) {
       const [y1, y2] = [at(lenders, l.lender.host), at(borrowers, `${l.borrower} / ${l.vm}`)];
       return html`<path d=${`M 200 ${y1} C 320 ${y1}, 320 ${y2}, 440 ${y2}`} style=${{ strokeWidth: 1 + (l.bytes / most) * 7 }}><title>${`${l.lender.host} lends ${bytes(l.bytes)} to ${l.vm}`}</title></path>`;
     })}
-    ${lenders.map((host) => html`<text x="192" y=${at(lenders, host) + 4} text-anchor="end">${host}</text>`)}
-    ${borrowers.map((vm) => html`<text x="448" y=${at(borrowers, vm) + 4}>${vm}</text>`)}
+    ${lenders.map((host) => html`<text x="192" y=${at(lenders, host) + 4} text-anchor="end"><title>${host}</title>${short(host)}</text>`)}
+    ${borrowers.map((vm) => html`<text x="448" y=${at(borrowers, vm) + 4}><title>${vm}</title>${short(vm)}</text>`)}
   </svg>`;
 }
 
