@@ -170,22 +170,34 @@ export function useLive() {
   return state;
 }
 
-/** What a path answers, asked again when `key` changes and every `everyMs`, if given. */
+/** How long after a failure a first answer is asked for again. */
+const RETRY_MS = 3000;
+/** Failures that asking again does not mend: wrong requests, missing rights, missing things, things that this host cannot do. */
+const isFinal = (error) => [400, 401, 403, 404, 501].includes(error.status);
+
+/**
+ * What a path answers, asked again when `key` changes and every `everyMs`, if given. `at`: when the value was read, in seconds since 1970. After a failure,
+ * an older value stays beside the error.
+ */
 export function useAnswer(path, key = "", everyMs = 0) {
-  const [answer, set] = useState({ value: null, error: null });
+  const [answer, set] = useState({ value: null, error: null, at: null });
   useEffect(() => {
     let over = false;
     let timer = null;
+    let wanted = true;
     const ask = async () => {
+      let again = everyMs;
       try {
         const value = await get(path);
-        if (!over) set({ value, error: null });
+        wanted = false;
+        if (!over) set({ value, error: null, at: Date.now() / 1000 });
       } catch (error) {
-        if (!over) set((old) => ({ value: old.value, error }));
+        if (wanted && !isFinal(error)) again = RETRY_MS;
+        if (!over) set((old) => ({ ...old, error }));
       }
-      if (!over && everyMs) timer = setTimeout(() => (document.hidden ? wait() : ask()), everyMs);
+      if (!over && again) timer = setTimeout(askIfSeen, again);
     };
-    const wait = () => (timer = setTimeout(() => (document.hidden ? wait() : ask()), 1000));
+    const askIfSeen = () => (document.hidden ? (timer = setTimeout(askIfSeen, 1000)) : ask());
     ask();
     return () => {
       over = true;

@@ -1,7 +1,7 @@
 // Pieces that all pages are made of.
 
 import { useEffect, useRef, useState } from "../vendor/preact-hooks.js";
-import { bytes } from "./format.js";
+import { bytes, time } from "./format.js";
 import { html } from "./html.js";
 
 /** Names that memfold takes, as a `pattern` (which browsers read with the flag `v`). */
@@ -29,6 +29,9 @@ export function Failure({ error }) {
   if (!error) return null;
   return html`<p class="failure" role="alert"><strong>${error.message}</strong>${error.hint && html`<br /><span>${error.hint}</span>`}</p>`;
 }
+
+/** When something was read that is not read all the time. */
+export const ReadAt = ({ at }) => at !== null && html`<span class="soft read">read ${time(at)}</span>`;
 
 export const Empty = ({ children }) => html`<p class="empty">${children}</p>`;
 export const Waiting = () => html`<p class="loading" role="status">Loading …</p>`;

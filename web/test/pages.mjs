@@ -309,6 +309,31 @@ test("all of the navigation can be reached in a low window", async ({ page, open
   assert.ok(box.y + box.height <= 300, JSON.stringify(box));
 });
 
+test("cards say when they were read, go on after a failure, and ask again after a failed first request", async ({ page, fake, open }) => {
+  await page.clock.install();
+  fake.send(sample(1));
+  const off = new Status(503, { error: "libvirt does not answer" });
+  fake.answers["GET /v1/libvirt"] = off;
+  await open("#/vms");
+  const domains = card(page, "Domains of libvirt");
+  await domains.getByRole("alert").getByText("libvirt does not answer").waitFor();
+  fake.answers["GET /v1/libvirt"] = [{ domain: "win", running: true, mark: null, folding: "no" }];
+  await page.clock.fastForward(3100);
+  await row(page, "win").waitFor();
+  await domains.getByText(/^read \d\d:\d\d:\d\d$/).waitFor();
+  assert.equal(await domains.getByRole("alert").count(), 0);
+  fake.answers["GET /v1/libvirt"] = off;
+  await page.clock.fastForward(10_100);
+  await domains.getByRole("alert").waitFor();
+  await row(page, "win").waitFor();
+  fake.answers["GET /v1/doctor"] = { can_run: true, checks: [] };
+  await open("#/doctor");
+  await page.getByText("VMs can run and be folded here").waitFor();
+  fake.answers["GET /v1/doctor"] = { can_run: false, checks: [] };
+  await page.clock.fastForward(60_100);
+  await page.getByText("VMs cannot run and be folded here").waitFor();
+});
+
 let failed = 0;
 for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
   const fake = await pretend();

@@ -3,16 +3,16 @@
 import { useState } from "../../vendor/preact-hooks.js";
 import { useAnswer } from "../api.js";
 import { html } from "../html.js";
-import { Badge, Card, Failure, Waiting } from "../ui.js";
+import { Badge, Card, Failure, ReadAt, Waiting } from "../ui.js";
 
 const TONES = { ok: "good", warn: "warn", fail: "bad" };
 
 export function Doctor() {
   const [again, setAgain] = useState(0);
-  const { value: report, error } = useAnswer("/v1/doctor", again);
+  const { value: report, error, at } = useAnswer("/v1/doctor", again, 60000);
   if (!report) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
   const verdict = report.can_run ? html`<${Badge} tone="good">VMs can run and be folded here<//>` : html`<${Badge} tone="bad">VMs cannot run and be folded here<//>`;
-  return html`<${Card} title="This host" aside=${html`${verdict} <button class="small" onClick=${() => setAgain((n) => n + 1)}>Check again</button>`} wide>
+  return html`<${Card} title="This host" aside=${html`${verdict} <${ReadAt} at=${at} /> <button class="small" onClick=${() => setAgain((n) => n + 1)}>Check again</button>`} wide>
     <${Failure} error=${error} />
     <ul class="checks">${report.checks.map((check) => html`<li>
       <${Badge} tone=${TONES[check.status]}>${check.status}<//>

@@ -4,7 +4,7 @@ import { useMemo, useState } from "../../vendor/preact-hooks.js";
 import { useAnswer } from "../api.js";
 import { bytes, plural } from "../format.js";
 import { html } from "../html.js";
-import { Bytes, Card, Empty, Failure, Table, Waiting } from "../ui.js";
+import { Bytes, Card, Empty, Failure, ReadAt, Table, Waiting } from "../ui.js";
 
 const KINDS = [
   ["all", "All"],
@@ -39,7 +39,7 @@ export function Sharing() {
   const [again, setAgain] = useState(0);
   const [kind, setKind] = useState("all");
   const [choice, setChoice] = useState(MOST_SHARING);
-  const { value: sharing, error } = useAnswer(`/v1/sharing?pairs=${ASKED_PAIRS}`, again);
+  const { value: sharing, error, at } = useAnswer(`/v1/sharing?pairs=${ASKED_PAIRS}`, again);
   const { found, largest } = useMemo(() => {
     const pairs = new Map();
     for (const pair of sharing?.pairs ?? []) {
@@ -62,7 +62,7 @@ export function Sharing() {
   const chooser = sharing.vms.length > MATRIX_VMS && html`<select aria-label="VMs of the matrix" value=${choice} onChange=${(e) => setChoice(e.target.value)}>
     <option value=${MOST_SHARING}>the VMs that share most</option>
     ${domains.map((domain) => html`<option value=${inDomain(domain)}>${domain === null ? "VMs without trust domain" : `trust domain ${domain}`}</option>`)}</select>`;
-  const picker = html`${chooser}<div class="segmented" role="group" aria-label="Shared by">
+  const picker = html`<${ReadAt} at=${at} />${chooser}<div class="segmented" role="group" aria-label="Shared by">
     ${KINDS.map(([key, name]) => html`<button aria-pressed=${kind === key} onClick=${() => setKind(key)}>${name}</button>`)}
     <button onClick=${() => setAgain((n) => n + 1)}>Read again</button></div>`;
   const cell = (a, b) => {
@@ -75,6 +75,7 @@ export function Sharing() {
   };
   return html`
     <${Card} title="Pages in common" aside=${picker} wide>
+      <${Failure} error=${error} />
       <p class="note">Pages of one page store, image or segment that both VMs map and neither has copied. On the diagonal: all such pages of the VM. Pages merged by KSM are not included, because the kernel does not say which VMs share them.</p>
       ${vms.length === 0 && html`<${Empty}>No VMs run.<//>`}
       ${vms.length > 0 && html`<div class="table-box" tabindex="0" role="region" aria-label="Sharing matrix"><table class="matrix">

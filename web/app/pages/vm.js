@@ -5,7 +5,7 @@ import { changeSample, del, part, post, useAnswer, useLive } from "../api.js";
 import { bytes, duration } from "../format.js";
 import { html } from "../html.js";
 import { fork, saveSnapshot } from "../starts.js";
-import { Act, Badge, Bytes, Card, Failure, Stack, Stat, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, Failure, ReadAt, Stack, Stat, Table, Waiting } from "../ui.js";
 import { Ended, OverTime } from "./ended.js";
 import { SizeOverTime } from "./rightsize.js";
 import { isAdopted, PLACES, problems, showVm, swapPlace, withTemplate } from "./vms.js";
@@ -87,9 +87,9 @@ function Swap({ name, swap, again }) {
 
 function MemoryMap({ name, theme, swap }) {
   const [again, setAgain] = useState(0);
-  const { value: map, error } = useAnswer(`/v1/vms/${part(name)}/memory-map?cells=4096`, again);
+  const { value: map, error, at } = useAnswer(`/v1/vms/${part(name)}/memory-map?cells=4096`, again);
   const sums = useMemo(() => map && map.states.map((state, s) => ({ state, bytes: map.cells.reduce((sum, cell) => sum + cell[s], 0) * 4096 })), [map]);
-  const refresh = html`<button class="small" onClick=${() => setAgain((n) => n + 1)}>Read again</button>`;
+  const refresh = html`<${ReadAt} at=${at} /><button class="small" onClick=${() => setAgain((n) => n + 1)}>Read again</button>`;
   return html`<${Card} title="Memory map" aside=${refresh} wide>
     <${Failure} error=${error} />
     ${!map && !error && html`<${Waiting} />`}
@@ -105,7 +105,7 @@ function MemoryMap({ name, theme, swap }) {
 }
 
 function Segments({ info, may }) {
-  const { value: segments } = useAnswer("/v1/segments");
+  const { value: segments, error } = useAnswer("/v1/segments", "", 15000);
   const names = (segments ?? []).map((s) => `${s.segment.name}@${s.segment.generation}`);
   const attach = {
     title: `Attach a segment to ${info.name}`,
@@ -126,6 +126,7 @@ function Segments({ info, may }) {
   });
   const state = (s) => (typeof s === "string" ? s.replace("_", " ") : `failed: ${s.failed}`);
   return html`<${Card} title="Segments" aside=${names.length > 0 && html`<${Act} may=${may && info.origin === "started"} what=${attach} small>Attach …<//>`}>
+    <${Failure} error=${error} />
     <${Table} label="Segments of this VM" rows=${info.segments} rowKey=${(s) => s.segment} empty="The VM maps no segment." columns=${[
       { key: "segment", name: "Segment", value: (s) => s.segment },
       { key: "state", name: "State", value: (s) => state(s.state) },
@@ -199,10 +200,10 @@ function KsmCauses({ name }) {
 }
 
 function Explained({ name, again }) {
-  const { value: why, error } = useAnswer(`/v1/ksm/explain/${part(name)}`, again);
+  const { value: why, error, at } = useAnswer(`/v1/ksm/explain/${part(name)}`, again);
   if (!why) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
   return html`<${Failure} error=${error} />
-    <p>${bytes(why.merged_bytes)} are merged, of ${bytes(why.mergeable_bytes)} that are mergeable and ${bytes(why.guest_bytes)} of guest memory.
+    <p>${bytes(why.merged_bytes)} are merged, of ${bytes(why.mergeable_bytes)} that are mergeable and ${bytes(why.guest_bytes)} of guest memory, <${ReadAt} at=${at} />.
       ${why.first_merge_s !== null && why.first_merge_s !== undefined && ` The first pages that are equal merge within ${duration(why.first_merge_s * 1000)}.`}</p>
     ${why.causes.length > 0 && html`<ul class="words">${why.causes.map((c) => html`<li><${Badge} tone=${c.blocks ? "bad" : "warn"}>${bytes(c.bytes)}<//> ${c.words}${c.fix && html`<br /><span class="soft">${c.fix}</span>`}</li>`)}</ul>`}`;
 }

@@ -4,7 +4,7 @@ import { useMemo, useState } from "../../vendor/preact-hooks.js";
 import { changeSample, part, post, useAnswer, useLive } from "../api.js";
 import { plural } from "../format.js";
 import { html } from "../html.js";
-import { Act, Badge, Bytes, Card, DESPITE_BRAKE, Failure, NAME, Sparkline, Stack, Table, Waiting } from "../ui.js";
+import { Act, Badge, Bytes, Card, DESPITE_BRAKE, Failure, NAME, ReadAt, Sparkline, Stack, Table, Waiting } from "../ui.js";
 
 export const PLACES = [
   ["Private", "private_bytes", "private"],
@@ -118,7 +118,7 @@ const when = ({ changed, running, managed_save: saved, not_folded: reasons }) =>
 /** Domains of libvirt, where there is a libvirt that the daemon looks at. */
 function Domains({ may }) {
   const [again, setAgain] = useState(0);
-  const { value: domains, error } = useAnswer("/v1/libvirt", again);
+  const { value: domains, error, at } = useAnswer("/v1/libvirt", again, 10000);
   if (!domains) return error && html`<${Card} title="Domains of libvirt" wide><${Failure} error=${error} /><//>`;
   const change = async (path, body) => {
     const done = await post(`/v1/libvirt/${path}`, body);
@@ -139,7 +139,8 @@ function Domains({ may }) {
     danger: true,
     act: () => change("disable", { domain: d.domain }),
   });
-  return html`<${Card} title="Domains of libvirt" wide>
+  return html`<${Card} title="Domains of libvirt" aside=${html`<${ReadAt} at=${at} />`} wide>
+    <${Failure} error=${error} />
     <${Table} label="Domains of libvirt" rows=${domains} rowKey=${(d) => d.domain} empty="libvirt has none." columns=${[
       { key: "domain", name: "Domain", value: (d) => d.domain },
       { key: "state", name: "State", value: (d) => (d.running ? "running" : "off") },
@@ -168,13 +169,14 @@ export const startDefined = (info, done) => ({
 /** Defined VMs that do not run. */
 function Defined({ may }) {
   const [again, setAgain] = useState(0);
-  const { value: definitions, error } = useAnswer("/v1/definitions", again, 10000);
+  const { value: definitions, error, at } = useAnswer("/v1/definitions", again, 10000);
   if (!definitions) return error && html`<${Card} title="Defined VMs that are off" wide><${Failure} error=${error} /><//>`;
   const off = definitions.filter((info) => info.state === "off");
-  if (!off.length) return null;
+  if (!off.length && !error) return null;
   const afterBoot = ({ definition }) => (definition?.autostart ? `starts, order ${definition.order}` : "does not start");
   const problem = (info) => [info.problem, info.fix].filter(Boolean).join("; ");
-  return html`<${Card} title="Defined VMs that are off" wide>
+  return html`<${Card} title="Defined VMs that are off" aside=${html`<${ReadAt} at=${at} />`} wide>
+    <${Failure} error=${error} />
     <${Table} label="Defined VMs that are off" rows=${off} rowKey=${(info) => info.name} first=${{ key: "name", down: false }} columns=${[
       { key: "name", name: "VM", value: (info) => info.name, cell: (info) => html`<a href=${`#/vms/${part(info.name)}`}>${info.name}</a>` },
       { key: "domain", name: "Domain", value: (info) => info.definition?.vm.domain ?? "", cell: (info) => info.definition?.vm.domain ?? html`<span class="soft">alone</span>` },
