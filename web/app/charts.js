@@ -106,7 +106,7 @@ export function Chart({ t, step = 0, series, stacked, format = bytes, label, hei
       plot.destroy();
     };
   }, [t, step, series, theme, height]);
-  if (!known) return html`<p class="empty">Too few samples yet: one is taken every half minute, and every 10 minutes at most on a host with many processes.</p>`;
+  if (!known) return html`<p class="empty">Too few samples yet: one is taken every half minute, or at least every 10 minutes on a host with many processes.</p>`;
   const lines = series.filter((s) => !stacked || s.line);
   const key = (s) => (lines.includes(s) ? { borderTop: `3px ${BORDERS[lines.indexOf(s) % BORDERS.length]} var(--${s.color})` } : { background: `var(--${s.color})` });
   const every = Math.max(1, Math.ceil(t.length / TABLE_ROWS));

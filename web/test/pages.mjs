@@ -1,15 +1,18 @@
 // Tests of single pages in a real Chromium, with a daemon that only pretends (fake.mjs): what a page does in states that real VMs seldom have.
 //
-//   node pages.mjs CHROMIUM [WORD]
+//   node pages.mjs CHROMIUM [WORD [DIRECTORY]]
 //
-// Prints a line for each test, and fails if one of them does. WORD: only tests whose names contain it.
+// Prints a line for each test, and fails if one of them does. WORD: only tests whose names contain it. DIRECTORY: for pictures of how each test ends.
 
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
 import { LOST, pretend, Status } from "./fake.mjs";
 import { recorded } from "./recorded.mjs";
 
-const [executablePath, word = ""] = process.argv.slice(2);
+const [executablePath, word = "", pictures] = process.argv.slice(2);
+const AXE = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"] });
 const PATIENCE_MS = 20_000;
 const tests = [];
@@ -349,7 +352,12 @@ for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
     await page.locator("h1").waitFor();
   };
   try {
-    await run({ page, fake, open, context });
+    await run({ page, fake, open });
+    // What a test leaves on the page can be used by everybody.
+    await page.evaluate(AXE);
+    const found = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+    assert.deepEqual(found.violations.filter((v) => ["serious", "critical"].includes(v.impact)).map((v) => [v.id, v.nodes.map((n) => n.html)]), []);
+    if (pictures) await page.screenshot({ path: `${pictures}/${name.replaceAll(" ", "-")}.png`, fullPage: true });
     assert.deepEqual(faults, []);
     console.log(`passed: ${name}`);
   } catch (error) {
