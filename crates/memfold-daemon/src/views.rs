@@ -122,7 +122,7 @@ pub struct Views {
     reports: Arc<Reports>,
     sampling: Arc<Sampling>,
     maps: Cached<(String, u64), MemoryMap>,
-    sharing: Cached<(), Sharing>,
+    sharing: Cached<(), Arc<Sharing>>,
     doctor: Cached<(), Report>,
     swaps: Cached<String, SwapUse>,
     /// Held while a VM's pages are read for an explanation of KSM.
@@ -193,9 +193,10 @@ impl Views {
         })
     }
 
-    /// Returns, for each pair of VMs, how many pages the two VMs share.
-    pub fn sharing(&self) -> Result<Sharing, DaemonError> {
-        fresh(&self.sharing, (), MEMORY_LIFE, || {
+    /// Returns how many pages the two VMs of each pair share, for the `most` pairs that share most:
+    /// 500 VMs have 125,000 pairs.
+    pub fn sharing(&self, most: usize) -> Result<Sharing, DaemonError> {
+        let all = fresh(&self.sharing, (), MEMORY_LIFE, || {
             let stores = self.store_identities()?;
             let machines = self.below.registry.machines();
             let files = machines.iter().filter_map(|machine| {
@@ -206,8 +207,9 @@ impl Views {
                 // A VM that ends meanwhile is left out.
                 files_of(of, &machine.layout(), &stores, &segments).ok()
             });
-            Ok(sharing(&files.collect::<Vec<_>>()))
-        })
+            Ok(Arc::new(sharing(&files.collect::<Vec<_>>())))
+        })?;
+        Ok(all.largest(most))
     }
 
     /// Returns the checks of this host, as `memfold doctor --json` prints them.

@@ -60,13 +60,38 @@ pub struct SharedPair {
     pub segment_bytes: u64,
 }
 
+impl SharedPair {
+    /// Bytes that both VMs share by any mechanism.
+    fn bytes(&self) -> u64 {
+        self.folded_bytes + self.template_bytes + self.segment_bytes
+    }
+}
+
 /// VMs, and the memory that each pair of them shares.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Sharing {
     /// The VMs whose shared memory was read, in the order of the request.
     pub vms: Vec<Sharer>,
-    /// Pairs of VMs that share at least one page, each pair once.
+    /// Pairs of VMs that share at least one page, each pair once. If only some pairs were
+    /// requested, those that share most.
     pub pairs: Vec<SharedPair>,
+    /// Number of pairs of VMs that share at least one page, including those not in `pairs`.
+    pub pairs_total: usize,
+}
+
+impl Sharing {
+    /// Returns the VMs, and the `most` pairs that share most, the largest first.
+    #[must_use]
+    pub fn largest(&self, most: usize) -> Self {
+        let mut pairs: Vec<&SharedPair> = self.pairs.iter().collect();
+        // The sort is stable: of equal pairs, the earlier one is first.
+        pairs.sort_by_key(|pair| std::cmp::Reverse(pair.bytes()));
+        Self {
+            vms: self.vms.clone(),
+            pairs: pairs.into_iter().take(most).cloned().collect(),
+            pairs_total: self.pairs_total,
+        }
+    }
 }
 
 /// The file pages that one VM maps and has not copied.
@@ -201,6 +226,7 @@ pub fn sharing(vms: &[FilesOf]) -> Sharing {
     };
     Sharing {
         vms: vms.iter().map(sharer).collect(),
+        pairs_total: pairs.len(),
         pairs,
     }
 }
@@ -263,6 +289,18 @@ mod tests {
             (pair.template_bytes, pair.segment_bytes),
             (0, 2 * PAGE_SIZE)
         );
+    }
+
+    #[test]
+    fn the_pairs_of_vms_that_share_most_come_first_and_all_pairs_are_counted() {
+        let vm = |name, end| of(name, vec![run(7, 0, end, By::Folding)]);
+        let all = sharing(&[vm("a", 2), vm("b", 5), vm("c", 9)]);
+        assert_eq!((all.pairs.len(), all.pairs_total), (3, 3));
+        let largest = all.largest(2);
+        let names = |pair: &SharedPair| format!("{}{}", pair.a, pair.b);
+        let names: Vec<String> = largest.pairs.iter().map(names).collect();
+        assert_eq!(names, ["bc", "ab"]);
+        assert_eq!((largest.vms.len(), largest.pairs_total), (3, 3));
     }
 
     #[test]

@@ -36,6 +36,8 @@ const MOST_POINTS: i64 = 2000;
 const MOST_TREND_POINTS: i64 = 100;
 /// Largest number of events in one response.
 pub(super) const MOST_EVENTS: i64 = 1000;
+/// Most pairs of VMs in one answer.
+const MOST_PAIRS: usize = 1_000_000;
 
 /// Time range and resolution of a history request.
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -56,6 +58,11 @@ impl Span {
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Cells {
     cells: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub(super) struct Pairs {
+    pairs: Option<usize>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -160,10 +167,12 @@ pub(super) async fn memory_map(
     blocking(daemon, move |d| d.views().memory_map(&name, cells)).await
 }
 
-/// Returns how many pages VMs share, by pairs of VMs.
-#[utoipa::path(get, path = "/v1/sharing", responses((status = 200, body = Sharing)))]
-pub(super) async fn sharing(daemon: Served) -> Answered<Sharing> {
-    blocking(daemon, |d| d.views().sharing()).await
+/// Returns how many pages VMs share, for the `pairs` pairs of VMs that share most (1,000 by
+/// default, at most 1,000,000), the largest first.
+#[utoipa::path(get, path = "/v1/sharing", params(("pairs" = Option<usize>, Query)), responses((status = 200, body = Sharing)))]
+pub(super) async fn sharing(daemon: Served, Query(query): Query<Pairs>) -> Answered<Sharing> {
+    let most = query.pairs.unwrap_or(1000).min(MOST_PAIRS);
+    blocking(daemon, move |d| d.views().sharing(most)).await
 }
 
 /// Returns how many bytes of a VM's swap disk are in use, as the guest reports. The guest is asked
