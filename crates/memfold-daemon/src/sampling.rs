@@ -4,7 +4,8 @@
 //!
 //! The cost of a sample depends on the host, because a sample reads all processes. So the CPU time
 //! of each sample is measured, and the interval is set so that samples take at most [`IDLE_SHARE`]
-//! of a core, or [`LIVE_SHARE`] while somebody watches.
+//! of a core, or [`LIVE_SHARE`] while somebody watches. After a change by a request, watchers get a
+//! sample earlier; such samples take at most [`CHANGE_SHARE`] of a core.
 
 use std::path::Path;
 use std::sync::{Arc, Weak};
@@ -39,6 +40,8 @@ const LONGEST_INTERVAL: Duration = Duration::from_secs(600);
 const IDLE_SHARE: f64 = 0.001;
 /// Part of one core that samples may take while somebody watches the live view.
 const LIVE_SHARE: f64 = 0.008;
+/// Part of one core that samples may take while somebody watches the live view and VMs are changed.
+const CHANGE_SHARE: f64 = 0.1;
 /// If the last sample is older than this, the first watcher of the live view gets a new one. The
 /// limit also bounds the cost of watchers that come and go.
 const YOUNG: Duration = Duration::from_secs(10);
@@ -64,10 +67,18 @@ pub struct Live<'a> {
 struct Samples {
     history: Option<Mutex<History>>,
     latest: watch::Sender<Arc<str>>,
+    wanted: Mutex<Wanted>,
+    /// Notified when the daemon ends, when a watcher of the live view connects, and after a change.
+    woken: Condvar,
+}
+
+/// What the sampling thread is to do before the next sample is due.
+#[derive(Debug, Default)]
+struct Wanted {
     /// Whether the daemon is ending.
-    ends: Mutex<bool>,
-    /// Notified when the daemon ends, or when a watcher of the live view connects.
-    changed: Condvar,
+    end: bool,
+    /// Whether a request has changed something since the last sample began.
+    after_change: bool,
 }
 
 impl Samples {
@@ -87,15 +98,15 @@ impl Samples {
         Self {
             history: path.and_then(open).map(Mutex::new),
             latest: watch::Sender::new(Arc::from("")),
-            ends: Mutex::default(),
-            changed: Condvar::new(),
+            wanted: Mutex::default(),
+            woken: Condvar::new(),
         }
     }
 
-    /// Wakes the thread to compute again when the next sample is due; `ends` makes the thread end.
-    fn wake(&self, ends: bool) {
-        *self.ends.lock() |= ends;
-        self.changed.notify_all();
+    /// Wakes the thread to compute again when the next sample is due, after `want` has noted why.
+    fn wake(&self, want: impl FnOnce(&mut Wanted)) {
+        want(&mut self.wanted.lock());
+        self.woken.notify_all();
     }
 
     fn is_watched(&self) -> bool {
@@ -106,9 +117,9 @@ impl Samples {
     /// and without watchers, no sample is due.
     fn wait(&self, cost: Duration, taken: Option<Instant>) -> bool {
         let was_watched = self.is_watched();
-        let mut ends = self.ends.lock();
+        let mut wanted = self.wanted.lock();
         loop {
-            if *ends {
+            if wanted.end {
                 return false;
             }
             let watched = self.is_watched();
@@ -116,13 +127,19 @@ impl Samples {
             if watched && !was_watched {
                 due = due.min(YOUNG);
             }
+            if watched && wanted.after_change {
+                due = due.min(interval_after_change(cost));
+            }
             let is_wanted = watched || self.history.is_some();
             let left = match taken.map(|taken| due.checked_sub(taken.elapsed())) {
                 _ if !is_wanted => LONGEST_INTERVAL,
                 Some(Some(left)) => left,
-                None | Some(None) => return true,
+                None | Some(None) => {
+                    wanted.after_change = false;
+                    return true;
+                }
             };
-            self.changed.wait_for(&mut ends, left);
+            self.woken.wait_for(&mut wanted, left);
         }
     }
 }
@@ -135,6 +152,12 @@ fn interval(cost: Duration, watched: bool) -> Duration {
         (IDLE_INTERVAL, IDLE_SHARE)
     };
     cost.div_f64(share).clamp(least, LONGEST_INTERVAL)
+}
+
+/// Returns the time from a sample that took `cost` of CPU time to a sample after a change.
+fn interval_after_change(cost: Duration) -> Duration {
+    cost.div_f64(CHANGE_SHARE)
+        .clamp(LIVE_INTERVAL, LONGEST_INTERVAL)
 }
 
 fn now_unix_s() -> i64 {
@@ -173,14 +196,20 @@ impl Sampling {
     }
 
     pub(crate) fn end(&self) {
-        self.samples.wake(true);
+        self.samples.wake(|wanted| wanted.end = true);
+    }
+
+    /// Notes that a request has changed something: watchers of the live view get a sample soon, at
+    /// least 2 s after the last one.
+    pub fn note_change(&self) {
+        self.samples.wake(|wanted| wanted.after_change = true);
     }
 
     /// Returns a channel of live samples as JSON ([`Live`]). Its first value is the last sample.
     /// Slow receivers miss samples.
     pub fn samples(&self) -> watch::Receiver<Arc<str>> {
         let receiver = self.samples.latest.subscribe();
-        self.samples.wake(false);
+        self.samples.wake(|_| ());
         receiver
     }
 
@@ -364,11 +393,11 @@ mod tests {
         let began = Instant::now();
         let thread = waits(&sampling, Some(began));
         let _look = sampling.latest.subscribe();
-        sampling.wake(false);
+        sampling.wake(|_| ());
         assert!(thread.join().unwrap());
         assert!(began.elapsed() < IDLE_INTERVAL / 2, "{:?}", began.elapsed());
         let thread = waits(&sampling, Some(Instant::now()));
-        sampling.wake(true);
+        sampling.wake(|wanted| wanted.end = true);
         assert!(!thread.join().unwrap());
     }
 
@@ -376,11 +405,30 @@ mod tests {
     fn if_no_ledger_history_is_recorded_memory_is_sampled_only_while_a_viewer_is_connected() {
         let sampling = Arc::new(Samples::new(None));
         let thread = waits(&sampling, None);
-        sampling.wake(false);
+        sampling.wake(|_| ());
         std::thread::sleep(Duration::from_millis(50));
         assert!(!thread.is_finished());
         let _look = sampling.latest.subscribe();
-        sampling.wake(false);
+        sampling.wake(|_| ());
         assert!(thread.join().unwrap());
+    }
+
+    #[test]
+    fn after_a_change_viewers_get_a_sample_soon_but_samples_stay_bounded() {
+        for (cost_ms, wanted_s) in [(1, 2), (200, 2), (5000, 50)] {
+            let found = interval_after_change(Duration::from_millis(cost_ms));
+            assert_eq!(found.as_secs(), wanted_s, "{cost_ms}");
+        }
+        let sampling = Arc::new(Samples::new(None));
+        let look = sampling.latest.subscribe();
+        // Without the change, the next sample would be due after more than two minutes.
+        let cost = Duration::from_secs(1);
+        let long_ago = Instant::now().checked_sub(Duration::from_secs(11));
+        sampling.wake(|wanted| wanted.after_change = true);
+        let began = Instant::now();
+        assert!(sampling.wait(cost, long_ago));
+        assert!(began.elapsed() < Duration::from_secs(60));
+        assert!(!sampling.wanted.lock().after_change, "one sample a change");
+        drop(look);
     }
 }

@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
-use axum::extract::{DefaultBodyLimit, Extension};
+use axum::extract::{DefaultBodyLimit, Extension, Request, State};
 use axum::http::StatusCode;
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::Response;
 use axum::routing::{delete, get, post, put};
 use axum::{Json, Router};
 use memfold_api::REGISTRY_PATH;
@@ -13,7 +14,7 @@ use memfold_daemon::{Daemon, DaemonError};
 use utoipa::OpenApi;
 
 use super::access::Access;
-use super::access::guard;
+use super::access::{guard, is_change};
 use super::answer::{Failure, refusal};
 use super::exec_stream::StreamCounts;
 use super::limits::{MAX_BODY, MOST_FINGERPRINTS};
@@ -149,6 +150,31 @@ pub fn openapi() -> serde_json::Value {
     serde_json::to_value(Description::openapi()).unwrap_or_default()
 }
 
+/// Requests that are no reason for an early sample: they change no memory of the host by
+/// themselves, or come several times a second.
+fn is_frequent(path: &str) -> bool {
+    path == REGISTRY_PATH
+        || path.starts_with(SESSION_PATH)
+        || path.starts_with("/v1/vms/")
+            && ["/extend", "/exec", "/exec/stream", "/console"]
+                .iter()
+                .any(|end| path.ends_with(end))
+}
+
+/// Lets the live view show a change soon: a sample may otherwise come minutes later.
+async fn sample_after_change(
+    State(daemon): State<Arc<Daemon>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let is_wanted = is_change(request.method()) && !is_frequent(request.uri().path());
+    let response = next.run(request).await;
+    if is_wanted && response.status().is_success() {
+        daemon.sampling().note_change();
+    }
+    response
+}
+
 pub(super) fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
     described()
         .merge(web::routes())
@@ -162,6 +188,7 @@ pub(super) fn router(daemon: Arc<Daemon>, access: Arc<Access>) -> Router {
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .layer(Extension(access.clone()))
         .layer(Extension(Arc::<StreamCounts>::default()))
+        .layer(from_fn_with_state(daemon.clone(), sample_after_change))
         .layer(from_fn_with_state(access, guard))
         .with_state(daemon)
 }

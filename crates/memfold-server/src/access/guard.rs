@@ -186,7 +186,7 @@ fn login_name(peer: &Peer) -> String {
 }
 
 /// Returns whether a request with this method may change something.
-fn is_change(method: &Method) -> bool {
+pub(crate) fn is_change(method: &Method) -> bool {
     !matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 

@@ -30,7 +30,7 @@ pub use audit::AuditEntry;
 pub(super) use audit::NewSession;
 pub(super) use counts::RefusedCounts;
 pub use door::{Doors, TcpDoor};
-pub(super) use guard::{Visitor, guard};
+pub(super) use guard::{Visitor, guard, is_change};
 pub(super) use hosts::Hosts;
 pub(super) use keys::{CODE_LIFE, Keys, SESSION_LIFE};
 pub use origin::{PublicUrl, PublicUrlError};
