@@ -373,6 +373,12 @@ const causes = await page.getByRole("region", { name: "KSM and this VM" }).getBy
 violations.push(...(await axe(page, "ksm and this vm")));
 const ran = await act(page, "Run a command …", { "Shell text": "echo $((6 * 7)); uname -n >&2; exit 3" }, "Run it", "exit code");
 await sayAndWait({ step: "ran", ran, causes });
+await act(page, "Pause …", {}, "Pause");
+await page.getByText("'memfold vm pause' or QMP's 'stop' has paused the VM").waitFor();
+await sayAndWait({ step: "VM paused" });
+await act(page, "Resume …", {}, "Resume");
+await page.getByRole("button", { name: "Pause …", exact: true }).waitFor();
+await sayAndWait({ step: "VM resumed" });
 await act(page, "Save a snapshot …", { Name: "second" }, "Save", "Saved as second.");
 await go(page, "#/snapshots", ".tree li");
 const second = page.locator(".node").filter({ has: page.getByText("second", { exact: true }) });

@@ -409,6 +409,13 @@ fn more_actions(walk: &mut Walk, client: &Client, state: &Path) {
     let ram = format!("{} MiB", MEMORY.0 >> 20);
     assert!(ran["causes"].as_str().unwrap().contains(&ram), "{ran}");
     walk.on();
+    for (step, wanted) in [("VM paused", "paused"), ("VM resumed", "running")] {
+        walk.step(step);
+        let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
+        let guest = vms.iter().find(|vm| vm.name == NAMES[0]).unwrap();
+        assert_eq!(guest.state, wanted);
+        walk.on();
+    }
     walk.step("cloned");
     let users = || {
         let snapshots = json(state, &["snapshot", "list"]);
