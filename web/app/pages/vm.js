@@ -218,6 +218,7 @@ export function Vm({ name, may, theme }) {
   const parts = vm && PLACES.map(([label, key, color]) => ({ name: label, color, value: withTemplate(vm)[key], figure: `vm.${name}.${key}` }));
   const figure = (key) => html`<${Bytes} value=${vm?.[key]} figure=${vm && `vm.${name}.${key}`} />`;
   const mayAct = may && isAdopted(info);
+  const runs = !info.state || info.state === "running";
   const list = problems(info);
   const stop = {
     title: `Stop ${name}?`,
@@ -270,7 +271,7 @@ export function Vm({ name, may, theme }) {
           <${Act} may=${mayAct} what=${fork(name)}>Fork …<//>
           ${info.swap && html`<${Act} may=${mayAct} what=${info.swap.place === "on_disk" ? borrow(name) : giveBack(name)}>${info.swap.place === "on_disk" ? "Borrow memory …" : "Return memory …"}<//>`}
           <${Act} may=${mayAct && info.agent} what=${execute(name)}>Run a command …<//>
-          <${Act} may=${mayAct && !info.libvirt} what=${info.state === "running" ? pause(name) : resume(name)}>${info.state === "running" ? "Pause …" : "Resume …"}<//>
+          <${Act} may=${mayAct && !info.libvirt} what=${runs ? pause(name) : resume(name)}>${runs ? "Pause …" : "Resume …"}<//>
           <${Act} may=${mayAct && info.origin === "started"} what=${reboot}>Reboot …<//>
           <${Act} may=${may && info.origin === "started"} what=${stop} danger>Stop …<//>
         </div>
