@@ -71,7 +71,7 @@ fn a_snapshot_is_not_removed_unless_its_running_vm_keeps_its_disk() {
     run_with_overlay(&daemon);
     daemon.json(&["snapshot", "save", "v", "s"]);
     // The VM's list of its overlays cannot be written.
-    let part = daemon.state().join("v/process.part");
+    let part = daemon.state().join("vms/v/process.part");
     std::fs::create_dir(&part).unwrap();
     let remove = || daemon.run(&["snapshot", "remove", "s"]);
     let why = "VM 'v' runs on disk files of snapshot 's', which cannot become the VM's own";
