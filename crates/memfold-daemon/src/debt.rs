@@ -12,6 +12,7 @@ use memfold_fold::{Owed, VmOwed};
 use memfold_host::Group;
 use memfold_ledger::read::{Proc, ReadError};
 use memfold_ledger::{Brake, BrakeEvent, BrakePolicy, DebtReport, Level, Look, VmDebt};
+use memfold_rightsize::Rung;
 use memfold_units::{ByteSize, PageCount};
 use parking_lot::{Mutex, MutexGuard};
 
@@ -68,8 +69,18 @@ struct State {
     asked: BTreeMap<String, Instant>,
     relieving: bool,
     events: VecDeque<BrakeEvent>,
-    /// Rung of right-sizing's ladder, and why; `None`: right-sizing is off.
-    rung: Option<(&'static str, String)>,
+    /// Where the host is on right-sizing's ladder; `None`: right-sizing is off.
+    rung: Option<LadderNote>,
+}
+
+/// Where the host is on right-sizing's ladder.
+#[derive(Clone, Debug)]
+pub(crate) struct LadderNote {
+    pub rung: Rung,
+    /// Why the host is there, as a sentence.
+    pub why: String,
+    /// Right-sizing acts, and does not only say what it would do.
+    pub is_on: bool,
 }
 
 /// A question to the fold engine about the debt.
@@ -104,7 +115,7 @@ impl DebtWatch {
     }
 
     /// Notes the rung of right-sizing's ladder, and why the host is on it.
-    pub fn note_rung(&self, rung: Option<(&'static str, String)>) {
+    pub fn note_rung(&self, rung: Option<LadderNote>) {
         self.lock().rung = rung;
     }
 
@@ -257,8 +268,8 @@ impl State {
             given_back_bytes: bytes(self.given_back_pages),
             vms,
             events: self.events.iter().cloned().collect(),
-            rung: self.rung.as_ref().map(|(rung, _)| (*rung).to_owned()),
-            rung_why: self.rung.as_ref().map(|(_, why)| why.clone()),
+            rung: self.rung.as_ref().map(|of| of.rung.name().to_owned()),
+            rung_why: self.rung.as_ref().map(|of| of.why.clone()),
             ..DebtReport::default()
         };
         report.debt_bytes = report.folded_bytes

@@ -59,6 +59,7 @@ mod run_state;
 mod sampling;
 mod segments;
 mod single_flight;
+mod size_records;
 mod snapshot_locks;
 mod snapshots;
 mod swap_disks;

@@ -19,6 +19,7 @@ use crate::lending::Lending;
 use crate::options::DaemonOptions;
 use crate::rightsizing::Rightsizing;
 use crate::segments::Segments;
+use crate::size_records::SizeRecords;
 use crate::snapshot_locks::SnapshotLocks;
 use crate::swap_disks::SwapDisks;
 use crate::swap_volumes::SwapVolumes;
@@ -59,11 +60,13 @@ impl Mechanisms {
         let debt = Arc::new(DebtWatch::new(options.brake));
         let ksm = Arc::new(KsmSteering::new(registry.clone(), debt.clone()));
         let needed = Arc::new(AtomicU64::default());
+        let records = Arc::new(SizeRecords::open(state));
         let brake = DebtBrake {
             registry: registry.clone(),
             folding: folding.clone(),
             debt: debt.clone(),
             ksm: ksm.clone(),
+            records: records.clone(),
             needed: needed.clone(),
         };
         let leases = Arc::new(Leases::open(options)?);
@@ -73,7 +76,8 @@ impl Mechanisms {
             registry.clone(),
             debt.clone(),
             lending.clone(),
-            (options.rightsize, state),
+            records,
+            options.rightsize,
         );
         let swap_disks = SwapDisks::new(registry.clone(), leases.clone());
         let swap_volumes = SwapVolumes::new(leases.clone(), state);

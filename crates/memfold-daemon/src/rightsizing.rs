@@ -11,7 +11,6 @@
 //! daemon did that.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,20 +29,19 @@ use tracing::{debug, info, warn};
 
 use self::in_progress::InProgress;
 use self::order_log::OrderLog;
-use self::records::{MovedBalloon, Records, VmRecord};
 use self::signals::QemuMemories;
 use self::unplugs::Unplugs;
 use self::untrimmable::{Untrimmable, is_refusal};
-use crate::debt::DebtWatch;
+use crate::debt::{DebtWatch, LadderNote};
 use crate::error::{DaemonError, refused};
 use crate::lending::Lending;
 use crate::machine::Machine;
+use crate::size_records::{MovedBalloon, SizeRecords, VmRecord};
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 
 mod in_progress;
 mod order_log;
-mod records;
 mod signals;
 mod unplugs;
 mod untrimmable;
@@ -77,7 +75,7 @@ pub struct Rightsizing {
     debt: Arc<DebtWatch>,
     lending: Arc<Lending>,
     began: Instant,
-    records: Records,
+    records: Arc<SizeRecords>,
     /// Held while somebody reads and then changes settings of a running VM.
     changes: Mutex<()>,
     state: Mutex<State>,
@@ -204,14 +202,15 @@ impl Rightsizing {
         registry: Arc<VmRegistry>,
         debt: Arc<DebtWatch>,
         lending: Arc<Lending>,
-        (mode, state): (RightsizeMode, &Path),
+        records: Arc<SizeRecords>,
+        mode: RightsizeMode,
     ) -> Self {
         Self {
             registry,
             debt,
             lending,
             began: Instant::now(),
-            records: Records::open(state),
+            records,
             changes: Mutex::default(),
             state: Mutex::new(State {
                 mode,
@@ -415,7 +414,7 @@ impl Rightsizing {
         state.untrimmable.keep(is_there);
         drop(state);
         for machine in &machines {
-            if mode != RightsizeMode::On || self.sizing(machine).pinned == Some(true) {
+            if mode != RightsizeMode::On || self.records.is_pinned(machine) {
                 self.give_all_back(machine);
             }
         }
@@ -454,7 +453,11 @@ impl Rightsizing {
         };
         self.lending.claim(recalled, kept);
         let why = decision.why.to_string();
-        self.debt.note_rung(Some((decision.rung.name(), why)));
+        self.debt.note_rung(Some(LadderNote {
+            rung: decision.rung,
+            why,
+            is_on,
+        }));
         state.last = Some(Last {
             host,
             decision,
@@ -502,7 +505,7 @@ impl Rightsizing {
         let is_on = state.mode == RightsizeMode::On;
         drop(state);
         // Right-sizing may have been turned off, or the VM pinned, while the order was carried out.
-        if !is_on || self.sizing(machine).pinned == Some(true) {
+        if !is_on || self.records.is_pinned(machine) {
             self.give_all_back(machine);
         }
     }

@@ -8,6 +8,10 @@
 //!   below that too, or below a half          lent     lent RAM is called back
 //!   below a quarter, or nothing is left      brake    nothing more is shared, no VM starts
 //! ```
+//! The brake on copy-on-write debt acts by itself and at once. Here it only leads to larger trims:
+//! debt is memory that guests may need, and no shortage yet. Whether balloons move and lent RAM is
+//! called back follows from what the host lacks, and from how long it has lacked it.
+//!
 //! Each rung keeps doing what the lower rungs do. The host climbs one rung at each step, and goes
 //! down one rung after [`CALM`] in which a lower rung sufficed.
 
@@ -124,7 +128,8 @@ pub enum RungReason {
         /// What is missing.
         shortage: ByteSize,
     },
-    /// The brake on copy-on-write debt is on.
+    /// The brake on copy-on-write debt is on, although the host is not short: guests could need
+    /// more than is available.
     Braked,
     /// A lower rung would suffice; the host goes down soon.
     Recovering {
@@ -164,9 +169,10 @@ impl fmt::Display for RungReason {
                 "{shortage} are missing and nothing else is left to take, so the brake stops \
                  sharing and starts of VMs"
             ),
-            Self::Braked => {
-                f.write_str("shared memory could need more than is available, so the brake is on")
-            }
+            Self::Braked => f.write_str(
+                "shared memory could need more than is available, so page cache is trimmed in \
+                 larger steps",
+            ),
             Self::Recovering { suffices } => write!(
                 f,
                 "the host recovers, and the rung '{suffices}' would suffice"
@@ -234,11 +240,11 @@ impl Ladder {
         } = *host;
         let short = shortage(host);
         let nothing_left = RungReason::NothingLeft { shortage: short };
-        if host.brake == BrakeLevel::Braked {
-            return (Rung::Brake, RungReason::Braked);
-        }
         if available.0 < reserve.0 / 4 {
             return (Rung::Brake, nothing_left);
+        }
+        if short.0 == 0 && host.brake == BrakeLevel::Braked {
+            return (Rung::Trim, RungReason::Braked);
         }
         if short.0 == 0 {
             return (Rung::Ample, RungReason::Room { available, reserve });
@@ -347,13 +353,37 @@ mod tests {
     }
 
     #[test]
-    fn the_debt_brake_leads_to_the_highest_rung() {
+    fn the_debt_brake_alone_leads_to_larger_trims_and_leaves_balloons_and_lent_ram_alone() {
         let mut ladder = Ladder::default();
-        let mut state = host(9000, 0);
+        let mut state = host(9000, 100);
         state.brake = BrakeLevel::Braked;
-        for second in 0..4 {
-            ladder.step(Duration::from_secs(second), &state, 0, 0);
+        for second in 0..100 {
+            let at = Duration::from_secs(second);
+            let (rung, why) = ladder.step(at, &state, 4 << 30, 4 << 30);
+            assert_eq!((rung, why), (Rung::Trim, RungReason::Braked));
         }
-        assert_eq!(ladder.rung, Rung::Brake);
+    }
+
+    #[test]
+    fn a_short_host_that_is_braked_climbs_no_faster_than_one_without_debt() {
+        let rungs_of = |brake| {
+            let mut ladder = Ladder::default();
+            let state = HostState {
+                brake,
+                ..host(1900, 100)
+            };
+            let plenty = 4 << 30;
+            let at = Duration::from_secs;
+            (0..60).map(move |second| ladder.step(at(second), &state, plenty, plenty).0)
+        };
+        let braked: Vec<Rung> = rungs_of(BrakeLevel::Braked).collect();
+        assert!(
+            braked
+                .iter()
+                .eq(&rungs_of(BrakeLevel::Ok).collect::<Vec<_>>())
+        );
+        assert_eq!(braked[19], Rung::Trim);
+        assert_eq!(braked[25], Rung::Balloon);
+        assert_eq!(braked[59], Rung::Lent);
     }
 }

@@ -6,7 +6,8 @@
 //!     when MemAvailable fell, VMs came or went, or the last read is old: the engine reads the kernel's page tables first
 //!     warning:  logged; unused pages of the page store are freed at once, not every six seconds
 //!     braked:   no VM is started, and until the level is ok again folding and KSM share no more pages (shared pages stay shared)
-//!     braked, and less than the reserve is left: guests are asked in turn to drop clean page cache, until the reserve is available
+//!     braked, and less than the reserve is left: guests that are not pinned are asked in turn to drop clean page cache, until the reserve is available;
+//!       while right-sizing is on, only from its rung `brake` on
 //! ```
 //! Most measurements only read counters. The kernel's page tables are read less often, because that
 //! takes longer.
@@ -22,15 +23,17 @@ use memfold_api::DebtRequest;
 use memfold_fold::{Command, Owed};
 use memfold_ksm as ksm;
 use memfold_ledger::{DebtReport, Level};
+use memfold_rightsize::Rung;
 use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_wire::order::GuestOrder;
 use tracing::{info, warn};
 
-use crate::debt::{DebtWatch, Memory, Question, why};
+use crate::debt::{DebtWatch, LadderNote, Memory, Question, why};
 use crate::error::{DaemonError, check};
 use crate::folding::Folding;
 use crate::ksm_steering::KsmSteering;
 use crate::machine::Machine;
+use crate::size_records::SizeRecords;
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 
@@ -57,6 +60,8 @@ pub struct DebtBrake {
     pub(crate) folding: Arc<Folding>,
     pub(crate) debt: Arc<DebtWatch>,
     pub(crate) ksm: Arc<KsmSteering>,
+    /// Which VMs are pinned.
+    pub(crate) records: Arc<SizeRecords>,
     /// Bytes that must stay available for the debt and are therefore not lent. The brake sets this
     /// value.
     pub(crate) needed: Arc<AtomicU64>,
@@ -240,8 +245,11 @@ impl DebtBrake {
     }
 
     /// Asks guests to drop clean page cache, on a thread of its own, until the reserve is available
-    /// again.
+    /// again. While right-sizing acts, it takes less harmful things first.
     fn relieve(self: &Arc<Self>) {
+        if !drops_are_due(self.debt.lock().rung.as_ref()) {
+            return;
+        }
         if std::mem::replace(&mut self.debt.lock().relieving, true) {
             return;
         }
@@ -270,12 +278,18 @@ impl DebtBrake {
             if memory.available >= self.debt.lock().policy.reserve.of(memory.total) {
                 break;
             }
+            if !drops_are_due(self.debt.lock().rung.as_ref()) {
+                break;
+            }
             let asked = self.debt.lock().asked.get(&vm.name).copied();
             let Ok(machine) = self.registry.machine(&vm.name) else {
                 continue;
             };
             // Without free page reporting, freed pages would not return to the host.
             let reports = machine.vm().spec().is_some_and(|spec| spec.balloon);
+            if self.records.is_pinned(&machine) {
+                continue;
+            }
             if !reports || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
                 continue;
             }
@@ -315,6 +329,12 @@ impl DebtBrake {
     }
 }
 
+/// Returns whether guests may be asked to drop all of their clean page cache. While right-sizing is
+/// on, trims, balloons and lent RAM come first.
+fn drops_are_due(ladder: Option<&LadderNote>) -> bool {
+    ladder.is_none_or(|ladder| !ladder.is_on || ladder.rung == Rung::Brake)
+}
+
 /// Returns how many pages KSM saves: each would need its own frame if it was written to. While KSM
 /// is stopped, its counters still contain pages of ended processes. With `look`, this function
 /// therefore reads the processes; without `look`, it returns at most `before`, the last count.
@@ -330,4 +350,24 @@ fn ksm_pages(look: bool, before: u64) -> u64 {
     }
     let merging = ksm::merging_pages(Path::new("/proc"));
     sharing.min(merging.unwrap_or(sharing)) + zero
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn while_right_sizing_is_on_guests_drop_page_cache_only_at_the_rung_brake() {
+        let due = |rung, is_on| {
+            let why = String::new();
+            drops_are_due(Some(&LadderNote { rung, why, is_on }))
+        };
+        assert_eq!(
+            Rung::ALL.map(|rung| due(rung, true)),
+            [false, false, false, false, true]
+        );
+        // In the mode `watch`, and while right-sizing is off, nothing else is done about it.
+        assert_eq!(Rung::ALL.map(|rung| due(rung, false)), [true; 5]);
+        assert!(drops_are_due(None));
+    }
 }

@@ -22,7 +22,7 @@ use crate::machine::Machine;
 
 /// What is recorded of one VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct VmRecord {
+pub(crate) struct VmRecord {
     /// Limits of the VM's size: those of its description, as the operator has changed them since.
     pub sizing: Sizing,
     /// What right-sizing did to the VM's balloon; unset: nothing.
@@ -32,7 +32,7 @@ pub(super) struct VmRecord {
 
 /// A balloon that right-sizing has moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct MovedBalloon {
+pub(crate) struct MovedBalloon {
     /// Size of the VM before, which it gets back. libvirt moves balloons, too (`currentMemory`), so
     /// this can be less than the VM's RAM.
     before_bytes: u64,
@@ -93,14 +93,14 @@ struct Attached {
 
 /// The records of all VMs.
 #[derive(Debug)]
-pub(super) struct Records {
+pub(crate) struct SizeRecords {
     /// File of the VMs that have no directory.
     file: PathBuf,
     /// By the machine's number.
     known: Mutex<BTreeMap<u32, VmRecord>>,
 }
 
-impl Records {
+impl SizeRecords {
     pub fn open(state: &Path) -> Self {
         Self {
             file: state.join("rightsize.json"),
@@ -120,6 +120,11 @@ impl Records {
         *known
             .entry(machine.id())
             .or_insert_with(|| self.read(machine))
+    }
+
+    /// Returns whether the operator pinned a VM, so that nothing is taken from its guest.
+    pub fn is_pinned(&self, machine: &Machine) -> bool {
+        self.get(machine).sizing.pinned == Some(true)
     }
 
     /// Changes the record of a VM. If the new record cannot be written, the old one stays.
