@@ -34,7 +34,8 @@ pub struct RightsizeRequest {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Sizing {
-    /// Smallest size, in bytes; by default a quarter of the VM's RAM, but at least 256 MiB.
+    /// Smallest size, in bytes; by default a quarter of the VM's RAM, but at least 256 MiB, and at
+    /// most the largest size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub min_bytes: Option<u64>,
     /// Largest size, in bytes; by default the size that the VM had before right-sizing changed it:

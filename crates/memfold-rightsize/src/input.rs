@@ -36,11 +36,11 @@ impl Limits {
     pub const PRIORITY: u16 = 100;
 
     /// Returns the default limits of a VM that was started with `ram` and can grow to `max`: it may
-    /// shrink to a quarter of `ram`, but not below 256 MiB.
+    /// shrink to a quarter of `ram`, but not below 256 MiB. A `max` below that is the minimum, too.
     #[must_use]
     pub fn of_vm(ram: ByteSize, max: ByteSize) -> Self {
         Self {
-            min: ByteSize((ram.0 / 4).max(ByteSize::mib(256).0).min(ram.0)),
+            min: ByteSize((ram.0 / 4).max(ByteSize::mib(256).0).min(ram.0).min(max.0)),
             max,
             buffer_percent: Self::BUFFER_PERCENT,
             priority: Self::PRIORITY,

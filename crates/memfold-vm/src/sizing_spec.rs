@@ -11,7 +11,7 @@ use super::size_text;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SizingSpec {
-    /// Smallest size. Unset: a quarter of the VM's RAM, but at least 256 MiB.
+    /// Smallest size. Unset: a quarter of the VM's RAM, but at least 256 MiB and at most `max`.
     #[serde(default, with = "size_text", skip_serializing_if = "Option::is_none")]
     pub min: Option<ByteSize>,
     /// Largest size. Unset: the size that the VM has before right-sizing changes it, which is all

@@ -190,12 +190,13 @@ pub(super) fn host(debt: &DebtReport, lent_bytes: u64) -> HostState {
 }
 
 /// Returns the limits of a VM with this RAM. It gets no more than `ceiling` unless the operator set
-/// another maximum.
+/// another maximum. A minimum that the operator did not set is not above the maximum.
 pub(super) fn limits(sizing: Sizing, ram: ByteSize, ceiling: ByteSize) -> Limits {
-    let default = Limits::of_vm(ram, ceiling);
+    let max = sizing.max_bytes.map_or(ceiling, ByteSize);
+    let default = Limits::of_vm(ram, max);
     Limits {
         min: sizing.min_bytes.map_or(default.min, ByteSize),
-        max: sizing.max_bytes.map_or(default.max, ByteSize),
+        max,
         buffer_percent: sizing.buffer_percent.unwrap_or(default.buffer_percent),
         priority: sizing.priority.unwrap_or(default.priority),
         pinned: sizing.pinned.unwrap_or(default.pinned),
@@ -445,5 +446,26 @@ mod tests {
             (ByteSize::mib(1024), ram, true)
         );
         assert_eq!(some.priority, Limits::PRIORITY);
+    }
+
+    #[test]
+    fn a_minimum_that_the_operator_did_not_set_is_not_above_the_maximum() {
+        let (ram, low) = (ByteSize::mib(8192), ByteSize::mib(1024));
+        // libvirt's `currentMemory` is less than a quarter of the RAM.
+        let unset = limits(Sizing::default(), ram, low);
+        assert_eq!((unset.min, unset.max), (low, low));
+        // The operator set a maximum only.
+        let set = Sizing {
+            max_bytes: Some(low.0),
+            ..Sizing::default()
+        };
+        let maximum = limits(set, ram, ram);
+        assert_eq!((maximum.min, maximum.max), (low, low));
+        // A minimum that the operator set counts.
+        let set = Sizing {
+            min_bytes: Some(2 << 30),
+            ..Sizing::default()
+        };
+        assert_eq!(limits(set, ram, low).min, ByteSize::mib(2048));
     }
 }
