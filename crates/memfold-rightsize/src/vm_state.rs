@@ -166,7 +166,24 @@ impl Assessment {
         }
         let takeable = self.parts.size.saturating_sub(self.floor());
         let gain = takeable.saturating_sub(self.parts.free);
+        // Folded files cost the host almost nothing, and they may be among what goes.
+        let gain = gain.saturating_sub(self.parts.folded);
         if gain < SMALLEST_CHANGE { 0 } else { gain }
+    }
+
+    /// What the host gains if the guest loses `bytes`: no free memory, and nothing of the folded
+    /// files among its page cache. The kernel chooses pages by their age, whatever their file.
+    fn gain(&self, bytes: u64) -> u64 {
+        let Parts {
+            free,
+            cache,
+            folded,
+            ..
+        } = self.parts;
+        let lost = bytes.saturating_sub(free);
+        let of_cache = u128::from(lost.min(cache)) * u128::from(folded);
+        let lost_folded = of_cache.checked_div(u128::from(cache)).unwrap_or(0);
+        lost.saturating_sub(u64::try_from(lost_folded).unwrap_or(u64::MAX))
     }
 
     /// How much each byte that is taken hurts: pressure, weighted by priority, for each byte that
@@ -705,8 +722,8 @@ impl VmState {
             .min(useful)
             / PAGE_SIZE
             * PAGE_SIZE;
-        let gain = bytes.saturating_sub(vm.parts.free);
-        if bytes < SMALLEST_CHANGE || gain == 0 {
+        let gain = vm.gain(bytes);
+        if gain < SMALLEST_CHANGE {
             return Call::none(Reason::AtTarget);
         }
         let action = Action::Balloon {

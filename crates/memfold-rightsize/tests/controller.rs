@@ -527,3 +527,17 @@ fn a_vm_that_is_left_out_of_a_step_and_kept_still_rests_after_a_give_and_is_not_
     assert!(takes_after_absence(false));
     assert!(!takes_after_absence(true));
 }
+
+#[test]
+fn no_balloon_takes_memory_from_a_guest_whose_page_cache_is_folded() {
+    let mut vm = Vm::without_agent(1000, 2900);
+    let short = host(1000);
+    // A half of the page cache and the buffer stay.
+    assert!(first_order(std::slice::from_ref(&vm), short, 100).is_some());
+    vm.signals.folded_cache = ByteSize::mib(2800);
+    assert_eq!(first_order(&[vm.clone()], short, 100), None);
+    // The other VM is asked for all of what is missing.
+    let vms = [vm, Vm::without_agent(1000, 2900)];
+    let (index, ..) = first_order(&vms, short, 100).expect("a balloon");
+    assert_eq!(index, 1);
+}
