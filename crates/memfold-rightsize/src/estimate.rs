@@ -31,6 +31,9 @@ const BLAMED: Duration = Duration::from_secs(60);
 /// Misses and pressure that exceed this multiple of what was usual are worse than usual.
 const WORSE: f64 = 1.25;
 
+/// Bytes a second that a guest swaps out if it lacks memory, however much is available.
+const SWAP_OUT_RATE: f64 = 1_048_576.0;
+
 /// Smallest change of the memory in use that is a new phase of the guest.
 const CHANGE: u64 = 64 << 20;
 
@@ -101,6 +104,8 @@ pub(crate) struct Parts {
     /// So much more may be free and available: the size has changed at about the time of the
     /// report.
     pub(crate) unsure: u64,
+    /// By how much the VM may have grown since the report was made.
+    pub(crate) grown: u64,
 }
 
 impl Parts {
@@ -131,6 +136,7 @@ impl Parts {
             trimmable: cache.min(clean).saturating_sub(folded),
             folded,
             unsure: growth.uncertainty(),
+            grown: u64::try_from(growth.most).unwrap_or(0),
         }
     }
 
@@ -199,7 +205,7 @@ impl Estimate {
         }
         let parts = Parts::of(signals, guest, self.sizes.growth_since(signals.at));
         if let Some(elapsed) = changed {
-            self.measure(guest, elapsed);
+            self.measure(guest, elapsed, &parts);
             self.last = Some(guest.clone());
             self.judge_misses(clock, elapsed, &parts, policy);
         }
@@ -221,7 +227,7 @@ impl Estimate {
     }
 
     /// Derives rates from the last report and `guest`.
-    fn measure(&mut self, guest: &GuestSignals, elapsed: Duration) {
+    fn measure(&mut self, guest: &GuestSignals, elapsed: Duration, parts: &Parts) {
         let Some(before) = &self.last else { return };
         let seconds = elapsed.as_secs_f64().max(0.001);
         let pages = match (
@@ -243,12 +249,12 @@ impl Estimate {
             let old = self.pressure.unwrap_or(0.0);
             old + (self.pressure_now - old) * share
         });
-        let stalls = [
-            grown(before.pswpout, guest.pswpout),
-            grown(before.allocstall, guest.allocstall),
-            grown(before.oom_kill, guest.oom_kill),
-        ];
-        self.stalled = stalls.into_iter().any(|count| count > 0);
+        // A guest with much available memory swaps out a page now and then.
+        let swapped = grown(before.pswpout, guest.pswpout).saturating_mul(PAGE_SIZE);
+        let is_low = parts.available < parts.size / 4;
+        let swaps_out = swapped as f64 / seconds >= SWAP_OUT_RATE || (swapped > 0 && is_low);
+        let waits = grown(before.allocstall, guest.allocstall) > 0;
+        self.stalled = swaps_out || waits || grown(before.oom_kill, guest.oom_kill) > 0;
         self.swaps_in = grown(before.pswpin, guest.pswpin) > 0;
         self.miss_rate += (self.missed as f64 / seconds - self.miss_rate) * share;
     }

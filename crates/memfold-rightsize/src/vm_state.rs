@@ -512,7 +512,9 @@ impl VmState {
         if lacks < SMALLEST_CHANGE.max(size / 64) {
             lacks = 0;
         }
-        if is_pressing && is_curable {
+        // A report from before the VM grew says nothing about whether that sufficed.
+        let is_news = vm.parts.grown < SMALLEST_CHANGE;
+        if is_pressing && is_curable && is_news {
             let more = (size / 8).max(SMALLEST_GIVE) << self.gives_in_a_row.min(3);
             lacks = lacks.max(more);
             vm.is_pressing = true;

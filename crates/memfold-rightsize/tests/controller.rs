@@ -541,3 +541,61 @@ fn no_balloon_takes_memory_from_a_guest_whose_page_cache_is_folded() {
     let (index, ..) = first_order(&vms, short, 100).expect("a balloon");
     assert_eq!(index, 1);
 }
+
+/// Steps at 10, 12, ... s with reports that were made so many seconds, and looks at the VM's balloon,
+/// which holds so many MiB. `swapped`: pages that the guest had swapped out at the report. Returns
+/// the gives.
+fn gives(vm: &Vm, steps: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
+    let mut controller = Controller::new(policy());
+    let mut gives = Vec::new();
+    for (now, &(made, held, swapped)) in (10..).step_by(2).zip(steps) {
+        let mut vm = vm.clone();
+        vm.signals.balloon = Some(Balloon {
+            held: ByteSize::mib(1200),
+            deflate_on_oom: true,
+        });
+        let mut signals = vm.report(made);
+        signals.balloon = Some(Balloon {
+            held: ByteSize::mib(held),
+            deflate_on_oom: true,
+        });
+        if let Some(guest) = &mut signals.guest {
+            guest.pswpout = Some(swapped);
+        }
+        let input = [(VmId(1), vm.limits, signals)];
+        let decision = controller.step(Duration::from_secs(now), host(20_000), &input);
+        let order = decision.vms[0].order;
+        let give = order.filter(|order| order.is_give(decision.vms[0].size));
+        gives.extend(give.map(|give| (now, give.bytes.0 / MIB)));
+    }
+    gives
+}
+
+#[test]
+fn one_report_of_a_guest_that_lacks_memory_leads_to_one_give() {
+    // The guest swaps, and has little available memory.
+    let vm = Vm::without_agent(2300, 100);
+    let steps = [
+        (9, 1200, 0),
+        (11, 1200, 5000),
+        // The balloon has given the memory back, and the guest has not reported since.
+        (11, 838, 5000),
+        (11, 838, 5000),
+        (11, 838, 5000),
+        // A report of the larger guest, which still swaps.
+        (19, 838, 9000),
+        (21, 838, 9000),
+    ];
+    assert_eq!(gives(&vm, &steps), [(12, 362), (20, 407)]);
+}
+
+#[test]
+fn one_page_that_a_guest_with_available_memory_swaps_out_leads_to_no_give() {
+    let vm = Vm::without_agent(1000, 1000);
+    let steps = |pages: u64| [(9, 1200, 0), (11, 1200, pages), (13, 1200, pages)];
+    assert_eq!(gives(&vm, &steps(1)), []);
+    // 2 MiB in two seconds are a real shortage.
+    assert_eq!(gives(&vm, &steps(512)), [(12, 362)]);
+    // So is one page if less than a quarter of the memory is available.
+    assert_eq!(gives(&Vm::without_agent(2300, 100), &steps(1)), [(12, 362)]);
+}
