@@ -191,7 +191,7 @@ impl Controller {
         }
         let has_order = |call: &Option<Call>| call.is_some_and(|call| call.order.is_some());
         let mut order: Vec<usize> = (0..vms.len())
-            .filter(|&i| vms[i].balloonable() > 0 && !has_order(&calls[i]))
+            .filter(|&i| vms[i].dispensable() > 0 && !has_order(&calls[i]))
             .collect();
         order.sort_by(|&a, &b| vms[a].harm().total_cmp(&vms[b].harm()));
         for index in order {

@@ -48,7 +48,9 @@ pub(crate) struct VmState {
     last_take: Option<Duration>,
     /// The last take that made the VM smaller: by balloon or unplug.
     last_shrink: Option<Duration>,
+    /// The last give that the guest needed, and the last one without need.
     last_give: Option<Duration>,
+    last_back: Option<Duration>,
     gives_in_a_row: u32,
     idle_since: Option<Duration>,
 }
@@ -58,6 +60,8 @@ struct Issued {
     order: Order,
     at: Duration,
     is_give: bool,
+    /// The VM was given memory without need.
+    is_back: bool,
     size: u64,
     cache: u64,
     free: u64,
@@ -90,6 +94,9 @@ pub(crate) struct Assessment {
     pub(crate) trimmable: u64,
     /// Why the VM gets no order at all.
     pub(crate) keeps: Option<Reason>,
+    /// No balloon takes from the VM for a while: it was given memory, or the last order had no
+    /// effect.
+    rests: bool,
     fresh: bool,
     /// Why nothing may be taken now, although the guest is believed.
     unwilling: Option<Reason>,
@@ -159,8 +166,13 @@ fn share_of(bytes: u64, share: f64) -> u64 {
 }
 
 impl Assessment {
-    /// What the host would gain if the balloon took all that the VM does not need.
+    /// What the host would gain now if the balloon took all that the VM does not need.
     pub(crate) fn balloonable(&self) -> u64 {
+        if self.rests { 0 } else { self.dispensable() }
+    }
+
+    /// The same, also if nothing may be taken for a while.
+    pub(crate) fn dispensable(&self) -> u64 {
         if !self.can_balloon || self.keeps.is_some() || self.unwilling.is_some() {
             return 0;
         }
@@ -190,7 +202,7 @@ impl Assessment {
     /// the VM does not need.
     pub(crate) fn harm(&self) -> f64 {
         let pressure = self.pressure.unwrap_or(0.0).max(self.pressure_now) + 1e-4;
-        pressure * self.weight as f64 / (self.balloonable() as f64 + 1.0)
+        pressure * self.weight as f64 / (self.dispensable() as f64 + 1.0)
     }
 
     /// Sets the working set, and what follows from it, for `hot` bytes of needed page cache.
@@ -318,6 +330,10 @@ impl VmState {
             return;
         };
         self.watched = Some(issued);
+        if issued.is_back {
+            self.last_back = Some(issued.at);
+            return;
+        }
         if issued.is_give {
             self.record_give(issued.at, policy);
             return;
@@ -349,6 +365,7 @@ impl VmState {
             order,
             at: clock,
             is_give: order.is_give(ByteSize(vm.parts.size)),
+            is_back: matches!(call.reason, Reason::GiveBack { .. }),
             size: vm.parts.size,
             cache: vm.parts.cache,
             free: vm.parts.free,
@@ -366,7 +383,7 @@ impl VmState {
         let no_balloon_order = self
             .watched
             .is_none_or(|last| matches!(last.order.action, Action::Trim { .. }));
-        no_balloon_order && long_ago(self.last_give, 60)
+        no_balloon_order && long_ago(self.last_give, 60) && long_ago(self.last_back, 60)
     }
 
     fn record_give(&mut self, at: Duration, policy: &Policy) {
@@ -424,6 +441,7 @@ impl VmState {
             is_at_risk: false,
             trimmable: 0,
             keeps: limits.pinned.then_some(Reason::Pinned),
+            rests: false,
             fresh: false,
             unwilling: None,
             need: size,
@@ -471,6 +489,10 @@ impl VmState {
             assessment.trimmable = 0;
         }
         self.watch_effect(clock, &assessment);
+        assessment.rests = clock < self.settled_at || clock < self.blocked_until;
+        if clock < self.blocked_until {
+            assessment.trimmable = 0;
+        }
         self.weigh(clock, &mut assessment, policy);
         assessment
     }

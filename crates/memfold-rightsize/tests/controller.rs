@@ -599,3 +599,84 @@ fn one_page_that_a_guest_with_available_memory_swaps_out_leads_to_no_give() {
     // So is one page if less than a quarter of the memory is available.
     assert_eq!(gives(&Vm::without_agent(2300, 100), &steps(1)), [(12, 362)]);
 }
+
+/// Steps with a VM whose balloon follows the orders, each second of `seconds`, and returns the
+/// orders that moved it, as (second, MiB that the guest gained).
+fn balloon_moves(
+    controller: &mut Controller,
+    vm: &mut Vm,
+    seconds: std::ops::Range<u64>,
+    host: HostState,
+) -> Vec<(u64, i64)> {
+    let mut moves = Vec::new();
+    for second in seconds {
+        let input = [(VmId(1), vm.limits, vm.report(second))];
+        let decision = controller.step(Duration::from_secs(second), host, &input);
+        let size = decision.vms[0].size.0;
+        if let Some(Action::Balloon { target }) = decision.vms[0].order.map(|order| order.action) {
+            let gained = target.0.cast_signed() - size.cast_signed();
+            moves.push((second, gained / (1 << 20)));
+            let balloon = vm.signals.balloon.as_mut().expect("a balloon");
+            balloon.held.0 = vm.signals.ram.0 - target.0;
+        }
+    }
+    moves
+}
+
+#[test]
+fn memory_that_a_vm_gets_back_without_need_does_not_delay_the_next_take() {
+    let mut vm = Vm::without_agent(1000, 1000);
+    let mut controller = Controller::new(policy());
+    let takes = balloon_moves(&mut controller, &mut vm, 1..60, host(500));
+    assert!(takes.iter().all(|(_, gained)| *gained < 0), "{takes:?}");
+    // The host has room for ten minutes, and gives everything back.
+    let backs = balloon_moves(&mut controller, &mut vm, 60..2500, host(20_000));
+    let held = vm.signals.balloon.expect("a balloon").held;
+    assert!(!backs.is_empty() && held.0 == 0, "{backs:?}, {held} held");
+    let again = balloon_moves(&mut controller, &mut vm, 2500..2530, host(500));
+    assert!(
+        again.first().is_some_and(|(_, gained)| *gained < 0),
+        "{again:?}"
+    );
+    // A give that the guest needs still begins a rest of five minutes.
+    vm.used = vm.signals.size().0 / MIB - 50;
+    vm.cached = 0;
+    let given = balloon_moves(&mut controller, &mut vm, 2530..2540, host(20_000));
+    assert!(
+        given.iter().all(|(_, gained)| *gained > 0) && !given.is_empty(),
+        "{given:?}"
+    );
+    (vm.used, vm.cached) = (1000, 1000);
+    let rested = balloon_moves(&mut controller, &mut vm, 2540..2800, host(500));
+    assert_eq!(rested, []);
+}
+
+#[test]
+fn a_vm_that_rests_after_a_give_does_not_keep_the_host_from_calling_lent_ram_back() {
+    let mut vm = Vm::without_agent(1500, 0);
+    vm.signals.balloon = Some(Balloon {
+        held: ByteSize::mib(2400),
+        deflate_on_oom: true,
+    });
+    let mut controller = Controller::new(policy());
+    let given = balloon_moves(&mut controller, &mut vm, 1..3, host(20_000));
+    assert!(
+        given.first().is_some_and(|(_, gained)| *gained > 0),
+        "{given:?}"
+    );
+    // The guest could do without page cache now, but its balloon rests for five minutes.
+    vm.used = 300;
+    vm.cached = 1300;
+    let mut short = host(1500);
+    short.lent = ByteSize::mib(4096);
+    let mut seen = Vec::new();
+    for second in 3..20 {
+        let input = [(VmId(1), vm.limits, vm.report(second))];
+        let decision = controller.step(Duration::from_secs(second), short, &input);
+        seen.push((decision.rung, decision.vms[0].reason));
+    }
+    let first_lent = seen.iter().position(|(rung, _)| *rung == Rung::Lent);
+    assert_eq!(first_lent, Some(2), "{seen:?}");
+    let (_, reason) = seen[10];
+    assert!(matches!(reason, Reason::Waiting { .. }), "{reason}");
+}
