@@ -171,12 +171,14 @@ impl State {
             let machine = &looked.machine;
             let id = machine.id();
             let is_trim = matches!(order.action, Action::Trim { .. });
-            // While the VM is saved, for example, the monitor is in use for a long time.
-            let can_have = self.mode == RightsizeMode::On
-                && self.orders.admits(id, order, vm.size)
-                && (is_trim || machine.idle_monitor().is_some());
-            if !can_have {
+            let is_admitted = self.orders.admits(id, order, vm.size);
+            if self.mode != RightsizeMode::On || !is_admitted {
                 self.controller.discard_order(vm.vm);
+                continue;
+            }
+            // While the VM is saved, for example, the monitor is in use for a long time.
+            if !is_trim && machine.idle_monitor().is_none() {
+                self.controller.order_failed(vm.vm);
                 continue;
             }
             let event = self.log.note(machine.name(), order, vm.reason);
@@ -471,7 +473,7 @@ impl Rightsizing {
             if threads::begin("rightsize-vm", work).is_err() {
                 let mut state = self.state.lock();
                 state.orders.end(id, order, event);
-                state.controller.discard_order(VmId(u64::from(id)));
+                state.controller.order_failed(VmId(u64::from(id)));
             }
         }
         Ok(())
@@ -493,13 +495,19 @@ impl Rightsizing {
             }),
         };
         let failed = done.is_err();
+        let is_trim = matches!(order.action, Action::Trim { .. });
         let text = done.unwrap_or_else(|error| error.to_string());
         let mut state = self.state.lock();
         let is_last = state.orders.end(machine.id(), order, event);
         if failed && is_last {
-            state
-                .controller
-                .discard_order(VmId(u64::from(machine.id())));
+            let vm = VmId(u64::from(machine.id()));
+            // A guest that cannot trim is not asked again, so its balloon need not wait.
+            let cannot_trim = is_trim && state.untrimmable.contains(machine.id());
+            if cannot_trim {
+                state.controller.discard_order(vm);
+            } else {
+                state.controller.order_failed(vm);
+            }
         }
         state.log.note_result(event, text, failed);
         let is_on = state.mode == RightsizeMode::On;

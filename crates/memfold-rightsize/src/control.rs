@@ -56,8 +56,9 @@ impl Controller {
     /// Decides for the moment `now`. Call it every one to five seconds with all running VMs; VMs
     /// that are left out are forgotten, but for those that [`keep`](Self::keep) names.
     ///
-    /// The controller expects that the orders are carried out. For an order that is not, call
-    /// [`discard_order`](Self::discard_order) before the next step.
+    /// The controller expects that the orders are carried out. For an order that is only shown,
+    /// call [`discard_order`](Self::discard_order) before the next step; for one that failed, call
+    /// [`order_failed`](Self::order_failed).
     pub fn step(
         &mut self,
         now: Duration,
@@ -121,8 +122,17 @@ impl Controller {
         }
     }
 
-    /// Says that the last step's order for `vm` was not carried out: it failed, or orders are only
-    /// shown. The controller then expects no effect, and may give the same order again.
+    /// Says that the last order for `vm` failed, at the last step or since. If it was a take, the
+    /// VM gets no further one for a while, as after one without effect, and other VMs are asked.
+    pub fn order_failed(&mut self, vm: VmId) {
+        if let Some(state) = self.vms.get_mut(&vm) {
+            state.order_failed(self.clock);
+        }
+    }
+
+    /// Says that the last step's order for `vm` was not carried out because orders are only shown,
+    /// or because another one is in progress. The controller then expects no effect, and may give
+    /// the same order again.
     pub fn discard_order(&mut self, vm: VmId) {
         if let Some(state) = self.vms.get_mut(&vm) {
             state.discard_order();

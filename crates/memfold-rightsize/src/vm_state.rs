@@ -353,6 +353,26 @@ impl VmState {
         self.issued = None;
     }
 
+    /// The last order failed. A take then waits like one without effect; a VM that needs memory
+    /// may get the same give at once.
+    pub(crate) fn order_failed(&mut self, clock: Duration) {
+        let Some(failed) = self.issued.take().or_else(|| self.watched.take()) else {
+            return;
+        };
+        if !failed.is_give {
+            self.block(clock, failed.hot_before);
+        }
+    }
+
+    /// Waits before the next take, because the last one took nothing. `hot`: the needed page cache
+    /// from before it.
+    fn block(&mut self, clock: Duration, hot: Option<u64>) {
+        self.fail_wait = (self.fail_wait.saturating_mul(2))
+            .clamp(Duration::from_secs(60), Duration::from_secs(900));
+        self.blocked_until = clock.saturating_add(self.fail_wait);
+        self.estimate.hot = hot;
+    }
+
     /// Notes that nothing is known of the VM at this moment: it may not be idle any more.
     pub(crate) fn note_absence(&mut self) {
         self.idle_since = None;
@@ -579,10 +599,7 @@ impl VmState {
         } else if clock.saturating_sub(last.at) >= EFFECT {
             self.watched = None;
             if !last.is_give {
-                self.fail_wait = (self.fail_wait.saturating_mul(2))
-                    .clamp(Duration::from_secs(60), Duration::from_secs(900));
-                self.blocked_until = clock.saturating_add(self.fail_wait);
-                self.estimate.hot = last.hot_before;
+                self.block(clock, last.hot_before);
             }
         }
     }

@@ -680,3 +680,49 @@ fn a_vm_that_rests_after_a_give_does_not_keep_the_host_from_calling_lent_ram_bac
     let (_, reason) = seen[10];
     assert!(matches!(reason, Reason::Waiting { .. }), "{reason}");
 }
+
+/// Steps with two VMs without agents on a short host, of which the first one's orders fail after
+/// `delay` further steps. Returns the seconds at which each VM got an order.
+fn orders_if_the_first_vms_fail(delay: u64) -> [Vec<u64>; 2] {
+    let mut vms = [Vm::without_agent(1000, 2900), Vm::without_agent(1000, 2900)];
+    vms[1].limits.priority = 200;
+    let mut slightly_short = host(190);
+    slightly_short.reserve = ByteSize::mib(200);
+    let mut controller = Controller::new(policy());
+    let mut orders = [Vec::new(), Vec::new()];
+    for second in 1..150 {
+        if orders[0].last().is_some_and(|at| at + delay == second) {
+            controller.order_failed(VmId(0));
+        }
+        let input = [0, 1].map(|vm| {
+            let limits = vms[vm].limits;
+            (VmId(vm as u64), limits, vms[vm].report(second))
+        });
+        let decision = controller.step(Duration::from_secs(second), slightly_short, &input);
+        for (vm, decided) in decision.vms.iter().enumerate() {
+            if decided.order.is_some() {
+                orders[vm].push(second);
+            }
+        }
+    }
+    orders
+}
+
+#[test]
+fn after_a_take_that_failed_the_vm_rests_longer_each_time_and_another_vm_is_asked() {
+    for delay in [1, 3] {
+        let [failing, other] = orders_if_the_first_vms_fail(delay);
+        let first = failing[0];
+        // 60 s after the first failure, and 120 s after the second one.
+        let is_next = |from: u64, to: u64| (from + 60..from + 80).contains(&to);
+        assert!(
+            failing.len() == 2 && is_next(first, failing[1]),
+            "{failing:?}"
+        );
+        let soon = first..=first + delay + 1;
+        assert!(
+            other.iter().any(|at| soon.contains(at)),
+            "{first}: {other:?}"
+        );
+    }
+}
