@@ -267,6 +267,10 @@ impl Assessment {
         let Some((action, bytes)) = self.growth(bytes, headroom) else {
             return exhausted;
         };
+        // A few pages help nobody, unless the OOM killer could run without them.
+        if bytes < SMALLEST_CHANGE && !self.is_at_risk {
+            return exhausted;
+        }
         let given = ByteSize(bytes);
         let reason = if self.is_pressing {
             Reason::GivePressure {
@@ -303,7 +307,8 @@ impl Assessment {
     fn growth(&self, bytes: u64, headroom: u64) -> Option<(Action, u64)> {
         let room = self.room();
         let deflated = bytes.min(self.held).min(room) / PAGE_SIZE * PAGE_SIZE;
-        if deflated > 0 {
+        let can_plug = self.block > 0 && self.pluggable > 0;
+        if deflated >= SMALLEST_CHANGE || (deflated > 0 && !can_plug) {
             let target = ByteSize(self.parts.size.saturating_add(deflated));
             return Some((Action::Balloon { target }, deflated));
         }
@@ -564,7 +569,9 @@ impl VmState {
         vm.is_at_risk = available.saturating_add(unsure) < size / 32;
         // A give takes a moment: QEMU and the guest carry it out.
         let is_coming = self.watched.is_some_and(|last| last.is_give);
-        vm.lacks = if is_coming { 0 } else { lacks.min(vm.room()) };
+        let most = lacks.min(vm.room());
+        let is_worth_it = most >= SMALLEST_CHANGE || vm.is_at_risk;
+        vm.lacks = if is_coming || !is_worth_it { 0 } else { most };
         let unmet = lacks.saturating_sub(vm.room());
         let allowed = vm.max.saturating_sub(size);
         vm.needs_driver = vm.needs_driver.min(unmet).min(allowed);

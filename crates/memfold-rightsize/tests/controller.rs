@@ -726,3 +726,22 @@ fn after_a_take_that_failed_the_vm_rests_longer_each_time_and_another_vm_is_aske
         );
     }
 }
+
+#[test]
+fn a_host_with_a_few_pages_left_gives_them_only_to_a_guest_about_to_lose_a_process() {
+    let squeezed = |used| {
+        let mut vm = Vm::new(used, 0);
+        vm.signals.balloon = Some(Balloon {
+            held: ByteSize::mib(1200),
+            deflate_on_oom: true,
+        });
+        [vm]
+    };
+    // 8 MiB more than a quarter of the reserve are available.
+    assert_eq!(first_order(&squeezed(2700), host(512 + 8), 3), None);
+    let mut almost_empty = host(8);
+    almost_empty.reserve = ByteSize::mib(4);
+    let (_, action, _) = first_order(&squeezed(2850), almost_empty, 3).expect("a give");
+    let target = ByteSize::mib(2896 + 8);
+    assert_eq!(action, Action::Balloon { target });
+}
