@@ -526,8 +526,14 @@ impl Rightsizing {
             limit: TRIM_LIMIT,
             spare_swap: true,
         })?;
-        self.state.lock().untrimmable.note(machine.id(), result.end);
         let reclaimed = ByteSize(result.reclaimed_bytes);
+        let mut state = self.state.lock();
+        state.untrimmable.note(machine.id(), result.end);
+        if matches!(result.end, TrimEnd::Refaults | TrimEnd::Pressure) {
+            let vm = VmId(u64::from(machine.id()));
+            state.controller.trim_was_missed(vm, reclaimed);
+        }
+        drop(state);
         let text = format!("{reclaimed} reclaimed, {}", trim_end(result.end));
         match result.end {
             TrimEnd::Forbidden => Err(refused(text, "see /etc/memfold/agent.toml in the guest")),

@@ -130,6 +130,15 @@ impl Controller {
         }
     }
 
+    /// Says that a trim of `vm` ended early, after `reclaimed` bytes, because the guest read the
+    /// files again or its tasks waited for memory. What is left counts as needed, and the next
+    /// probe waits.
+    pub fn trim_was_missed(&mut self, vm: VmId, reclaimed: ByteSize) {
+        if let Some(state) = self.vms.get_mut(&vm) {
+            state.trim_was_missed(self.clock, reclaimed.0, &self.policy);
+        }
+    }
+
     /// Says that the last step's order for `vm` was not carried out because orders are only shown,
     /// or because another one is in progress. The controller then expects no effect, and may give
     /// the same order again.

@@ -329,6 +329,15 @@ impl Estimate {
         self.next_probe = clock.saturating_add(wait.min(policy.longest_wait));
     }
 
+    /// A trim ended because the guest missed what it took. `hot`: the page cache that was left.
+    pub(crate) fn note_miss(&mut self, clock: Duration, hot: Option<u64>, policy: &Policy) {
+        let is_new = !is_within(clock, self.last_miss, EPISODE);
+        self.last_miss = Some(clock);
+        self.hot = hot;
+        self.probed = true;
+        self.back_off(clock, is_new, policy);
+    }
+
     /// Probes again soon if the guest does something else now: its use of other memory than page
     /// cache has changed. What it misses then is not the fault of earlier takes.
     fn notice_change(&mut self, clock: Duration, parts: &Parts, policy: &Policy) {

@@ -46,6 +46,8 @@ pub(crate) struct VmState {
     settled_at: Duration,
     settle: Duration,
     last_take: Option<Duration>,
+    /// Page cache of the guest when its last trim was ordered.
+    trim_cache: Option<u64>,
     /// The last take that made the VM smaller: by balloon or unplug.
     last_shrink: Option<Duration>,
     /// The last give that the guest needed, and the last one without need.
@@ -369,6 +371,21 @@ impl VmState {
         }
     }
 
+    /// The guest missed what the last trim took, after it had reclaimed `reclaimed` bytes: the page
+    /// cache that is left is needed.
+    pub(crate) fn trim_was_missed(&mut self, clock: Duration, reclaimed: u64, policy: &Policy) {
+        let Some(cache) = self.trim_cache else { return };
+        let hot = Some(cache.saturating_sub(reclaimed));
+        let is_trim = |of: &&mut Issued| matches!(of.order.action, Action::Trim { .. });
+        if let Some(issued) = self.issued.as_mut().filter(is_trim) {
+            issued.hot = hot;
+        }
+        if let Some(watched) = self.watched.as_mut().filter(is_trim) {
+            watched.hot_before = hot;
+        }
+        self.estimate.note_miss(clock, hot, policy);
+    }
+
     /// Waits before the next take, because the last one took nothing. `hot`: the needed page cache
     /// from before it.
     fn block(&mut self, clock: Duration, hot: Option<u64>) {
@@ -386,6 +403,9 @@ impl VmState {
     /// Remembers an order of this step.
     pub(crate) fn expect(&mut self, clock: Duration, vm: &Assessment, call: &Call) {
         let Some(order) = call.order else { return };
+        if let Action::Trim { .. } = order.action {
+            self.trim_cache = Some(vm.parts.cache);
+        }
         self.issued = Some(Issued {
             order,
             at: clock,

@@ -745,3 +745,31 @@ fn a_host_with_a_few_pages_left_gives_them_only_to_a_guest_about_to_lose_a_proce
     let target = ByteSize::mib(2896 + 8);
     assert_eq!(action, Action::Balloon { target });
 }
+
+#[test]
+fn if_a_trim_ended_because_the_guest_missed_files_the_rest_counts_as_needed_and_probes_wait() {
+    for delay in [1, 4] {
+        let mut vm = Vm::new(1000, 2000);
+        let mut controller = Controller::new(policy());
+        let (mut trims, mut after) = (Vec::new(), Vec::new());
+        for second in 1..110 {
+            if trims.first().is_some_and(|at| at + delay == second) {
+                // The trim took 5 of 8 MiB.
+                controller.trim_was_missed(VmId(1), ByteSize::mib(5));
+            }
+            let input = [(VmId(1), vm.limits, vm.report(second))];
+            let decision = controller.step(Duration::from_secs(second), host(20_000), &input);
+            let decided = &decision.vms[0];
+            if decided.order.is_some() {
+                trims.push(second);
+                vm.cached = 1995;
+            }
+            if trims.first().is_some_and(|at| at + delay <= second) {
+                after.push(decided.working_set);
+            }
+        }
+        assert_eq!(trims.len(), 1, "{trims:?}");
+        let needed = ByteSize::mib(1000 + 1995);
+        assert!(after.iter().all(|set| *set == needed), "{:?}", after[0]);
+    }
+}
