@@ -291,10 +291,11 @@ impl Assessment {
             return None;
         }
         let step = share_of(self.parts.size, policy.balloon_step).max(SMALLEST_BALLOON_STEP);
-        let bytes = step.min(self.held).min(self.room());
-        if bytes < SMALLEST_CHANGE.min(self.held) || bytes > spare || bytes < PAGE_SIZE {
+        let bytes = step.min(self.held).min(self.room()).min(spare);
+        if bytes < SMALLEST_CHANGE.min(self.held) || bytes < PAGE_SIZE {
             return None;
         }
+        let bytes = bytes / PAGE_SIZE * PAGE_SIZE;
         let target = ByteSize(self.parts.size + bytes);
         let given = ByteSize(bytes);
         let action = Action::Balloon { target };

@@ -773,3 +773,21 @@ fn if_a_trim_ended_because_the_guest_missed_files_the_rest_counts_as_needed_and_
         assert!(after.iter().all(|set| *set == needed), "{:?}", after[0]);
     }
 }
+
+#[test]
+fn a_vm_whose_usual_step_is_larger_than_what_the_host_has_to_spare_gets_its_balloon_back_in_smaller_steps()
+ {
+    let ram = ByteSize::mib(64 << 10);
+    let mut vm = Vm::without_agent(1000, 1000);
+    vm.signals.ram = ram;
+    vm.limits = Limits::of_vm(ram, ram);
+    vm.signals.balloon = Some(Balloon {
+        held: ByteSize::mib(2048),
+        deflate_on_oom: true,
+    });
+    // A twentieth of the VM is 3 GiB. The host has 1 GiB more than one and a half of its reserve.
+    let mut controller = Controller::new(policy());
+    let moves = balloon_moves(&mut controller, &mut vm, 1..1500, host(4096));
+    assert_eq!(moves.first().map(|(_, gained)| *gained), Some(512));
+    assert_eq!(vm.signals.balloon.expect("a balloon").held, ByteSize(0));
+}
