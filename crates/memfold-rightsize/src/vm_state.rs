@@ -53,6 +53,9 @@ pub(crate) struct VmState {
     /// The last give that the guest needed, and the last one without need.
     last_give: Option<Duration>,
     last_back: Option<Duration>,
+    /// Time after a take without gives that the guest does not need, because such a give was taken
+    /// away again.
+    back_rest: Duration,
     gives_in_a_row: u32,
     idle_since: Option<Duration>,
 }
@@ -339,6 +342,10 @@ impl VmState {
         };
         self.watched = Some(issued);
         if issued.is_back {
+            let since_shrink = self.last_shrink.map(|at| issued.at.saturating_sub(at));
+            if since_shrink.is_none_or(|time| time >= FORGOTTEN) {
+                self.back_rest = Duration::ZERO;
+            }
             self.last_back = Some(issued.at);
             return;
         }
@@ -351,6 +358,10 @@ impl VmState {
         }
         self.last_take = Some(issued.at);
         if !matches!(issued.order.action, Action::Trim { .. }) {
+            if self.last_back > self.last_shrink {
+                let longer = self.back_rest.saturating_mul(2);
+                self.back_rest = longer.clamp(policy.give_back_after * 2, FORGOTTEN);
+            }
             self.last_shrink = Some(issued.at);
         }
         self.next_take = issued.at.saturating_add(policy.take_interval);
@@ -423,13 +434,16 @@ impl VmState {
 
     /// Says whether memory may be given back to this VM without need.
     pub(crate) fn may_get_back(&self, clock: Duration) -> bool {
-        let long_ago = |at: Option<Duration>, time| {
-            at.is_none_or(|at| clock.saturating_sub(at) >= Duration::from_secs(time))
-        };
+        let long_ago =
+            |at: Option<Duration>, time| at.is_none_or(|at| clock.saturating_sub(at) >= time);
+        let minute = Duration::from_secs(60);
         let no_balloon_order = self
             .watched
             .is_none_or(|last| matches!(last.order.action, Action::Trim { .. }));
-        no_balloon_order && long_ago(self.last_give, 60) && long_ago(self.last_back, 60)
+        no_balloon_order
+            && long_ago(self.last_give, minute)
+            && long_ago(self.last_back, minute)
+            && long_ago(self.last_shrink, self.back_rest)
     }
 
     fn record_give(&mut self, at: Duration, policy: &Policy) {

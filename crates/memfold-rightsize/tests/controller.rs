@@ -791,3 +791,31 @@ fn a_vm_whose_usual_step_is_larger_than_what_the_host_has_to_spare_gets_its_ball
     assert_eq!(moves.first().map(|(_, gained)| *gained), Some(512));
     assert_eq!(vm.signals.balloon.expect("a balloon").held, ByteSize(0));
 }
+
+#[test]
+fn memory_that_was_given_back_and_taken_again_is_given_back_later_each_time() {
+    let mut vm = Vm::without_agent(1000, 1000);
+    let mut controller = Controller::new(policy());
+    let mut waits = Vec::new();
+    let mut from = 1;
+    for _ in 0..3 {
+        let takes = balloon_moves(&mut controller, &mut vm, from..from + 60, host(500));
+        let (last_take, _) = *takes.last().expect("a take");
+        let backs = balloon_moves(
+            &mut controller,
+            &mut vm,
+            from + 60..from + 6000,
+            host(20_000),
+        );
+        let (first_back, _) = *backs.first().expect("memory given back");
+        waits.push(first_back - last_take);
+        from += 6000;
+    }
+    // Ten minutes of room at first, then 20 and 40 minutes after the take.
+    let expected = [600..760, 1200..1300, 2400..2500];
+    let fits = waits
+        .iter()
+        .zip(&expected)
+        .all(|(wait, range)| range.contains(wait));
+    assert!(fits, "{waits:?}");
+}
