@@ -306,6 +306,11 @@ impl Machine {
         self.fold_problems().into_iter().next()
     }
 
+    /// Returns whether the host gets no memory back that the guest frees or its balloon takes.
+    pub fn keeps_freed_ram(&self) -> bool {
+        self.seen.lock().conditions.keeps_freed_ram
+    }
+
     fn fold_problems(&self) -> Vec<String> {
         let seen = self.seen.lock();
         let conditions = seen.conditions.fold.iter().map(ToString::to_string);

@@ -141,6 +141,9 @@ pub enum Reason {
     NoMeans,
     /// The balloon cannot be used: the guest would not take memory back before its OOM killer runs.
     NoDeflateOnOom,
+    /// The host would get no memory back: the VM's RAM is pinned for a device or locked, or has
+    /// huge pages.
+    KeepsFreedRam,
     /// The guest needs memory that virtio-mem could plug, but it has no driver for that.
     NoPlugDriver {
         /// How much more the guest would get.
@@ -250,6 +253,7 @@ impl Reason {
             Self::FirstReport => "first_report",
             Self::NoMeans => "no_means",
             Self::NoDeflateOnOom => "no_deflate_on_oom",
+            Self::KeepsFreedRam => "keeps_freed_ram",
             Self::NoPlugDriver { .. } => "no_plug_driver",
             Self::CacheNotMissed { .. } => "cache_not_missed",
             Self::CacheGrewBack { .. } => "cache_grew_back",
@@ -295,6 +299,10 @@ impl fmt::Display for Reason {
             Self::NoDeflateOnOom => f.write_str(
                 "the balloon is not used because the guest would not deflate it before its OOM \
                  killer runs",
+            ),
+            Self::KeepsFreedRam => f.write_str(
+                "nothing is taken because the host would get no memory back: a device pins the \
+                 VM's RAM (VFIO), QEMU has locked it, or it has huge pages (hugetlbfs)",
             ),
             Self::NoPlugDriver { needs } => write!(
                 f,

@@ -60,6 +60,9 @@ pub struct Signals {
     pub balloon: Option<Balloon>,
     /// The VM's virtio-mem device, if it has one. From QEMU.
     pub virtio_mem: Option<VirtioMem>,
+    /// The host gets no memory back that the guest frees or that the balloon takes: the RAM is
+    /// pinned for a device or locked, or has huge pages. From QEMU.
+    pub keeps_freed_ram: bool,
     /// Bytes of the guest's page cache that are folded, and so cost the host almost nothing. From
     /// memfold's account.
     pub folded_cache: ByteSize,

@@ -113,6 +113,7 @@ mod tests {
                     deflate_on_oom: true,
                 }),
                 virtio_mem: None,
+                keeps_freed_ram: false,
                 folded_cache: ByteSize(0),
                 source: Source::BalloonStats,
                 guest: None,

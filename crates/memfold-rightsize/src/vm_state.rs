@@ -118,6 +118,8 @@ pub(crate) struct Assessment {
     /// Memory that the VM needs and that the guest cannot plug without the driver `virtio_mem`.
     needs_driver: u64,
     has_balloon: bool,
+    /// The host gets nothing back that the guest frees.
+    keeps_freed_ram: bool,
     can_balloon: bool,
     trims: bool,
     pgsteal: Option<u64>,
@@ -253,6 +255,9 @@ impl Assessment {
     pub(crate) fn idle_reason(&self) -> Reason {
         if let Some(reason) = self.keeps.or(self.unwilling) {
             return reason;
+        }
+        if self.keeps_freed_ram {
+            return Reason::KeepsFreedRam;
         }
         if !self.trims && !self.has_balloon && self.block == 0 {
             return Reason::NoMeans;
@@ -518,8 +523,9 @@ impl VmState {
                 if d.has_driver { 0 } else { more }
             }),
             has_balloon: balloon.is_some(),
-            can_balloon: balloon.is_some_and(|balloon| balloon.deflate_on_oom),
-            trims: signals.source == Source::Agent { trims: true },
+            keeps_freed_ram: signals.keeps_freed_ram,
+            can_balloon: !signals.keeps_freed_ram && balloon.is_some_and(|of| of.deflate_on_oom),
+            trims: !signals.keeps_freed_ram && signals.source == Source::Agent { trims: true },
             pgsteal: signals.guest.as_ref().and_then(|guest| guest.pgsteal),
         };
         let (parts, fresh) = match heard {

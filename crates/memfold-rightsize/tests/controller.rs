@@ -30,6 +30,7 @@ impl Vm {
                 deflate_on_oom: true,
             }),
             virtio_mem: None,
+            keeps_freed_ram: false,
             folded_cache: ByteSize(0),
             source: Source::Agent { trims: true },
             guest: None,
@@ -818,4 +819,21 @@ fn memory_that_was_given_back_and_taken_again_is_given_back_later_each_time() {
         .zip(&expected)
         .all(|(wait, range)| range.contains(wait));
     assert!(fits, "{waits:?}");
+}
+
+#[test]
+fn nothing_is_taken_from_a_vm_whose_freed_memory_the_host_would_not_get_and_words_say_why() {
+    for mut vm in [Vm::new(1000, 2900), Vm::without_agent(1000, 2900)] {
+        let vms = std::slice::from_ref(&vm);
+        assert!(first_order(vms, host(1000), 100).is_some());
+        vm.signals.keeps_freed_ram = true;
+        let vms = [vm];
+        assert_eq!(first_order(&vms, host(1000), 100), None);
+        let mut controller = Controller::new(policy());
+        let mut said = None;
+        steps(&mut controller, 1..9, host(1000), &vms, |_, decision| {
+            said = Some(decision.vms[0].reason);
+        });
+        assert_eq!(said, Some(Reason::KeepsFreedRam));
+    }
 }

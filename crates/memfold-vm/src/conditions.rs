@@ -44,6 +44,10 @@ pub struct VmConditions {
     pub refold_live: Vec<Reason>,
     /// Settings of the VM that cost the host resources, but do not prevent folding.
     pub costs: Vec<Reason>,
+    /// The host gets no memory back that the guest frees, or that its balloon takes: the RAM is
+    /// pinned for a device or locked (QEMU's `ram_block_discard_disable`), or has huge pages of
+    /// hugetlbfs.
+    pub keeps_freed_ram: bool,
 }
 
 impl VmConditions {
@@ -159,6 +163,7 @@ fn memory(qmp: &mut Qmp, facts: &RamFacts, found: &mut VmConditions) -> Result<(
         }
         let facts = facts.blocks.iter().find(|b| b.name == block.name);
         if let Some(facts) = facts.filter(|b| b.page_bytes != 4096) {
+            found.keeps_freed_ram = true;
             let kib = facts.page_bytes >> 10;
             found.fold.push(reason(
                 format!("RAM block '{id}' has pages of {kib} KiB (hugetlbfs)"),
@@ -223,6 +228,7 @@ fn child_type(text: &str) -> Option<&str> {
 
 fn device_kind(kind: &str, found: &mut VmConditions) {
     if kind.starts_with("vfio") || kind.starts_with("vhost-vdpa") || kind == "x-vfio-user-server" {
+        found.keeps_freed_ram = true;
         found.fold.push(reason(
             format!("device '{kind}' pins guest RAM for DMA"),
             "remove the device",
@@ -251,6 +257,7 @@ fn block_nodes(nodes: &Value, found: &mut VmConditions) {
         let is_direct = node["cache"]["direct"] != false;
         match node["drv"].as_str().unwrap_or("?") {
             driver if driver == "nvme" || driver.starts_with("virtio-blk-v") => {
+                found.keeps_freed_ram = true;
                 found.fold.push(reason(
                     format!("block node '{name}' ({driver}) pins guest RAM for DMA"),
                     "use the kernel's block device",
@@ -277,6 +284,7 @@ fn process(pid: Pid, library: bool, found: &mut VmConditions) {
     let root = format!("/proc/{}", pid.as_raw_nonzero());
     let kib = locked_kib(&fs::read_to_string(format!("{root}/status")).unwrap_or_default());
     if kib > 0 {
+        found.keeps_freed_ram = true;
         found.fold.push(reason(
             format!("QEMU has locked {kib} KiB of memory (mem-lock, or VFIO)"),
             "start QEMU without -overcommit mem-lock=on",
@@ -288,6 +296,7 @@ fn process(pid: Pid, library: bool, found: &mut VmConditions) {
     let links: Vec<String> = links.map(|p| p.to_string_lossy().into_owned()).collect();
     let is_vfio = |l: &String| l.starts_with("/dev/vfio/") || l.contains("[vfio-device]");
     if links.iter().any(is_vfio) {
+        found.keeps_freed_ram = true;
         found.fold.push(reason(
             "QEMU holds a VFIO device, which pins guest RAM for DMA",
             "remove the device",
@@ -394,7 +403,8 @@ mod tests {
             let found = of_nodes(&json!([node("raw", false), bad]));
             assert!(found.may_fold() && !found.may_refold_live());
         }
-        assert!(!of_nodes(&json!([node("nvme", true)])).may_fold());
+        let nvme = of_nodes(&json!([node("nvme", true)]));
+        assert!(!nvme.may_fold() && nvme.keeps_freed_ram);
     }
 
     #[test]
@@ -416,6 +426,7 @@ mod tests {
                 (fold, refold),
                 "{kind}"
             );
+            assert_eq!(found.keeps_freed_ram, kind == "vfio-pci", "{kind}");
         }
         assert_eq!(child_type("child<vfio-pci>"), Some("vfio-pci"));
         assert_eq!(child_type("string"), None);

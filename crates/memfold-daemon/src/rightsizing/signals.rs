@@ -243,6 +243,7 @@ pub(super) fn of_vm(
         ram: qemu.ram,
         balloon: qemu.balloon,
         virtio_mem: qemu.virtio_mem,
+        keeps_freed_ram: machine.keeps_freed_ram(),
         folded_cache,
         source: if from_agent {
             Source::Agent { trims }
@@ -311,6 +312,7 @@ mod tests {
             ram: RAM,
             balloon: None,
             virtio_mem: None,
+            keeps_freed_ram: false,
             folded_cache: ByteSize(0),
             source: Source::BalloonStats,
             guest,

@@ -503,6 +503,7 @@ impl ModelGuest {
             ram: bytes(self.ram),
             balloon,
             virtio_mem,
+            keeps_freed_ram: false,
             folded_cache: bytes(self.folded()),
             source: self.spec.source,
             guest,
