@@ -13,11 +13,12 @@ use std::time::Duration;
 
 use memfold_units::ByteSize;
 
+use crate::assessment::{Assessment, Call};
 use crate::decision::{Decision, VmDecision};
 use crate::input::{HostState, Limits, Signals, VmId};
 use crate::ladder::{Ladder, Rung, shortage};
 use crate::policy::Policy;
-use crate::vm_state::{Assessment, Call, VmState};
+use crate::vm_state::VmState;
 
 /// Decides how much memory each VM should have. See the crate's documentation.
 #[derive(Clone, Debug)]

@@ -30,6 +30,7 @@
 //! [`sim`] has model guests and hosts for tests and studies.
 
 mod advise;
+mod assessment;
 mod check;
 mod control;
 mod decision;
