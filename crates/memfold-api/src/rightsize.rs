@@ -134,7 +134,8 @@ pub struct VmRightsize {
     /// Share of time in which a task of the guest waited for memory, 0 to 1; null if the guest does
     /// not report it.
     pub pressure: Option<f64>,
-    /// Order of the last look, as text; null if there was none.
+    /// Order of the last look, as text; in the mode `watch`, what would be ordered. Null if there
+    /// was none.
     pub order: Option<String>,
     /// Why the VM got this order, or none, as a sentence.
     pub reason: String,

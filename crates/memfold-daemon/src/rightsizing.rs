@@ -129,8 +129,9 @@ impl DecidedVm {
 }
 
 impl Last {
-    /// Returns the VMs of the decision, by name.
-    fn vms(&self) -> Vec<VmRightsize> {
+    /// Returns the VMs of the decision, by name. `is_on`: orders are carried out.
+    fn vms(&self, is_on: bool) -> Vec<VmRightsize> {
+        let would = if is_on { "" } else { "would " };
         let vms = self.decision.vms.iter().zip(&self.vms);
         let mut vms: Vec<VmRightsize> = vms
             .map(|(vm, known)| VmRightsize {
@@ -141,7 +142,9 @@ impl Last {
                 basis: basis(vm.basis).to_owned(),
                 target_bytes: vm.target.0,
                 pressure: vm.pressure,
-                order: vm.order.map(order_log::text),
+                order: vm
+                    .order
+                    .map(|order| format!("{would}{}", order_log::text(order))),
                 reason: vm.reason.to_string(),
                 sizing: known.sizing,
             })
@@ -314,13 +317,14 @@ impl Rightsizing {
             orders: state.log.counts(),
             ..RightsizeReport::default()
         };
+        let is_on = state.mode == RightsizeMode::On;
         let last = state.last.as_ref();
         if let Some(last) = last.filter(|_| state.mode != RightsizeMode::Off) {
             report.rung = Some(last.decision.rung.name().to_owned());
-            report.why = last.decision.why.to_string();
+            report.why = last.decision.why.sentence(is_on);
             report.available_bytes = last.host.available.0;
             report.reserve_bytes = last.host.reserve.0;
-            report.vms = last.vms();
+            report.vms = last.vms(is_on);
         }
         report
     }
@@ -440,13 +444,13 @@ impl Rightsizing {
             state.controller.keep(vm);
         }
         let decision = state.controller.step(now, host, &input);
+        let is_on = mode == RightsizeMode::On;
         if state.last.as_ref().map(|last| last.decision.rung) != Some(decision.rung) {
-            let (rung, why) = (decision.rung.name(), decision.why.to_string());
+            let (rung, why) = (decision.rung.name(), decision.why.sentence(is_on));
             info!(rung, why, "right-sizing: the host's rung changed");
             state.log.note_rung(rung, why);
         }
         let begun = state.begin_orders(&decision, &looked);
-        let is_on = mode == RightsizeMode::On;
         let kept = host.reserve.0.saturating_add(host.reserve.0 / 2);
         let (recalled, kept) = if is_on {
             (decision.recall_lent.0, kept)
@@ -454,7 +458,7 @@ impl Rightsizing {
             (0, 0)
         };
         self.lending.claim(recalled, kept);
-        let why = decision.why.to_string();
+        let why = decision.why.sentence(is_on);
         self.debt.note_rung(Some(LadderNote {
             rung: decision.rung,
             why,

@@ -159,7 +159,8 @@ pub enum Reason {
         /// How much is trimmed now.
         bytes: ByteSize,
     },
-    /// Folded page cache is dropped because the host has nothing else left to take.
+    /// Folded page cache is dropped because the host is short, and the guest has no other page
+    /// cache to give.
     DropFolded {
         /// How much may be dropped.
         bytes: ByteSize,
@@ -319,8 +320,8 @@ impl fmt::Display for Reason {
             ),
             Self::DropFolded { bytes } => write!(
                 f,
-                "the host has nothing else left to take, so {bytes} of folded page cache are \
-                 dropped"
+                "the host is short and the guest has no other page cache to give, so {bytes} of \
+                 folded page cache are dropped"
             ),
             Self::Missed { bytes, wait } => write!(
                 f,

@@ -6,7 +6,7 @@
 //!   reserve .. reserve + a quarter           trim     the same, in larger steps
 //!   below the reserve, trims do not suffice  balloon  VMs that are hurt least get smaller
 //!   below that too, or below a half          lent     lent RAM is called back
-//!   below a quarter, or nothing is left      brake    nothing more is shared, no VM starts
+//!   below a quarter, or nothing is left      brake    guests may be asked to drop page cache
 //! ```
 //! The brake on copy-on-write debt acts by itself and at once. Here it only leads to larger trims:
 //! debt is memory that guests may need, and no shortage yet. Whether balloons move and lent RAM is
@@ -41,7 +41,8 @@ pub enum Rung {
     Balloon,
     /// Balloons do not suffice. RAM that is lent to other hosts is called back.
     Lent,
-    /// Nothing else is left to take. The brake stops sharing and starts of VMs.
+    /// The host is far below its reserve, or nothing else can be taken: guests are asked to drop
+    /// their clean page cache if the brake on copy-on-write debt is on, too.
     Brake,
 }
 
@@ -123,7 +124,14 @@ pub enum RungReason {
         /// RAM that is lent.
         lent: ByteSize,
     },
-    /// Neither trims nor balloons nor lent RAM suffice.
+    /// Less than a quarter of the reserve is available.
+    FarBelowReserve {
+        /// `MemAvailable`.
+        available: ByteSize,
+        /// Memory of the host that must stay available.
+        reserve: ByteSize,
+    },
+    /// Nothing can be trimmed or ballooned now, and no RAM is lent.
     NothingLeft {
         /// What is missing.
         shortage: ByteSize,
@@ -138,46 +146,56 @@ pub enum RungReason {
     },
 }
 
-impl fmt::Display for RungReason {
-    /// Writes one sentence without a full stop.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Room { available, reserve } => write!(
-                f,
+impl RungReason {
+    /// Says it in one sentence without a full stop. `acts`: orders are carried out, and not only
+    /// shown.
+    #[must_use]
+    pub fn sentence(self, acts: bool) -> String {
+        let are = if acts { "is" } else { "would be" };
+        match self {
+            Self::Room { available, reserve } => format!(
                 "{available} are available and {reserve} must stay so, so the host has room"
             ),
-            Self::NearReserve { available, reserve } => write!(
-                f,
-                "{available} are available and {reserve} must stay so, so page cache is trimmed in \
-                 larger steps"
+            Self::NearReserve { available, reserve } => format!(
+                "{available} are available and {reserve} must stay so, so page cache {are} trimmed \
+                 in larger steps"
             ),
             Self::TrimsDoNotSuffice {
                 shortage,
                 balloonable,
-            } => write!(
-                f,
-                "{shortage} are missing and trims do not suffice, so VMs give up to {balloonable} \
-                 by balloon"
-            ),
-            Self::BalloonsDoNotSuffice { shortage, lent } => write!(
-                f,
-                "{shortage} are missing and balloons do not suffice, so lent RAM is called back \
+            } => {
+                let give = if acts { "give" } else { "would give" };
+                format!(
+                    "{shortage} are missing and trims do not suffice, so VMs {give} up to \
+                     {balloonable} by balloon"
+                )
+            }
+            Self::BalloonsDoNotSuffice { shortage, lent } => format!(
+                "{shortage} are missing and balloons do not suffice, so lent RAM {are} called back \
                  ({lent} are lent)"
             ),
-            Self::NothingLeft { shortage } => write!(
-                f,
-                "{shortage} are missing and nothing else is left to take, so the brake stops \
-                 sharing and starts of VMs"
+            Self::FarBelowReserve { available, reserve } => format!(
+                "{available} are available, which is less than a quarter of the {reserve} that \
+                 must stay so"
             ),
-            Self::Braked => f.write_str(
-                "shared memory could need more than is available, so page cache is trimmed in \
-                 larger steps",
+            Self::NothingLeft { shortage } => {
+                format!("{shortage} are missing and nothing else can be taken now")
+            }
+            Self::Braked => format!(
+                "shared memory could need more than is available, so page cache {are} trimmed in \
+                 larger steps"
             ),
-            Self::Recovering { suffices } => write!(
-                f,
-                "the host recovers, and the rung '{suffices}' would suffice"
-            ),
+            Self::Recovering { suffices } => {
+                format!("the host recovers, and the rung '{suffices}' would suffice")
+            }
         }
+    }
+}
+
+impl fmt::Display for RungReason {
+    /// Writes the [`sentence`](Self::sentence) of a controller whose orders are carried out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence(true))
     }
 }
 
@@ -239,9 +257,11 @@ impl Ladder {
             available, reserve, ..
         } = *host;
         let short = shortage(host);
-        let nothing_left = RungReason::NothingLeft { shortage: short };
         if available.0 < reserve.0 / 4 {
-            return (Rung::Brake, nothing_left);
+            return (
+                Rung::Brake,
+                RungReason::FarBelowReserve { available, reserve },
+            );
         }
         if short.0 == 0 && host.brake == BrakeLevel::Braked {
             return (Rung::Trim, RungReason::Braked);
@@ -274,7 +294,7 @@ impl Ladder {
         if balloonable > 0 || trimmable > 0 {
             return (Rung::Balloon, balloons);
         }
-        (Rung::Brake, nothing_left)
+        (Rung::Brake, RungReason::NothingLeft { shortage: short })
     }
 }
 
@@ -385,5 +405,24 @@ mod tests {
         assert_eq!(braked[19], Rung::Trim);
         assert_eq!(braked[25], Rung::Balloon);
         assert_eq!(braked[59], Rung::Lent);
+    }
+
+    #[test]
+    fn a_reason_of_a_host_that_is_only_watched_says_what_would_be_done() {
+        let mut ladder = Ladder::default();
+        let mut texts = Vec::new();
+        for second in 0..3 {
+            let at = Duration::from_secs(second);
+            let (_, why) = ladder.step(at, &host(900, 100), 0, 0);
+            texts.push(why.sentence(false));
+        }
+        assert!(texts[2].ends_with("so lent RAM would be called back (100 MiB are lent)"));
+        // RAM could still be called back, so words do not say that nothing is left.
+        let (rung, why) = ladder.step(Duration::from_secs(4), &host(400, 100), 0, 0);
+        assert_eq!(rung, Rung::Brake);
+        assert_eq!(
+            why.to_string(),
+            "400 MiB are available, which is less than a quarter of the 1.95 GiB that must stay so"
+        );
     }
 }

@@ -206,7 +206,7 @@ mod tests {
                 working_set_bytes: 1 << 30,
                 target_bytes: 3 << 29,
                 pressure: Some(0.0012),
-                order: Some("trim 64.0 MiB of page cache".into()),
+                order: Some("would trim 64.0 MiB of page cache".into()),
                 reason: "page cache grew beyond the working set".into(),
                 ..VmRightsize::default()
             }],
