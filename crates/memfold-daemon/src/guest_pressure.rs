@@ -87,9 +87,14 @@ fn is_ours(machine: &Machine) -> bool {
     machine.vm().spec().is_some()
 }
 
-/// Asks a guest for its figures, and keeps them. Returns whether the guest is short of memory.
+/// Asks a guest for its figures, and keeps them. Returns whether the guest is short of memory;
+/// false if QEMU's monitor is in use.
 fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpError> {
-    let mut qmp = machine.monitor();
+    // While the VM is saved, for example, its monitor is in use for a long time, and the other
+    // guests must not wait for that.
+    let Some(mut qmp) = machine.idle_monitor() else {
+        return Ok(false);
+    };
     let asked = if let Some(asked) = known.get_mut(&machine.id()) {
         asked
     } else {
@@ -131,11 +136,18 @@ fn find(machine: &Machine, qmp: &mut Qmp) -> Result<Option<String>, QmpError> {
 
 /// Ends the queries of a guest whose figures are not needed.
 fn stop_asking(machine: &Machine, known: &mut BTreeMap<u32, Asked>) {
+    if !known.contains_key(&machine.id()) {
+        return;
+    }
+    // If the monitor is in use, the next query tries again.
+    let Some(mut qmp) = machine.idle_monitor() else {
+        return;
+    };
     let asked = known.remove(&machine.id());
     let device = asked.and_then(|asked| asked.device);
     if let Some(device) = device.filter(|_| is_ours(machine)) {
         // If this fails, QEMU still asks the guest, which costs little.
-        let _ = balloon::poll_guest_stats(&mut machine.monitor(), &device, 0);
+        let _ = balloon::poll_guest_stats(&mut qmp, &device, 0);
     }
 }
 
