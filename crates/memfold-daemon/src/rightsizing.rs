@@ -161,6 +161,11 @@ impl Last {
 }
 
 impl State {
+    /// Returns whether a VM may have been told to unplug memory that it should now keep.
+    fn controller_forbids_unplugs(&self, id: u32) -> bool {
+        !self.controller.may_unplug(VmId(u64::from(id)))
+    }
+
     /// Begins the orders of a decision that can be carried out now, and discards the others.
     /// Returns each order with its VM and its number in the log.
     fn begin_orders(
@@ -451,6 +456,11 @@ impl Rightsizing {
             state.log.note_rung(rung, why);
         }
         let begun = state.begin_orders(&decision, &looked);
+        let machines = looked.iter().map(|looked| &looked.machine);
+        let stopped: Vec<_> = machines
+            .filter(|machine| is_on && state.controller_forbids_unplugs(machine.id()))
+            .cloned()
+            .collect();
         let kept = host.reserve.0.saturating_add(host.reserve.0 / 2);
         let (recalled, kept) = if is_on {
             (decision.recall_lent.0, kept)
@@ -470,6 +480,9 @@ impl Rightsizing {
             vms: looked.iter().map(DecidedVm::of).collect(),
         });
         drop(state);
+        for machine in stopped {
+            self.stop_unplugging(&machine);
+        }
         for (machine, order, event) in begun {
             let service = self.clone();
             let id = machine.id();

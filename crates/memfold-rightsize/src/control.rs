@@ -149,6 +149,14 @@ impl Controller {
         }
     }
 
+    /// Says whether the guest of `vm` should still carry out the last order to unplug memory. If
+    /// not, the caller lets it keep what it has not unplugged yet.
+    #[must_use]
+    pub fn may_unplug(&self, vm: VmId) -> bool {
+        let state = self.vms.get(&vm);
+        state.is_some_and(|state| state.may_unplug(self.clock))
+    }
+
     /// Gives memory to the VMs that need it, within what the host has.
     fn give(&self, host: &HostState, vms: &[Assessment], calls: &mut [Option<Call>]) {
         let mut headroom = host.available.0.saturating_sub(host.reserve.0 / 4);

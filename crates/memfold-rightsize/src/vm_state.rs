@@ -52,6 +52,8 @@ pub(crate) struct VmState {
     back_rest: Duration,
     gives_in_a_row: u32,
     idle_since: Option<Duration>,
+    /// When the guest was last told to unplug memory.
+    last_unplug: Option<Duration>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -155,6 +157,9 @@ impl VmState {
         if let Action::Trim { .. } = order.action {
             self.trim_cache = Some(vm.parts.cache);
         }
+        if let Action::Unplug { .. } = order.action {
+            self.last_unplug = Some(clock);
+        }
         self.issued = Some(Issued {
             order,
             at: clock,
@@ -167,6 +172,13 @@ impl VmState {
             hot: call.hot,
             hot_before: self.estimate.hot,
         });
+    }
+
+    /// Says whether the guest should still carry out the last order to unplug memory. A guest that
+    /// did not do it at once would do it when it frees memory, which may be when it is busy.
+    pub(crate) fn may_unplug(&self, clock: Duration) -> bool {
+        let is_new = |at| clock.saturating_sub(at) < EFFECT;
+        self.idle_since.is_some() && self.last_unplug.is_some_and(is_new)
     }
 
     /// Says whether memory may be given back to this VM without need.

@@ -837,3 +837,43 @@ fn nothing_is_taken_from_a_vm_whose_freed_memory_the_host_would_not_get_and_word
         assert_eq!(said, Some(Reason::KeepsFreedRam));
     }
 }
+
+#[test]
+fn an_unplug_that_is_not_done_at_once_or_whose_guest_is_busy_again_is_not_wanted_any_more() {
+    let idle = |used| {
+        let mut vm = Vm::new(used, 4);
+        vm.signals.virtio_mem = Some(VirtioMem {
+            plugged: ByteSize::mib(2048),
+            max: ByteSize::mib(4096),
+            block: ByteSize::mib(128),
+            has_driver: true,
+        });
+        vm
+    };
+    for busy_again in [false, true] {
+        let mut controller = Controller::new(policy());
+        let mut ordered = None;
+        let mut wanted = Vec::new();
+        for second in 1..700 {
+            let is_busy = busy_again && ordered.is_some_and(|at| second > at + 4);
+            let vm = idle(if is_busy { 5000 } else { 1000 });
+            let input = [(VmId(1), vm.limits, vm.report(second))];
+            let decision = controller.step(Duration::from_secs(second), host(20_000), &input);
+            let order = decision.vms[0].order.map(|order| order.action);
+            if let (None, Some(Action::Unplug { .. })) = (ordered, order) {
+                ordered = Some(second);
+            }
+            if controller.may_unplug(VmId(1)) {
+                wanted.push(second - ordered.expect("an unplug"));
+            }
+        }
+        // The guest unplugs nothing; after 20 s, or when it is busy, it keeps its memory.
+        let until = if busy_again { 5 } else { 20 };
+        assert!(wanted.iter().take(5).eq(&[0, 1, 2, 3, 4]), "{wanted:?}");
+        assert_eq!(
+            wanted.iter().filter(|at| **at < 60).count(),
+            until,
+            "{wanted:?}"
+        );
+    }
+}
