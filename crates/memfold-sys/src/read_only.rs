@@ -123,21 +123,8 @@ extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_
     const SEGV_ACCERR: i32 = 2;
     // SAFETY: the kernel calls the handler with a valid `info` of a fault.
     let (code, at) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
-    while code == SEGV_ACCERR {
-        let count = COUNT.load(SeqCst);
-        let is_read_only = || START.load(SeqCst) <= at && at < END.load(SeqCst);
-        // The order of the questions matters. If the address was not read-only before
-        // `is_writable`, and no area became read-only until after it, the fault is not of this
-        // module.
-        if !is_read_only() {
-            if is_writable(at) {
-                return;
-            }
-            if COUNT.load(SeqCst) == count {
-                break;
-            }
-        }
-        std::thread::yield_now();
+    if code == SEGV_ACCERR && becomes_writable(at) {
+        return;
     }
     // SAFETY: `EARLIER` was set before this handler was, and is never freed. When this handler
     // returns, the thread repeats its access, and its fault gets the handler of before.
@@ -146,6 +133,27 @@ extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_
         // Another process or thread has sent the signal.
         // SAFETY: this system call changes no memory.
         unsafe { libc::raise(signal) };
+    }
+}
+
+/// Waits until an address that was read-only is writable. Returns `false` if it was not made
+/// read-only by this module.
+fn becomes_writable(at: usize) -> bool {
+    loop {
+        let count = COUNT.load(SeqCst);
+        let is_read_only = START.load(SeqCst) <= at && at < END.load(SeqCst);
+        // The order of the questions matters. If the address was not read-only before
+        // `is_writable`, and no area became read-only until after it, the fault is not of this
+        // module.
+        if !is_read_only {
+            if is_writable(at) {
+                return true;
+            }
+            if COUNT.load(SeqCst) == count {
+                return false;
+            }
+        }
+        std::thread::yield_now();
     }
 }
 
