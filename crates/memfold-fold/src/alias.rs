@@ -4,10 +4,12 @@
 use std::time::Instant;
 
 use memfold_units::PAGE_BYTES;
+use memfold_wire::agent::FileNumber;
 use tracing::debug;
 
+use super::content::Content;
 use super::domain::Domain;
-use super::member::ContentId;
+use super::member::{ContentId, Member};
 use super::state::{Engine, VmState, cached_ranges, usable};
 use super::vm_map::VmMap;
 use super::vm_table::PIECE;
@@ -58,43 +60,132 @@ impl Engine {
     }
 }
 
-/// Returns whether up to four pages that VMs cache of both contents are equal; `None` if VMs do not
-/// cache the same page of both.
+/// Maximum number of files of each of two contents whose cached pages are compared, so that at most
+/// 256 pairs of files are looked at. A content can have more than a million files of one guest.
+const MAX_FILES: usize = 16;
+
+/// Maximum number of pieces that are searched for a page that both of two contents have in caches.
+/// A guest can have many pieces without a page that may be compared.
+const MAX_PIECES: usize = 1024;
+
+/// Returns whether up to four pages that VMs cache of both contents are equal; `None` if no page
+/// that VMs cache of both was found among [`MAX_FILES`] files of each and in [`MAX_PIECES`] pieces.
 fn sample(vms: &VmMap<VmState>, domain: &Domain, one: ContentId, other: ContentId) -> Option<bool> {
     let (one, other) = (domain.contents.get(one)?, domain.contents.get(other)?);
+    let cached = |content: &Content| -> Option<Vec<CachedFile<'_>>> {
+        let members = content.members.iter().take(MAX_FILES);
+        members.map(|member| CachedFile::of(vms, member)).collect()
+    };
+    let (files, others) = (cached(one)?, cached(other)?);
+    let pairs = files
+        .iter()
+        .flat_map(|a| others.iter().map(move |b| (a, b)));
+    let pieces = pairs.flat_map(|(a, b)| {
+        let common = |piece: &&u32| b.pieces.binary_search(piece).is_ok();
+        a.pieces.iter().filter(common).map(move |&n| (a, b, n))
+    });
     let mut compared = 0;
-    let (mut left, mut right) = ([0; PAGE_BYTES], [0; PAGE_BYTES]);
-    for a in &one.members {
-        let vm_a = vms.get(&a.vm)?;
-        for b in &other.members {
-            let vm_b = vms.get(&b.vm)?;
-            let pieces = vm_a.table.pieces(a.file);
-            let of_b = vm_b.table.pieces(b.file);
-            for &piece in pieces.iter().filter(|p| of_b.binary_search(p).is_ok()) {
-                for page in piece * PIECE..(piece + 1) * PIECE {
-                    let Some((at_a, at_b)) =
-                        usable(vm_a, a.file, page).zip(usable(vm_b, b.file, page))
-                    else {
-                        continue;
-                    };
-                    let read = |vm: &VmState, at, buffer: &mut [u8]| {
-                        vm.table.hva(at).is_some_and(|hva| {
-                            memfold_sys::memory::read(vm.guest.pid(), hva, buffer).is_ok()
-                        })
-                    };
-                    if !read(vm_a, at_a, &mut left) || !read(vm_b, at_b, &mut right) {
-                        continue;
-                    }
-                    if left != right {
-                        return Some(false);
-                    }
-                    compared += 1;
-                    if compared == 4 {
-                        return Some(true);
-                    }
-                }
+    for (a, b, piece) in pieces.take(MAX_PIECES) {
+        for page in piece * PIECE..(piece + 1) * PIECE {
+            let Some((left, right)) = a.read(page).zip(b.read(page)) else {
+                continue;
+            };
+            if left != right {
+                return Some(false);
+            }
+            compared += 1;
+            if compared == 4 {
+                return Some(true);
             }
         }
     }
     (compared > 0).then_some(true)
+}
+
+/// A file of a VM, and the pieces of which the VM caches pages, in ascending order.
+struct CachedFile<'a> {
+    vm: &'a VmState,
+    file: FileNumber,
+    pieces: Vec<u32>,
+}
+
+impl<'a> CachedFile<'a> {
+    fn of(vms: &'a VmMap<VmState>, member: &Member) -> Option<Self> {
+        let (vm, file) = (vms.get(&member.vm)?, member.file);
+        let pieces = vm.table.pieces(file);
+        Some(Self { vm, file, pieces })
+    }
+
+    /// Reads a page of the file from the VM's memory; `None` if the VM does not cache the page, or
+    /// the page may not be folded.
+    fn read(&self, page: u32) -> Option<[u8; PAGE_BYTES]> {
+        let hva = self.vm.table.hva(usable(self.vm, self.file, page)?)?;
+        let mut bytes = [0; PAGE_BYTES];
+        memfold_sys::memory::read(self.vm.guest.pid(), hva, &mut bytes).ok()?;
+        Some(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_units::Hva;
+    use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
+    use memfold_wire::library::Advice;
+
+    use super::*;
+    use crate::guest::VmId;
+    use crate::random_changes::{Idle, layout};
+    use crate::settings::EngineSettings;
+
+    const PAGES: u32 = 64;
+
+    /// Adds a VM with `files` files of one path, of which it caches page 0 of file `cached`. The
+    /// RAM of all VMs is the same memory of this process.
+    fn add(engine: &mut Engine, id: VmId, path: &str, files: u32, cached: u32, ram: Hva) {
+        let mut layout = layout(PAGES);
+        layout.blocks[0].hva = ram;
+        layout.slots[0].hva = ram;
+        let domain = Some(format!("alias-{}", std::process::id()));
+        let (name, advice) = (format!("vm{id}"), [Advice::default()]);
+        engine.add(id, name, domain, layout, &advice, Box::new(Idle), None);
+        let facts = |file| FileFacts {
+            file,
+            path: path.into(),
+            size_bytes: 1 << 20,
+        };
+        engine.agent(id, FromAgent::Files((0..files).map(facts).collect()));
+        let run = HintRun {
+            file: cached,
+            page: 0,
+            pfn: 0,
+            pages: 1,
+        };
+        engine.agent(id, FromAgent::Hints(vec![run]));
+    }
+
+    /// Returns the result of comparing a file of one VM with `files` files of another VM, which
+    /// caches a page of file `cached`.
+    fn compare(files: u32, cached: u32) -> Option<bool> {
+        let buffer = vec![7_u8; (PAGES as usize + 1) * PAGE_BYTES];
+        let begin = buffer.as_ptr().expose_provenance() as u64;
+        let ram = Hva(begin.next_multiple_of(memfold_units::PAGE_SIZE));
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1, "/a/x", 1, 0, ram);
+        add(&mut engine, 2, "/b/x", files, cached, ram);
+        let domain = engine.domains.values().next().unwrap();
+        let content = |vm, file| domain.contents.of(Member { vm, file }).unwrap();
+        sample(&engine.vms, domain, content(1, 0), content(2, cached))
+    }
+
+    #[test]
+    fn of_a_content_with_many_files_a_comparison_looks_only_at_the_first_sixteen() {
+        let most = u32::try_from(MAX_FILES).unwrap();
+        assert_eq!(compare(1, 0), Some(true));
+        assert_eq!(compare(100, most - 1), Some(true));
+        assert_eq!(
+            compare(100, most),
+            None,
+            "the pair waits, and is dropped later"
+        );
+    }
 }
