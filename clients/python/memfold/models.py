@@ -114,6 +114,9 @@ class DomainStats:
     """Number of pages added to the page store since this daemon created or adopted the store."""
     domain: str
     """Name of the trust domain."""
+    not_freed: str | None = None
+    """Reason why no unneeded page of the page store can be freed, with the VM or process that
+    prevents it; null if nothing prevents it."""
     punched_pages: int
     """Number of pages freed (punched out of the page store's file) since this daemon created or
     adopted the store."""

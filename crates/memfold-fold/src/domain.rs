@@ -17,11 +17,15 @@ pub(super) struct Domain {
     pub candidates: Candidates,
     pub full: bool,
     /// Processes that mapped the page store when this daemon adopted it. While one of them lives
-    /// that is no VM of this engine, no page of the store is freed.
+    /// that is no VM of this engine, or whose library the engine cannot reach, no page of the store
+    /// is freed.
     pub guardians: Vec<rustix::process::Pid>,
     pub appended: u64,
     pub punched: u64,
     pub last_reclaim: Instant,
+    /// Reason why the last reclaim freed nothing, which names the VM or process; `None` if the
+    /// engine knew every mapping of the store.
+    pub not_freed: Option<String>,
     /// First reserved page of the page store, and the guest pages to copy into the reserved pages
     /// before the batch folds anything; `None` if no page is reserved.
     pub reserved: Option<(StorePage, Vec<Source>)>,

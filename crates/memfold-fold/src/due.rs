@@ -9,18 +9,21 @@ use super::state::{Engine, VmState};
 use super::task::BATCH_PAGES;
 
 impl VmState {
-    /// Returns when the VM is due for each kind of work. A VM with a problem is never due.
+    /// Returns when the VM is due for each kind of work. A VM with a problem is due only for syncs,
+    /// which show which pages of the store it still needs.
     fn due_times(&self, settings: &EngineSettings) -> [Option<Instant>; KINDS] {
+        let sync = self.look_due(settings.sync_interval);
+        let sync = sync.filter(|_| self.may_read_tables());
         if !self.is_foldable() {
-            return [None; KINDS];
+            // In the order of `Work`.
+            return [None, None, sync, None, None, None];
         }
         let hints = self.stack.due();
         let is_full = self.stack.pages() >= u64::from(BATCH_PAGES);
-        // In the order of `Work`.
         [
             hints.filter(|_| is_full),
             hints.filter(|_| !is_full),
-            self.look_due(settings.sync_interval),
+            sync,
             self.pause_due(),
             self.zero.due,
             self.back_due(),

@@ -218,15 +218,7 @@ impl Engine {
             // The receiver may be gone.
             Command::Await(id, socket, answer) => drop(answer.send(self.await_pages(id, &socket))),
             Command::Layout { id, layout, advice } => self.set_layout(id, &layout, advice),
-            Command::Reached { id, guest, problem } => {
-                if let Some(vm) = self.vms.get_mut(&id) {
-                    vm.guest = guest;
-                    // The effects of the last orders are unknown, so the library must be told
-                    // everything again.
-                    vm.introduced = false;
-                    self.set_problem(id, problem);
-                }
-            }
+            Command::Reached { id, guest, problem } => self.set_reached(id, guest, problem),
             Command::AgentSession(id) => self.agent_session(id),
             Command::Agent(id, message) => self.agent(id, message),
             Command::AgentGone(id) => {

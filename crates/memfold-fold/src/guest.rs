@@ -38,6 +38,12 @@ pub trait Guest: Send {
     /// Returns the process whose memory contains the guest's RAM.
     fn pid(&self) -> Pid;
 
+    /// Returns whether memfold's library in the VM's QEMU has answered this daemon. Otherwise, QEMU
+    /// has no library, or the library may still execute an order of an earlier daemon.
+    fn has_library(&self) -> bool {
+        true
+    }
+
     /// Sends an order to memfold's library in the VM's QEMU and waits for the reply. The file
     /// `descriptor` is sent with the order.
     fn order(

@@ -133,6 +133,10 @@ impl Guest for Unfolded {
         self.0
     }
 
+    fn has_library(&self) -> bool {
+        false
+    }
+
     fn order(&mut self, _: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
         Err(GuestError::Library(io::Error::other(NO_LIBRARY)))
     }

@@ -114,7 +114,8 @@ impl Engine {
     }
 
     /// Syncs the tables of one VM with the kernel's page tables. Returns whether the kernel's
-    /// tables could be read.
+    /// tables were read. This does not depend on whether the VM may be folded: its pages may map
+    /// the store in either case.
     ///
     /// The mappings of the store change by the engine's orders, and by discards, which the library
     /// counts. `/proc/PID/maps` is expensive with thousands of mappings, so it is read only after
@@ -126,8 +127,8 @@ impl Engine {
             return false;
         }
         self.note_company(id);
-        let Some((vm, domain)) =
-            with_domain(&mut self.vms, &mut self.domains, id).filter(|(vm, _)| vm.is_foldable())
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id)
+            .filter(|(vm, _)| vm.may_read_tables())
         else {
             return false;
         };
@@ -172,18 +173,20 @@ impl Engine {
         // The engine must know every mapping of the store. If it does not, nothing is punched out.
         // All VMs are synced, also after one that could not be, because the debt is computed from
         // these syncs.
-        let mut is_read = true;
+        let mut unknown = None;
         for &id in &ids {
-            let is_known = |vm: &VmState| vm.is_foldable() && !vm.maps_stale;
-            let is_known = self.vms.get(&id).is_some_and(is_known);
-            is_read &= (is_known && !sync_all) || self.sync(id);
+            let why = self.why_unknown(id, sync_all);
+            unknown = unknown.or(why);
         }
-        if !is_read || self.is_guarded(name, &ids) {
-            return self.want_reclaim(name, QUIET_INTERVAL);
-        }
+        let unknown = unknown.or_else(|| self.guardian(name, &ids));
         let Some(domain) = self.domains.get_mut(name) else {
             return;
         };
+        domain.not_freed = unknown;
+        if let Some(reason) = &domain.not_freed {
+            debug!(domain = name, reason, "no page of the page store is freed");
+            return self.want_reclaim(name, QUIET_INTERVAL);
+        }
         let orphans = domain.contents.take_orphans();
         let Some(domain) = self.domains.get(name) else {
             return;
@@ -209,29 +212,60 @@ impl Engine {
         }
     }
 
-    /// Returns whether a process lives that mapped the store when this daemon adopted it, and that
-    /// is not a VM of this engine.
-    fn is_guarded(&mut self, name: &str, ids: &[VmId]) -> bool {
-        let known = ids.iter().filter_map(|id| self.vms.get(id));
-        let known: Vec<_> = known.map(|vm| vm.guest.pid()).collect();
-        let Some(domain) = self.domains.get_mut(name) else {
-            return true;
+    /// Returns why the engine does not know every mapping of the store in a VM; `None` if it does.
+    /// `sync_first`: whether the VM is synced even if its mappings are known.
+    fn why_unknown(&mut self, id: VmId, sync_first: bool) -> Option<String> {
+        let is_stale = self.vms.get(&id)?.maps_stale;
+        let is_read = !(is_stale || sync_first) || self.sync(id);
+        let vm = self.vms.get(&id)?;
+        let name = &vm.stats.name;
+        if vm.is_lost {
+            return Some(format!(
+                "memfold's library in the QEMU of VM '{name}' does not answer"
+            ));
+        }
+        // A VM that must not be read during a snapshot gets no orders meanwhile, so its known
+        // mappings stay complete.
+        if is_read || !vm.may_read_tables() && !vm.maps_stale {
+            return None;
+        }
+        let why = if vm.held.is_some() {
+            "not read"
+        } else {
+            "not readable"
         };
-        let lives = |pid: &Pid| {
+        Some(format!("the mappings of VM '{name}' are {why}"))
+    }
+
+    /// Returns which process prevents that pages are freed: one that lives and that mapped the
+    /// store when this daemon adopted it, and that is not a VM of this engine. A VM whose library
+    /// the engine never reached counts as unknown, because its library may still execute an order
+    /// of an earlier daemon.
+    fn guardian(&mut self, name: &str, ids: &[VmId]) -> Option<String> {
+        let vms: Vec<&VmState> = ids.iter().filter_map(|id| self.vms.get(id)).collect();
+        let domain = self.domains.get_mut(name)?;
+        let is_reached = |pid: Pid| {
+            let mut reached = vms.iter().filter(|vm| vm.guest.has_library());
+            reached.any(|vm| vm.guest.pid() == pid)
+        };
+        let lives = |pid: Pid| {
             std::path::Path::new(&format!("/proc/{}/maps", pid.as_raw_nonzero())).exists()
         };
         domain
             .guardians
-            .retain(|pid| !known.contains(pid) && lives(pid));
-        if let Some(pid) = domain.guardians.first() {
-            let pid = pid.as_raw_nonzero();
-            debug!(
-                domain = name,
-                pid,
-                "no page of the page store is freed: a process unknown to this daemon maps the store"
-            );
-        }
-        !domain.guardians.is_empty()
+            .retain(|&pid| !is_reached(pid) && lives(pid));
+        let pid = *domain.guardians.first()?;
+        let vm = vms.iter().find(|vm| vm.guest.pid() == pid);
+        Some(match vm {
+            Some(vm) => format!(
+                "memfold's library in the QEMU of VM '{}' cannot be reached",
+                vm.stats.name
+            ),
+            None => format!(
+                "process {}, which is no VM of this daemon, maps the page store",
+                pid.as_raw_nonzero()
+            ),
+        })
     }
 
     /// Returns whether a store page will soon be folded: it is filled and not mapped yet, and two
@@ -253,6 +287,13 @@ impl Engine {
 }
 
 impl VmState {
+    /// Returns whether the kernel's tables about the VM may be read now. While a snapshot of the VM
+    /// is made, the engine leaves the VM alone. A QEMU that does not answer may hang in the kernel,
+    /// and a read of its tables could hang, too.
+    pub(super) fn may_read_tables(&self) -> bool {
+        self.held.is_none() && !self.is_lost
+    }
+
     /// Returns the time at which the next sync of this VM is due; `None` for a VM that is inactive,
     /// maps no store page, and whose tables are packed.
     pub(super) fn look_due(&self, interval: Duration) -> Option<Instant> {
@@ -391,5 +432,74 @@ fn mark_mapping(table: &VmTable, mapping: &FileMapping, truth: &mut [u32]) {
         if let Some(entry) = at.and_then(|at| truth.get_mut(at as usize)) {
             *entry = store_page + 1;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::BorrowedFd;
+
+    use memfold_wire::library::Advice;
+
+    use super::*;
+    use crate::guest::{Guest, Refold};
+    use crate::qemu_guest::Unfolded;
+    use crate::random_changes::{PAGES, add, layout};
+    use crate::settings::EngineSettings;
+
+    /// A VM of another process, whose library answers.
+    struct Reached(Pid);
+
+    impl Guest for Reached {
+        fn pid(&self) -> Pid {
+            self.0
+        }
+
+        fn order(&mut self, _: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+            Ok(Reply::Ok)
+        }
+
+        fn refold(&mut self) -> Refold {
+            Refold::Unknown
+        }
+
+        fn can_stop(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn a_vm_that_mapped_an_adopted_store_prevents_freeing_until_its_library_is_reached() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("600")
+            .spawn()
+            .unwrap();
+        let pid = Pid::from_child(&child);
+        let mut engine = Engine::new(EngineSettings::default());
+        add(&mut engine, 1);
+        let domain = engine.vms[&1].domain.clone();
+        let problem = Some("cannot reach the library".to_owned());
+        engine.add(
+            2,
+            "vm2".to_owned(),
+            Some(domain.clone()),
+            layout(PAGES),
+            &[Advice::default()],
+            Box::new(Unfolded(pid)),
+            problem.clone(),
+        );
+        let not_freed = |engine: &mut Engine| {
+            engine.reclaim(&domain, true);
+            engine.domains[&domain].not_freed.clone()
+        };
+        assert_eq!(not_freed(&mut engine), None);
+        engine.domains.get_mut(&domain).unwrap().guardians = vec![pid];
+        let reason = "memfold's library in the QEMU of VM 'vm2' cannot be reached";
+        assert_eq!(not_freed(&mut engine).as_deref(), Some(reason));
+        let guest = Box::new(Reached(pid));
+        engine.set_reached(2, guest, problem);
+        assert_eq!(not_freed(&mut engine), None);
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 }

@@ -21,6 +21,7 @@ impl Engine {
             store_full: domain.full,
             appended_pages: domain.appended,
             punched_pages: domain.punched,
+            not_freed: domain.not_freed.clone(),
         });
         let tables: u64 = self.vms.values().map(|vm| vm.table.own_bytes()).sum();
         let contents: u64 = self.domains.values().map(|d| d.contents.own_bytes()).sum();

@@ -60,6 +60,9 @@ pub(super) struct VmState {
     pub discarded: u64,
     /// Whether the VM's table may contain mappings of the page store that no longer exist.
     pub maps_stale: bool,
+    /// Whether the connection to memfold's library in QEMU failed and no new one exists. The
+    /// library may still execute the last order, and map pages of the store.
+    pub is_lost: bool,
     pub last_full_sync: Instant,
     pub stack: HintStack,
     /// Files that were skipped since pages of them were last folded.

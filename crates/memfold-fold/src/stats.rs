@@ -152,6 +152,10 @@ pub struct DomainStats {
     /// Number of pages freed (punched out of the page store's file) since this daemon created or
     /// adopted the store.
     pub punched_pages: u64,
+    /// Reason why no unneeded page of the page store can be freed, with the VM or process that
+    /// prevents it; null if nothing prevents it.
+    #[serde(default)]
+    pub not_freed: Option<String>,
 }
 
 impl DomainStats {

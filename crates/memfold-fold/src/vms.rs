@@ -97,6 +97,7 @@ impl Engine {
             pagemap: Pagemap::open(guest.pid()).ok(),
             discarded: 0,
             maps_stale: true,
+            is_lost: false,
             last_full_sync: now,
             guest,
             domain,
@@ -162,6 +163,7 @@ impl Engine {
                 appended: 0,
                 punched: 0,
                 last_reclaim: Instant::now(),
+                not_freed: None,
                 reserved: None,
                 next_search: None,
             };
@@ -218,10 +220,27 @@ impl Engine {
                 "folding of the VM stopped; the daemon folds again when memfold's library in QEMU answers"
             );
             vm.stats.problem = Some(error.to_string());
+            vm.is_lost |= vm.guest.has_library();
             vm.stack.clear();
             vm.wait_for_pause.clear();
             vm.back.forget();
         }
+    }
+
+    /// Uses a new connection to a VM's library after [`Engine::lost`], or the first one if the
+    /// library did not answer when the VM was added.
+    pub(super) fn set_reached(&mut self, id: VmId, guest: Box<dyn Guest>, problem: Option<String>) {
+        let Some(vm) = self.vms.get_mut(&id) else {
+            return;
+        };
+        vm.guest = guest;
+        // The effects of the last orders are unknown, so the library must be told everything again.
+        vm.introduced = false;
+        // The library serves one connection after the other. So the orders of the last connection
+        // have ended, and the mappings that are read from now on are complete.
+        vm.is_lost = false;
+        vm.maps_stale = true;
+        self.set_problem(id, problem);
     }
 
     /// Gives the library of a VM a socket over which the missing pages of the VM's memory are

@@ -12,7 +12,7 @@ use memfold_wire::agent::{FromAgent, PfnRun};
 
 use super::harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
 
-fn owed(engine: &Running, look: bool, give_back: bool) -> Owed {
+pub fn owed(engine: &Running, look: bool, give_back: bool) -> Owed {
     let (answer, answered) = sync_channel(1);
     let command = Command::Owed {
         look,

@@ -5,6 +5,7 @@ mod cached;
 mod debt;
 mod harness;
 mod pauses;
+mod reclaim;
 mod snapshots;
 
 use std::sync::atomic::Ordering;
