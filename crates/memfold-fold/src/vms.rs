@@ -12,6 +12,7 @@ use memfold_sys::pagemap::Pagemap;
 use memfold_units::StorePage;
 use memfold_vm::{RamBlock, RamLayout};
 use memfold_wire::library::{Advice, Order, Reply};
+use rustix::process::Pid;
 use tracing::{debug, info, warn};
 
 use super::candidates::Candidates;
@@ -54,10 +55,21 @@ impl Engine {
         // The name of a domain cannot contain a slash, so a VM without a domain is alone in this
         // one.
         let domain = domain.unwrap_or_else(|| format!("vm/{name}"));
-        let problem = problem.or_else(|| {
-            self.introduce(&domain, &layout, advice, guest.as_mut())
-                .err()
-        });
+        let problem = match problem {
+            // The VM may map a store of an earlier daemon, and its folded pages count as debt.
+            Some(problem) => {
+                if let Err(error) = self.adopt_store(&domain, guest.pid()) {
+                    debug!(
+                        domain,
+                        error, "cannot read the page store of an earlier daemon"
+                    );
+                }
+                Some(problem)
+            }
+            None => self
+                .introduce(&domain, &layout, advice, guest.as_mut())
+                .err(),
+        };
         if let Some(problem) = &problem {
             warn!(
                 vm = name,
@@ -104,9 +116,7 @@ impl Engine {
         };
         self.vms.insert(id, vm);
         self.share_stacks();
-        if self.vms[&id].stats.problem.is_none() {
-            self.sync(id);
-        }
+        self.sync(id);
     }
 
     /// Divides the memory for waiting hints among the VMs.
@@ -122,8 +132,57 @@ impl Engine {
         }
     }
 
-    /// Tells the library of a new VM the addresses of RAM and the page store. Before, creates or
-    /// adopts the store of the VM's domain if needed. The error text is for the operator.
+    /// Adopts the store of the VM's domain that an earlier daemon created, if QEMU has it open and
+    /// this daemon has no store of the domain yet. The error text is for the operator.
+    fn adopt_store(&mut self, domain: &str, pid: Pid) -> Result<(), String> {
+        if self.domains.contains_key(domain) {
+            return Ok(());
+        }
+        match Store::adopt(pid, domain, self.settings.store_cap) {
+            Ok(Some(store)) => self.add_domain(domain, store),
+            Ok(None) => Ok(()),
+            Err(error) => {
+                warn!(domain, error = %error, "cannot reopen the page store of an earlier daemon; run the daemon as root");
+                Ok(())
+            }
+        }
+    }
+
+    /// Adds a trust domain with its page store. The error text is for the operator.
+    fn add_domain(&mut self, name: &str, store: Store) -> Result<(), String> {
+        let filled = store.filled().map_err(|e| e.to_string())?;
+        // The search reads the mappings of all processes. A store without pages, such as that of a
+        // VM without a trust domain, needs none: it has nothing to free.
+        let guardians = if filled.is_empty() {
+            Vec::new()
+        } else {
+            memfold_store::mapped::processes(store.identity()).map_err(|e| e.to_string())?
+        };
+        let mut contents = Contents::default();
+        // Pages of a former daemon that nobody maps can be freed.
+        for filled in filled {
+            let page = |page: StorePage| u32::try_from(page.0).unwrap_or(u32::MAX);
+            contents.add_orphans(page(filled.start)..page(filled.end));
+        }
+        let new = Domain {
+            guardians,
+            store,
+            contents,
+            candidates: Candidates::default(),
+            full: false,
+            appended: 0,
+            punched: 0,
+            last_reclaim: Instant::now(),
+            not_freed: None,
+            reserved: None,
+            next_search: None,
+        };
+        self.domains.insert(name.to_owned(), new);
+        Ok(())
+    }
+
+    /// Tells the library of a new VM the addresses of RAM and the page store. Before, adopts or
+    /// creates the store of the VM's domain if needed. The error text is for the operator.
     fn introduce(
         &mut self,
         domain: &str,
@@ -131,43 +190,10 @@ impl Engine {
         advice: &[Advice],
         guest: &mut dyn Guest,
     ) -> Result<(), String> {
-        let cap = self.settings.store_cap;
+        self.adopt_store(domain, guest.pid())?;
         if !self.domains.contains_key(domain) {
-            let adopted = Store::adopt(guest.pid(), domain, cap).unwrap_or_else(|error| {
-                warn!(domain, error = %error, "cannot reopen the page store of an earlier daemon, so a new store was created; run the daemon as root");
-                None
-            });
-            let store = adopted
-                .map_or_else(|| Store::create(domain, cap), Ok)
-                .map_err(|e| e.to_string())?;
-            let filled = store.filled().map_err(|e| e.to_string())?;
-            // The search reads the mappings of all processes. A store without pages, such as that
-            // of a VM without a trust domain, needs none: it has nothing to free.
-            let guardians = if filled.is_empty() {
-                Vec::new()
-            } else {
-                memfold_store::mapped::processes(store.identity()).map_err(|e| e.to_string())?
-            };
-            let mut contents = Contents::default();
-            // Pages of a former daemon that nobody maps can be freed.
-            for filled in filled {
-                let page = |page: StorePage| u32::try_from(page.0).unwrap_or(u32::MAX);
-                contents.add_orphans(page(filled.start)..page(filled.end));
-            }
-            let new = Domain {
-                guardians,
-                store,
-                contents,
-                candidates: Candidates::default(),
-                full: false,
-                appended: 0,
-                punched: 0,
-                last_reclaim: Instant::now(),
-                not_freed: None,
-                reserved: None,
-                next_search: None,
-            };
-            self.domains.insert(domain.to_owned(), new);
+            let store = Store::create(domain, self.settings.store_cap);
+            self.add_domain(domain, store.map_err(|e| e.to_string())?)?;
         }
         let Some(domain) = self.domains.get(domain) else {
             return Err("no page store".into());

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use memfold_fold::Command;
 use memfold_wire::agent::FromAgent;
+use memfold_wire::library::Advice;
 
 use super::debt::owed;
 use super::harness::{Ram, Running, domain, folded, pattern, vm};
@@ -68,4 +69,31 @@ fn while_a_library_does_not_answer_no_store_page_is_freed_and_the_report_names_i
     assert_eq!(owed(&engine, true, true).given_back_pages, 128);
     assert_eq!(engine.stats().domains[0].not_freed, None);
     assert!(is_intact(&mut a, 54) && is_intact(&mut b, 55));
+}
+
+#[test]
+fn after_a_restart_the_folded_pages_of_a_vm_that_may_not_be_folded_count_as_debt() {
+    let domain = domain("restarted");
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    drop(two_folded(&domain, &mut a, &mut b));
+    let engine = Running::start();
+    for (id, ram) in [(1, &a), (2, &b)] {
+        let add = Command::Add {
+            id,
+            name: format!("vm{id}"),
+            domain: Some(domain.clone()),
+            advice: vec![Advice::default()],
+            layout: ram.layout(),
+            guest: Box::new(ram.guest(true)),
+            problem: Some("folding is off".to_owned()),
+        };
+        engine.commands.send(add).unwrap();
+    }
+    let debt = owed(&engine, false, false);
+    let pages: Vec<u64> = debt.vms.iter().map(|vm| vm.folded_pages).collect();
+    assert_eq!(pages, [256, 256]);
+    a.fill(0, 128, 56);
+    b.fill(0, 128, 57);
+    assert_eq!(owed(&engine, true, true).given_back_pages, 128);
+    assert!(is_intact(&mut a, 56) && is_intact(&mut b, 57));
 }
