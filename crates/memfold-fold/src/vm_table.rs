@@ -477,6 +477,8 @@ impl VmTable {
         self.copied.set(at, false);
         if mapped.is_some() {
             self.view.set(at, false);
+            // The page would count twice as debt.
+            self.zero.set(at, false);
         }
     }
 
@@ -729,6 +731,20 @@ mod tests {
         ];
         assert_eq!(runs, wanted);
         assert_eq!(t.copy_cached().runs().count(), 0);
+    }
+
+    #[test]
+    fn a_discarded_zero_page_that_is_folded_counts_only_as_folded() {
+        let mut t = table();
+        t.set_zero(70);
+        t.set_zero(71);
+        let mapped = Mapped {
+            store_page: 5,
+            shared: true,
+        };
+        t.set_mapped(70, Some(mapped));
+        assert_eq!(t.keep_zero(&[0; 32]), 1);
+        assert_eq!(t.set_copied(&[0; 32]), (1, 0));
     }
 
     #[test]
