@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use memfold_sys::pagemap::{Filter, category};
+use memfold_sys::pagemap::Filter;
 use memfold_units::Hva;
 use memfold_wire::library::{MAX_RUNS, Order, Range, Reply};
 
@@ -45,16 +45,16 @@ impl Engine {
             }
         }
         if !ranges.is_empty() {
-            let order = Order::DropZero {
-                ranges: ranges.clone(),
-            };
+            // Some pages may have been discarded or folded since the pass began.
+            let copies = scan(vm, &ranges, Filter::COPIES).unwrap_or_default();
+            let order = Order::DropZero { ranges };
             match vm.guest.order(&order, None) {
                 Ok(Reply::Zero {
                     dropped, cpu_ns, ..
                 }) => {
                     vm.stats.zero_pages += dropped.min(pages);
                     if dropped > 0 {
-                        mark_gone(vm, &ranges);
+                        mark_gone(vm, &copies);
                     }
                     self.library_cpu_ns += cpu_ns;
                 }
@@ -70,28 +70,44 @@ impl Engine {
     }
 }
 
-/// Marks the pages in `ranges` that are no longer in memory as zero pages.
-fn mark_gone(vm: &mut VmState, ranges: &[Range]) {
-    let filter = Filter {
-        all_of: category::PRESENT,
-        ..Filter::default()
-    };
-    for range in ranges {
-        let (start, end) = (Hva(range.hva), Hva(range.hva).add_pages(range.pages));
-        let scanned = vm.pagemap.as_ref().map(|map| map.scan(start, end, filter));
-        let Some(Ok(there)) = scanned else {
+/// Marks the pages in `copies`, which had private copies before an order, as zero pages if they are
+/// neither in memory nor in swap now. Pages that map the store are no zero pages: QEMU may discard
+/// them, too.
+fn mark_gone(vm: &mut VmState, copies: &[Range]) {
+    for range in copies {
+        let end = Hva(range.hva).add_pages(range.pages);
+        let Ok(there) = scan(vm, std::slice::from_ref(range), Filter::THERE) else {
             return;
         };
-        let mut from = start;
-        for (gone, next) in there.iter().map(|r| (r.start, r.end)).chain([(end, end)]) {
-            let pages = gone.pages_since(from);
+        let mut from = Hva(range.hva);
+        let there = there.iter().map(|r| (Hva(r.hva), r.pages));
+        for (next, pages) in there.chain([(end, 0)]) {
             if let Some(first) = vm.table.index_at(from) {
-                let end = first.saturating_add(u32::try_from(pages).unwrap_or(0));
-                (first..end).for_each(|at| vm.table.set_zero(at));
+                let gone = u32::try_from(next.pages_since(from)).unwrap_or(0);
+                for at in first..first.saturating_add(gone) {
+                    if vm.table.mapped(at).is_none() {
+                        vm.table.set_zero(at);
+                    }
+                }
             }
-            from = next;
+            from = next.add_pages(pages);
         }
     }
+}
+
+/// Returns the pages in `ranges` that pass a filter.
+fn scan(vm: &VmState, ranges: &[Range], filter: Filter) -> std::io::Result<Vec<Range>> {
+    let map = vm.pagemap.as_ref().ok_or(std::io::ErrorKind::NotFound)?;
+    let mut found = Vec::new();
+    for range in ranges {
+        let end = Hva(range.hva).add_pages(range.pages);
+        let regions = map.scan(Hva(range.hva), end, filter)?;
+        found.extend(regions.iter().map(|region| Range {
+            hva: region.start.0,
+            pages: region.pages(),
+        }));
+    }
+    Ok(found)
 }
 
 /// Returns the anonymous pages of a VM that are in memory, in ranges of at most [`ORDER_PAGES`].
@@ -114,4 +130,82 @@ fn candidates(vm: &VmState) -> Vec<Range> {
         }
     }
     ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::BorrowedFd;
+
+    use memfold_sys::region::{Area, Mapping};
+    use memfold_wire::library::Advice;
+    use rustix::process::Pid;
+
+    use super::*;
+    use crate::guest::{Guest, GuestError, Refold};
+    use crate::random_changes::layout;
+    use crate::settings::EngineSettings;
+    use crate::vm_table::Mapped;
+
+    const PAGES: u32 = 16;
+
+    /// A VM that discards pages 9 and 12 of its RAM at each search for zero pages.
+    struct Discarding(Area);
+
+    impl Guest for Discarding {
+        fn pid(&self) -> Pid {
+            rustix::process::getpid()
+        }
+
+        fn order(&mut self, order: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+            let Order::DropZero { .. } = order else {
+                return Ok(Reply::Ok);
+            };
+            discard(self.0.part(9, 1));
+            discard(self.0.part(12, 1));
+            Ok(Reply::Zero {
+                scanned: 8,
+                dropped: 1,
+                cpu_ns: 0,
+            })
+        }
+
+        fn refold(&mut self) -> Refold {
+            Refold::Unknown
+        }
+
+        fn can_stop(&self) -> bool {
+            false
+        }
+    }
+
+    fn discard(pages: Area) {
+        pages.advise(rustix::mm::Advice::LinuxDontNeed).unwrap();
+    }
+
+    #[test]
+    fn only_pages_that_an_order_discarded_and_that_map_no_store_page_count_as_zero_pages() {
+        let ram = Mapping::anonymous(PAGES.into(), false).unwrap();
+        ram.area().write(&[7; 512 * PAGES as usize]);
+        let mut layout = layout(PAGES);
+        layout.blocks[0].hva = ram.area().start();
+        layout.slots[0].hva = ram.area().start();
+        let mut engine = Engine::new(EngineSettings::default());
+        let guest = Box::new(Discarding(ram.area()));
+        let (name, advice) = ("vm1".to_owned(), [Advice::default()]);
+        engine.add(1, name, None, layout, &advice, guest, None);
+        let vm = engine.vms.get_mut(&1).unwrap();
+        vm.zero.rest = candidates(vm);
+        assert_eq!(vm.zero.rest[0].pages, 16);
+        // The guest's balloon takes pages after the list was made, and page 12 was folded.
+        discard(ram.area().part(0, 8));
+        let mapped = Mapped {
+            store_page: 3,
+            shared: true,
+        };
+        vm.table.set_mapped(12, Some(mapped));
+        engine.zero_step(1, Instant::now());
+        let vm = engine.vms.get_mut(&1).unwrap();
+        assert_eq!(vm.table.keep_zero(&[0]), 1);
+        assert_eq!(vm.table.keep_zero(&[1 << 9]), 0);
+    }
 }
