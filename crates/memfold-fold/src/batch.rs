@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use memfold_store::Source;
-use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Reply};
+use memfold_wire::library::{FoldRun, Freeze, MAX_RUNS, Order, Outcome, Reply};
 use tracing::debug;
 
 use super::domain::{Domain, note_store_error};
@@ -514,10 +514,25 @@ impl Engine {
         if let Some(rate) = &mut self.rate {
             rate.spend(f64::from(asked), Instant::now());
         }
+        let is_late = outcomes.contains(&Outcome::Late);
         for (group, outcome) in groups.into_iter().zip(outcomes) {
             self.book_group(id, group, outcome, queue);
         }
+        if is_late && !matches!(freeze, Freeze::Stopped { .. }) {
+            self.leave_to_sweep(id, queue);
+        }
         Ok(())
+    }
+
+    /// Drops the runs that are left of a VM's batch, because its library had too little time for an
+    /// order. Repeating the runs at once could keep the engine's thread from all other VMs.
+    fn leave_to_sweep(&mut self, id: VmId, queue: &mut VecDeque<Group>) {
+        queue.clear();
+        self.sweep_wanted = true;
+        if let Some(vm) = self.vms.get_mut(&id) {
+            vm.maps_stale = true;
+            vm.active = true;
+        }
     }
 
     /// Searches all tables for file pages that several VMs cache and that are not folded: pages of

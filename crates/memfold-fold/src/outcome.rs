@@ -73,7 +73,7 @@ impl Engine {
                 }
                 run.rest(done + 1)
             }
-            // The run did not fail; it continues at the next pause.
+            // The run did not fail; it continues at the next pause, or after a sweep.
             Outcome::Late => Some(run),
             Outcome::Hole { .. } => {
                 if let Some(vm) = self.vms.get_mut(&id) {
@@ -227,5 +227,98 @@ impl Engine {
             self.stats.files_given_up += 1;
         }
         false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::BorrowedFd;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use memfold_sys::region::Mapping;
+    use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
+    use memfold_wire::library::{Advice, Order, Reply};
+    use rustix::process::Pid;
+
+    use super::*;
+    use crate::guest::{Guest, GuestError, Refold};
+    use crate::random_changes::{PAGES, layout};
+    use crate::settings::EngineSettings;
+
+    /// A VM whose library has no time for any run.
+    struct Slow(Arc<AtomicU32>);
+
+    impl Guest for Slow {
+        fn pid(&self) -> Pid {
+            rustix::process::getpid()
+        }
+
+        fn order(&mut self, order: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+            let Order::Fold { runs, .. } = order else {
+                return Ok(Reply::Ok);
+            };
+            let orders = self.0.fetch_add(1, Ordering::SeqCst);
+            assert!(orders < 100, "orders are repeated without end");
+            Ok(Reply::Outcomes {
+                outcomes: vec![Outcome::Late; runs.len()],
+                cpu_ns: 0,
+                stopped_ns: 0,
+            })
+        }
+
+        fn refold(&mut self) -> Refold {
+            Refold::Live
+        }
+
+        fn can_stop(&self) -> bool {
+            false
+        }
+    }
+
+    /// Folds a file that two VMs cache in all of their RAM, at the addresses in `layout`. Returns
+    /// the number of orders to fold pages.
+    fn fold(engine: &mut Engine, layout: &memfold_vm::RamLayout) -> u32 {
+        let orders = Arc::new(AtomicU32::new(0));
+        for id in [1, 2] {
+            let domain = Some(format!("slow-{}", std::process::id()));
+            let guest = Box::new(Slow(orders.clone()));
+            let (name, advice) = (format!("vm{id}"), [Advice::default()]);
+            engine.add(id, name, domain, layout.clone(), &advice, guest, None);
+            let facts = FileFacts {
+                file: 1,
+                path: b"/f".into(),
+                size_bytes: 1 << 30,
+            };
+            let run = HintRun {
+                file: 1,
+                page: 0,
+                pfn: 0,
+                pages: PAGES,
+            };
+            engine.agent(id, FromAgent::Files(vec![facts]));
+            engine.agent(id, FromAgent::Hints(vec![run]));
+        }
+        engine.sweep_wanted = false;
+        let tasks = engine.take_tasks(Instant::now() + Duration::from_secs(10));
+        assert_eq!(tasks.len(), 2);
+        engine.fold(&tasks);
+        orders.load(Ordering::SeqCst)
+    }
+
+    #[test]
+    fn an_order_without_enough_time_is_not_repeated_at_once_and_a_sweep_tries_its_pages_again() {
+        let ram = Mapping::anonymous(PAGES.into(), false).unwrap();
+        ram.area().write(&[7; 512 * PAGES as usize]);
+        let mut layout = layout(PAGES);
+        layout.blocks[0].hva = ram.area().start();
+        layout.slots[0].hva = ram.area().start();
+        let mut engine = Engine::new(EngineSettings::default());
+        assert_eq!(fold(&mut engine, &layout), 2);
+        assert!(engine.sweep_wanted);
+        for id in [1, 2] {
+            let vm = &engine.vms[&id];
+            assert!(vm.maps_stale && vm.is_foldable());
+        }
     }
 }
