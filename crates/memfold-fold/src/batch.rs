@@ -122,8 +122,11 @@ impl Engine {
             self.fill(task, piece, &range, &holders);
             self.collect(task, piece, &range, &holders, &mut runs);
         }
-        self.fill_reserved();
-        for (id, runs) in runs {
+        let is_filled = self.fill_reserved();
+        for (id, mut runs) in runs {
+            if !is_filled {
+                runs = self.without_missing(id, runs);
+            }
             self.fold_vm(id, runs);
             if let Some(vm) = self.vms.get_mut(&id) {
                 self.stats.huge_kept_pages += vm.huge.end_batch();
@@ -232,8 +235,10 @@ impl Engine {
         holders
     }
 
-    /// Copies pages into the store pages that [`Engine::fill`] has reserved.
-    fn fill_reserved(&mut self) {
+    /// Copies pages into the store pages that [`Engine::fill`] has reserved. Returns whether every
+    /// page was copied. A missing page has no index entry any more.
+    fn fill_reserved(&mut self) -> bool {
+        let mut is_filled = true;
         for (name, domain) in &mut self.domains {
             let Some((first, sources)) = domain.reserved.take() else {
                 continue;
@@ -241,6 +246,7 @@ impl Engine {
             let filled = domain.store.fill(first, &sources);
             domain.appended += sources.iter().map(|source| source.pages).sum::<u64>();
             domain.full = false;
+            is_filled &= filled.missing.is_empty();
             for missing in filled.missing {
                 domain.appended -= missing.end.0 - missing.start.0;
                 for page in missing.start.0..missing.end.0 {
@@ -254,6 +260,25 @@ impl Engine {
                 self.sweep_wanted = true;
             }
         }
+        is_filled
+    }
+
+    /// Leaves out the pages of runs whose store pages could not be filled. A comparison with a store
+    /// page without content would record the guest's page as differing.
+    fn without_missing(&mut self, id: VmId, runs: Vec<Run>) -> Vec<Run> {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
+            return Vec::new();
+        };
+        let mut left = Vec::new();
+        for run in runs.iter().flat_map(Run::single_pages) {
+            let facts = domain.contents.facts(run.store_page);
+            if facts.holds == Some((run.content, run.page)) {
+                append(&mut left, run, &vm.table);
+            } else {
+                vm.table.unplan(run.index);
+            }
+        }
+        left
     }
 
     /// Reserves store pages for file pages that the store lacks and that at least two VMs cache.

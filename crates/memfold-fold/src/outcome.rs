@@ -321,4 +321,15 @@ mod tests {
             assert!(vm.maps_stale && vm.is_foldable());
         }
     }
+
+    #[test]
+    fn pages_that_could_not_be_copied_into_the_store_are_not_compared_with_it() {
+        let mut engine = Engine::new(EngineSettings::default());
+        // Nothing is mapped at these addresses.
+        assert_eq!(fold(&mut engine, &layout(PAGES)), 0);
+        for id in [1, 2] {
+            let table = &mut engine.vms.get_mut(&id).unwrap().table;
+            assert!((0..PAGES).all(|at| table.plan(at) && !table.is_refused(at)));
+        }
+    }
 }

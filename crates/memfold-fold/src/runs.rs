@@ -37,6 +37,12 @@ pub struct Run {
 }
 
 impl Run {
+    /// Returns the pages of the run as runs of one page.
+    pub fn single_pages(&self) -> impl Iterator<Item = Self> + '_ {
+        let rest = (0..self.pages).filter_map(|pages| self.rest(pages));
+        rest.map(|run| Self { pages: 1, ..run })
+    }
+
     /// Returns the run without its first `pages` pages; `None` if nothing is left.
     #[must_use]
     pub fn rest(&self, pages: u32) -> Option<Self> {
@@ -142,6 +148,17 @@ mod tests {
             (13, 5, 103, 3)
         );
         assert_eq!(run(10, 8).rest(8), None);
+    }
+
+    #[test]
+    fn the_single_pages_of_a_run_have_the_right_memory_store_and_file_positions() {
+        let pages: Vec<Run> = run(10, 3).single_pages().collect();
+        assert_eq!(pages.len(), 3);
+        let last = pages[2];
+        assert_eq!(
+            (last.index, last.pages, last.store_page, last.page),
+            (12, 1, 102, 2)
+        );
     }
 
     #[test]
