@@ -20,7 +20,7 @@ use tracing::debug;
 use super::guest::{GuestError, Refold, VmId};
 use super::image::{Image, Part};
 use super::schedule::Work;
-use super::state::{Engine, VmState};
+use super::state::{Engine, VmState, with_domain};
 use super::vm_table::{Index, VmTable};
 
 /// Maximum number of pages compared in one step (some milliseconds). Each page may be a run of its
@@ -177,6 +177,28 @@ impl Engine {
         if let Some(vm) = self.vms.get_mut(&id) {
             vm.back.alone = alone;
         }
+    }
+
+    /// Makes the library close the images of which no page is mapped as the VM's RAM any more. An
+    /// open image that was deleted uses memory or disk space.
+    pub(super) fn close_old_images(&mut self, id: VmId) -> Result<(), GuestError> {
+        let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
+            return Ok(());
+        };
+        let image = vm.back.image.as_ref().map(|image| image.number);
+        for store in std::mem::take(&mut vm.back.old_images) {
+            if store == domain.store_number() || Some(store) == image {
+                continue;
+            }
+            let reply = vm.guest.order(&Order::RemoveStore { store }, None)?;
+            if let Reply::Error { reason } = reply {
+                debug!(
+                    vm = vm.stats.name,
+                    reason, "memfold's library in QEMU did not have an old image open"
+                );
+            }
+        }
+        Ok(())
     }
 
     /// Does the next step of the pass that has waited longest, if a step is due.

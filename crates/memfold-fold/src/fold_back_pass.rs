@@ -16,6 +16,8 @@ const LONGEST: u32 = 16;
 #[derive(Debug)]
 pub(super) struct BackPass {
     pub image: Option<Image>,
+    /// Numbers of earlier images, which memfold's library in QEMU may still have open.
+    pub old_images: Vec<u32>,
     pub views: Vec<Part>,
     /// Whether this VM is the only one that runs from its snapshot's image, and the image is on a
     /// disk. The image's pages in memory then serve this VM alone, and the host can drop them.
@@ -36,6 +38,7 @@ impl BackPass {
     pub fn new(now: Instant, interval: Duration) -> Self {
         Self {
             image: None,
+            old_images: Vec::new(),
             views: Vec::new(),
             alone: false,
             due: now + interval,
@@ -53,7 +56,9 @@ impl BackPass {
     pub fn forget(&mut self) {
         self.rest.clear();
         self.views.clear();
-        self.image = None;
+        let old = self.image.take().map(|image| image.number);
+        let old = old.filter(|old| !self.old_images.contains(old));
+        self.old_images.extend(old);
     }
 
     /// Ends a pass and sets the time of the next one, so that passes use at most a tenth of the CPU

@@ -143,6 +143,12 @@ impl Engine {
                 return false;
             }
         }
+        if vm.is_foldable() && !vm.back.old_images.is_empty() {
+            if let Err(error) = self.close_old_images(id) {
+                self.lost(id, &error);
+                return false;
+            }
+        }
         true
     }
 

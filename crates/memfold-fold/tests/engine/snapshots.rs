@@ -69,6 +69,36 @@ fn a_page_of_a_clone_is_folded_back_only_if_it_equals_the_page_of_the_snapshot()
 }
 
 #[test]
+fn an_image_that_is_no_longer_mapped_as_ram_is_closed_in_the_library() {
+    let (domain, old, new) = (
+        domain("closed"),
+        named("old-image", 61),
+        named("new-image", 62),
+    );
+    let mut ram = Ram::of_image(&old);
+    let engine = Running::start_with(&often());
+    engine.add(1, &domain, &ram, true);
+    // The library compares pages by a shared mapping of the image.
+    let is_open = |name: &str| {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let mut maps = maps.lines().filter(|line| line.contains(" r--s "));
+        maps.any(|line| line.contains(&format!("/memfd:{name} ")))
+    };
+    for (name, seed, pages) in [("old-image", 61, 10), ("new-image", 62, 20)] {
+        for at in 0..10 {
+            ram.page(at).fill(7);
+            ram.fill_page(at, seed);
+        }
+        engine.wait("returned", |s| vm(s, 1).folded_back_pages >= pages);
+        assert!(is_open(name));
+        ram.map_disk(0..RAM_PAGES as u64, &new);
+    }
+    engine.wait("closed", |_| !is_open("old-image"));
+    assert!(is_open("new-image"));
+    assert!((0..RAM_PAGES).all(|at| ram.page(at) == pattern(62, at)));
+}
+
+#[test]
 fn pages_of_a_clone_mapped_from_a_disk_count_as_shared_and_are_not_folded_back() {
     let (domain, image, disk) = (domain("hot"), named("memfold-image:1:2", 31), image(32));
     let mut ram = Ram::of_image(&image);
