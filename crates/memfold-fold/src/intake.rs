@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use memfold_units::Pfn;
-use memfold_wire::agent::{FileFacts, FileNumber, FileRange, FromAgent, HintRun, MIN_FILES};
+use memfold_wire::agent::{FileFacts, FileNumber, FileRange, FromAgent, HintRun, max_files};
 use tracing::debug;
 
 use super::budget::TokenBucket;
@@ -163,7 +163,7 @@ impl Engine {
             return false;
         };
         let contents = &mut domain.contents;
-        let most = MIN_FILES as usize + vm.table.pages() as usize;
+        let most = max_files(vm.table.pages()) as usize;
         let known = contents.is_known(member);
         if !known && contents.count_files(member.vm) >= most {
             return false;
@@ -330,6 +330,8 @@ fn set_dirty(vm: &mut VmState, ranges: &[FileRange], dirty: bool) {
 
 #[cfg(test)]
 mod tests {
+    use memfold_wire::agent::MIN_FILES;
+
     use super::*;
     use crate::random_changes::{PAGES, add};
     use crate::settings::EngineSettings;

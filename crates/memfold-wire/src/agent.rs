@@ -52,9 +52,20 @@ pub const PORT_NAME: &str = "org.memfold.agent.0";
 pub const MAX_RUNS: usize = 4096;
 
 /// Number of files that every agent may introduce in one session. An agent may introduce one more
-/// for each page of the VM's RAM. The daemon ignores files beyond that, so an agent begins a new
-/// session before.
+/// for each page of the VM's RAM ([`max_files`]). The daemon ignores files beyond that, so an agent
+/// begins a new session before.
 pub const MIN_FILES: u32 = 1 << 16;
+
+/// Maximum number of files that an agent may introduce in one session, however large the VM's RAM
+/// is.
+const MAX_FILES: u32 = 1 << 20;
+
+/// Returns the number of files that the agent of a VM with `ram_pages` pages of RAM may introduce
+/// in one session, 2^16 to 2^20.
+#[must_use]
+pub fn max_files(ram_pages: u32) -> u32 {
+    MIN_FILES.saturating_add(ram_pages).min(MAX_FILES)
+}
 
 /// Maximum length of a file's path in a message, in bytes (Linux `PATH_MAX`).
 pub const MAX_PATH: usize = 4096;
@@ -484,5 +495,18 @@ impl Validate for ToAgent {
             Self::ReportMemory { interval_ms } => memory::validate_interval(*interval_ms),
             Self::Order { order, .. } | Self::StreamOrder { order, .. } => order.validate(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_files_grows_with_the_ram_of_the_guest_and_has_an_upper_limit() {
+        assert_eq!(max_files(0), 1 << 16);
+        assert_eq!(max_files(1 << 18), (1 << 16) + (1 << 18));
+        assert_eq!(max_files(1 << 24), 1 << 20);
+        assert_eq!(max_files(u32::MAX), 1 << 20);
     }
 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use memfold_wire::agent::{
-    FromAgent, MIN_FILES, OLDEST_VERSION, ORDERS_VERSION, OutputStream, ToAgent, VERSION,
+    FromAgent, OLDEST_VERSION, ORDERS_VERSION, OutputStream, ToAgent, VERSION, max_files,
 };
 use memfold_wire::memory;
 use memfold_wire::permission::Permission;
@@ -235,7 +235,7 @@ impl Agent {
         (self.inventory_running, self.finding) = (false, false);
         self.cache.reset(rules);
         // The kernel keeps some of the VM's RAM for itself, so the daemon allows a few more.
-        self.most_files = MIN_FILES.saturating_add(total_pages());
+        self.most_files = max_files(total_pages());
         self.state = State::Working;
         if self.version >= ORDERS_VERSION {
             let words = self.consent.words().map(str::to_owned).collect();

@@ -127,7 +127,7 @@ fn neither_trims_nor_memory_figures_come_from_a_guest_whose_owner_does_not_allow
 fn a_new_session_begins_when_most_file_numbers_are_used_and_no_command_runs() {
     let mut agent = agent(&[], VERSION);
     agent.welcome(Rules::default());
-    assert!(agent.most_files > MIN_FILES);
+    assert!(agent.most_files > memfold_wire::agent::MIN_FILES);
     agent.most_files = 80;
     let see = |agent: &mut Agent, files: std::ops::Range<u64>| {
         for inode in files {
