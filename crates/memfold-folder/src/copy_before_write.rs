@@ -110,8 +110,12 @@ impl Past {
     fn protect(&self, blocks: &[Area]) -> Result<(), Errno> {
         let uffd = &self.keeper.uffd;
         for &block in blocks {
-            uffd.register(block, Mode::WriteProtect)?;
-            self.keeper.registered().push(block);
+            let registered = uffd.register(block, Mode::WriteProtect);
+            // After ENOMEM, a part may be registered; after other errors, nothing.
+            if matches!(registered, Ok(()) | Err(Errno::NOMEM)) {
+                self.keeper.registered().push(block);
+            }
+            registered?;
         }
         for &(area, _) in &self.keeper.ranges {
             while_again(|| uffd.write_protect(area))?;
@@ -268,7 +272,11 @@ impl Keeper {
     }
 
     /// Saves the page with table index `index`, unless the page is saved already or needs no copy.
+    /// Does nothing after a failure, because the daemon uses no page of a failed copy.
     fn keep(&self, page: Area, index: u64) {
+        if self.problem().is_some() {
+            return;
+        }
         let _one = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
         let word = |at| self.words.get(at);
         let (Some(entry), Some(used)) = (word(self.layout.entry_word(index)), word(USED_WORD))
@@ -323,5 +331,38 @@ fn while_again(call: impl Fn() -> Result<(), Errno>) -> Result<(), Errno> {
             Err(Errno::AGAIN) => std::thread::yield_now(),
             outcome => return outcome,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_sys::region::Mapping;
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fstat, ftruncate, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn after_a_failed_copy_of_a_page_no_further_page_is_copied() {
+        // The pages are not write-protected, so that the copy of the first one fails.
+        let ram = Mapping::anonymous(2, false).unwrap();
+        ram.area().write(&[7; 1024]);
+        let layout = Layout::new(2).unwrap();
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create("past", flags).unwrap();
+        ftruncate(&file, layout.slot_page(8) * PAGE_SIZE).unwrap();
+        fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+        let pagemap = Arc::new(Pagemap::open(rustix::process::getpid()).unwrap());
+        let uffd = Arc::new(Userfaultfd::open(None).unwrap());
+        let copy = file.try_clone().unwrap();
+        let keeper = Keeper::new(uffd, &[ram.area()], pagemap, copy).unwrap();
+        keeper.keep(ram.area().part(0, 1), 0);
+        assert_eq!(keeper.problem(), Some(Errno::STALE));
+        let used = || fstat(&file).unwrap().st_blocks;
+        let before = used();
+        // A second slot shows whether another page is copied.
+        let word = keeper.words.get(USED_WORD).unwrap();
+        word.store(1, Ordering::Release);
+        keeper.keep(ram.area().part(1, 1), 1);
+        assert_eq!(used(), before);
     }
 }
