@@ -74,7 +74,7 @@ fn sample(vms: &VmMap<VmState>, domain: &Domain, one: ContentId, other: ContentI
     let (one, other) = (domain.contents.get(one)?, domain.contents.get(other)?);
     let cached = |content: &Content| -> Option<Vec<CachedFile<'_>>> {
         let members = content.members.iter().take(MAX_FILES);
-        members.map(|member| CachedFile::of(vms, member)).collect()
+        members.map(|&member| CachedFile::of(vms, member)).collect()
     };
     let (files, others) = (cached(one)?, cached(other)?);
     let pairs = files
@@ -110,7 +110,7 @@ struct CachedFile<'a> {
 }
 
 impl<'a> CachedFile<'a> {
-    fn of(vms: &'a VmMap<VmState>, member: &Member) -> Option<Self> {
+    fn of(vms: &'a VmMap<VmState>, member: Member) -> Option<Self> {
         let (vm, file) = (vms.get(&member.vm)?, member.file);
         let pieces = vm.table.pieces(file);
         Some(Self { vm, file, pieces })

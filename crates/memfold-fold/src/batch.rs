@@ -125,7 +125,7 @@ impl Engine {
         let is_filled = self.fill_reserved();
         for (id, mut runs) in runs {
             if !is_filled {
-                runs = self.without_missing(id, runs);
+                runs = self.without_missing(id, &runs);
             }
             self.fold_vm(id, runs);
             if let Some(vm) = self.vms.get_mut(&id) {
@@ -265,7 +265,7 @@ impl Engine {
 
     /// Leaves out the pages of runs whose store pages could not be filled. A comparison with a store
     /// page without content would record the guest's page as differing.
-    fn without_missing(&mut self, id: VmId, runs: Vec<Run>) -> Vec<Run> {
+    fn without_missing(&mut self, id: VmId, runs: &[Run]) -> Vec<Run> {
         let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return Vec::new();
         };

@@ -309,7 +309,7 @@ mod tests {
     #[test]
     fn an_order_without_enough_time_is_not_repeated_at_once_and_a_sweep_tries_its_pages_again() {
         let ram = Mapping::anonymous(PAGES.into(), false).unwrap();
-        ram.area().write(&[7; 512 * PAGES as usize]);
+        ram.area().write(&vec![7; 512 * PAGES as usize]);
         let mut layout = layout(PAGES);
         layout.blocks[0].hva = ram.area().start();
         layout.slots[0].hva = ram.area().start();

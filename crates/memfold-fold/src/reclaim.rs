@@ -474,13 +474,21 @@ mod tests {
         }
     }
 
+    /// Another process, which ends with the test.
+    struct Process(std::process::Child);
+
+    impl Drop for Process {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
     #[test]
     fn a_vm_that_mapped_an_adopted_store_prevents_freeing_until_its_library_is_reached() {
-        let mut child = std::process::Command::new("sleep")
-            .arg("600")
-            .spawn()
-            .unwrap();
-        let pid = Pid::from_child(&child);
+        let sleep = std::process::Command::new("sleep").arg("600").spawn();
+        let process = Process(sleep.unwrap());
+        let pid = Pid::from_child(&process.0);
         let mut engine = Engine::new(EngineSettings::default());
         add(&mut engine, 1);
         let domain = engine.vms[&1].domain.clone();
@@ -505,7 +513,5 @@ mod tests {
         let guest = Box::new(Reached(pid));
         engine.set_reached(2, guest, problem);
         assert_eq!(not_freed(&mut engine), None);
-        child.kill().unwrap();
-        child.wait().unwrap();
     }
 }

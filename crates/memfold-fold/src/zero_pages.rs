@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn only_pages_that_an_order_discarded_and_that_map_no_store_page_count_as_zero_pages() {
         let ram = Mapping::anonymous(PAGES.into(), false).unwrap();
-        ram.area().write(&[7; 512 * PAGES as usize]);
+        ram.area().write(&vec![7; 512 * PAGES as usize]);
         let mut layout = layout(PAGES);
         layout.blocks[0].hva = ram.area().start();
         layout.slots[0].hva = ram.area().start();
