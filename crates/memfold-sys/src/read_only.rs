@@ -50,10 +50,10 @@ impl ReadOnly {
             replaced: 0,
             _one: one,
         };
-        // The handler may see these in any state between; `COUNT` tells it that they changed.
-        COUNT.fetch_add(1, SeqCst);
         START.store(area.pointer().expose_provenance(), SeqCst);
         END.store(area.pointer().expose_provenance() + area.length(), SeqCst);
+        // Whoever sees the next count sees the area as well (`becomes_writable`).
+        COUNT.fetch_add(1, SeqCst);
         protect(area, MprotectFlags::READ)?;
         Ok(guard)
     }
@@ -118,12 +118,12 @@ fn handle_faults() -> Result<(), Errno> {
 
 /// Handles SIGSEGV: waits while the address is read-only, so that the thread then repeats its
 /// write. Any other fault goes to the handler of before.
-extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     /// Code of a fault that the protection of a mapping has caused.
     const SEGV_ACCERR: i32 = 2;
     // SAFETY: the kernel calls the handler with a valid `info` of a fault.
     let (code, at) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
-    if code == SEGV_ACCERR && becomes_writable(at) {
+    if code == SEGV_ACCERR && is_write(context) && becomes_writable(at) {
         return;
     }
     // SAFETY: `EARLIER` was set before this handler was, and is never freed. When this handler
@@ -136,15 +136,33 @@ extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, _: *mut libc::c_
     }
 }
 
+/// Returns whether a fault was a write, and no jump to memory without code.
+#[cfg(target_arch = "x86_64")]
+fn is_write(context: *const libc::c_void) -> bool {
+    /// Bit of the page fault's error code for a write (Intel SDM volume 3, "Page-Fault
+    /// Exceptions").
+    const WRITE: i64 = 2;
+    let context = context.cast::<libc::ucontext_t>();
+    // SAFETY: the kernel calls the handler with a valid context, whose array has this register.
+    let error = unsafe { (*context).uc_mcontext.gregs[libc::REG_ERR as usize] };
+    error & WRITE != 0
+}
+
+/// Other processors do not tell in the same way.
+#[cfg(not(target_arch = "x86_64"))]
+fn is_write(_: *const libc::c_void) -> bool {
+    true
+}
+
 /// Waits until an address that was read-only is writable. Returns `false` if it was not made
 /// read-only by this module.
 fn becomes_writable(at: usize) -> bool {
     loop {
         let count = COUNT.load(SeqCst);
         let is_read_only = START.load(SeqCst) <= at && at < END.load(SeqCst);
-        // The order of the questions matters. If the address was not read-only before
-        // `is_writable`, and no area became read-only until after it, the fault is not of this
-        // module.
+        // The order of the questions matters. An area counts after it was recorded and before it
+        // becomes read-only. So if the count stays the same, the answer of `is_writable` is not
+        // about an area that the first question did not see.
         if !is_read_only {
             if is_writable(at) {
                 return true;

@@ -263,7 +263,8 @@ pub unsafe fn madvise(address: usize, length: usize, advice: i32) -> Result<(), 
     check(unsafe { libc::syscall(libc::SYS_madvise, address, length, advice) })
 }
 
-/// Calls `munmap(2)` with any address, for the function by which memfold-qemu replaces C's `munmap`.
+/// Calls `munmap(2)` with any address, for the function by which memfold-qemu replaces C's
+/// `munmap`.
 ///
 /// # Safety
 /// As for `munmap(2)`: the caller owns the range and uses it no more.
