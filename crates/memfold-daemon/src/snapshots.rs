@@ -167,13 +167,10 @@ impl Snapshots {
         let _removal = self.below.snapshot_locks.remove(name)?;
         self.refuse_if_used(name)?;
         let saved = self.below.snapshots.manifest(name);
-        let vms = match &saved {
-            Ok(saved) => vec![saved.vm.clone()],
+        match &saved {
+            Ok(saved) => self.disks_taken_back(name, &saved.vm)?,
             // The damaged manifest does not say which VM may write above the snapshot's disks.
-            Err(_) => self.below.registry.names(),
-        };
-        for vm in &vms {
-            self.disks_taken_back(name, vm)?;
+            Err(_) => self.disks_taken_back_by_users(name)?,
         }
         self.below.snapshots.remove(name)?;
         // The snapshot may have been the last user of an old segment generation.
@@ -241,6 +238,23 @@ impl Snapshots {
         }
         drop(progress);
         self.remove(name)
+    }
+
+    /// Does the same as [`Self::disks_taken_back`] for each VM that has a disk of the snapshot
+    /// open.
+    fn disks_taken_back_by_users(&self, name: &str) -> Result<(), DaemonError> {
+        for pid in restore::disk_users(&self.below.snapshots, name)? {
+            let machines = self.below.registry.machines();
+            let Some(machine) = machines.iter().find(|machine| machine.pid() == pid) else {
+                return Err(SnapshotError::Impossible(format!(
+                    "process {} has a disk of snapshot '{name}' open, whose manifest cannot be read; wait until its VM is adopted, or end the process",
+                    pid.as_raw_nonzero()
+                ))
+                .into());
+            };
+            self.disks_taken_back(name, machine.name())?;
+        }
+        Ok(())
     }
 
     /// If the saved VM still runs, moves its disk files out of the snapshot before the snapshot is

@@ -18,7 +18,6 @@
 
 use std::fs;
 use std::io::Write as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use memfold_host::progress::Progress;
@@ -35,7 +34,7 @@ use super::image::SUMS;
 use super::image::{CHUNK_PAGES, bytes, write_nonzero};
 use super::manifest::{Manifest, RAM, REFERENCES, References, SavedDisk, file_name};
 use super::portable::base_name;
-use super::rebase::{is_of_another, merge, split};
+use super::rebase::{is_of_another, merge, split, used};
 use super::refer::{self, Reference};
 use super::restore;
 use super::room::enough_room;
@@ -166,11 +165,6 @@ fn bytes_to_write(shelf: &Shelf, manifest: &Manifest, place: &Path) -> Result<u6
         }
     }
     Ok(bytes)
-}
-
-/// Returns how many bytes of its file system a file uses.
-fn used(file: &Path) -> u64 {
-    fs::metadata(file).map_or(0, |facts| facts.blocks() * 512)
 }
 
 /// A layer that is being made complete.

@@ -8,13 +8,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use memfold_host::progress::Progress;
-use memfold_vm::{DiskFormat, QemuUser, VmSpec, own_files, qemu_user};
+use memfold_vm::{DiskFormat, DiskSpec, QemuUser, VmSpec, own_files, qemu_user};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
-use super::rebase::{merge, split};
+use super::rebase::{is_in, merge, split, used};
+use super::room::enough_room;
 use super::shelf::Shelf;
 
 /// Number of bytes of a disk that one call copies.
@@ -35,23 +36,30 @@ impl OwnDisks {
         place: &Path,
         progress: &Progress,
     ) -> Result<Self, SnapshotError> {
+        let is_of_snapshot = |file: &Path| is_in(file, shelf.root());
+        let mut bytes = 0;
+        for disk in spec.disks.iter().filter(|disk| disk.snapshot) {
+            let files = chain_of(disk)?;
+            let (merged, _) = split(&files, is_of_snapshot);
+            bytes += merged.iter().map(|file| used(file)).sum::<u64>();
+        }
+        enough_room(place, bytes).map_err(|why| {
+            let place = place.display();
+            SnapshotError::Impossible(format!("cannot copy the VM's disks to {place} ({why})"))
+        })?;
         let written = spec.disks.iter().filter(|disk| disk.snapshot);
         let bytes = written.map(|disk| fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
         progress.begin("disks copied", bytes.sum());
-        let is_of_snapshot = |file: &Path| file.starts_with(shelf.root());
         let mut made = Self::default();
         let disks = spec.disks.iter_mut().enumerate();
         for (number, disk) in disks.filter(|(_, disk)| disk.snapshot) {
             let file = place.join(format!("{}-disk{number}.qcow2", spec.name));
-            let from = disk.path.clone();
-            let is_qcow2 = disk.format() == DiskFormat::Qcow2;
+            let files = chain_of(disk)?;
             let complete = |copy: &Path| {
-                let files = if is_qcow2 {
-                    chain(&from)?
-                } else {
-                    vec![from.clone()]
-                };
                 let (merged, left) = split(&files, is_of_snapshot);
+                if merged.len() > 1 {
+                    progress.begin("disks of other snapshots copied", 0);
+                }
                 merge(copy, merged, left)
             };
             copy(&disk.path, &file, progress, complete)?;
@@ -95,6 +103,15 @@ impl Drop for OwnDisks {
         for file in &self.0 {
             let _ = fs::remove_file(file);
         }
+    }
+}
+
+/// Returns the files of a disk's chain, beginning with its own.
+fn chain_of(disk: &DiskSpec) -> Result<Vec<PathBuf>, SnapshotError> {
+    match disk.format() {
+        DiskFormat::Qcow2 => chain(&disk.path),
+        // A guest writes the contents of a raw disk, so a header in it must not be believed.
+        DiskFormat::Raw => Ok(vec![disk.path.clone()]),
     }
 }
 

@@ -1,7 +1,9 @@
-//! Makes a copy of a disk independent of other snapshots: copies into it what their disks, which are
-//! below it in its chain, hold of it (`qemu-img rebase`).
+//! Makes a copy of a disk independent of other snapshots: copies into it what their disks, which
+//! are below it in its chain, hold of it (`qemu-img rebase`).
 
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -21,11 +23,22 @@ const CHECK_LIMIT: Duration = Duration::from_secs(3600);
 
 /// Returns whether a file belongs to another snapshot than the one at `place`.
 pub(super) fn is_of_another(shelf: &Shelf, place: &Path, path: &Path) -> bool {
-    path.starts_with(shelf.root()) && !path.starts_with(place)
+    is_in(path, shelf.root()) && !is_in(path, place)
 }
 
-/// Returns the files of a disk's chain that become one file if the disk shall need none of those for
-/// which `must_go` is true, and the files that stay below it. The disk is the first of `files`.
+/// Returns whether a file is in a directory, whatever links lead to either.
+pub(super) fn is_in(path: &Path, directory: &Path) -> bool {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    path.starts_with(directory) || real(path).starts_with(real(directory))
+}
+
+/// Returns how many bytes of its file system a file uses.
+pub(super) fn used(file: &Path) -> u64 {
+    fs::metadata(file).map_or(0, |facts| facts.blocks() * 512)
+}
+
+/// Returns the files of a disk's chain that become one file if the disk shall need none of those
+/// for which `must_go` is true, and the files that stay below it. The disk is the first of `files`.
 pub(super) fn split(
     files: &[PathBuf],
     must_go: impl Fn(&Path) -> bool,
@@ -79,9 +92,14 @@ fn rebase(disk: &Path, base: Option<(&Path, &str)>) -> Result<(), SnapshotError>
 /// Returns why a qcow2 file cannot be used; `None` if it can. QEMU does not report errors from
 /// closing a file.
 pub(super) fn damage(file: &Path) -> Result<Option<String>, SnapshotError> {
+    /// Exit code of `qemu-img check` if only clusters are lost that nothing uses.
+    const LEAKED: i32 = 3;
     let mut command = Command::new("qemu-img");
-    command.args(["check", "-q", "-f", "qcow2"]).arg(file);
+    command.args(["check", "-f", "qcow2"]).arg(file);
     let output = helper::output(command.stdin(Stdio::null()), CHECK_LIMIT).map_err(failed(file))?;
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Ok((!output.status.success()).then_some(said))
+    if output.status.success() || output.status.code() == Some(LEAKED) {
+        return Ok(None);
+    }
+    let said = [&output.stderr, &output.stdout].map(|text| String::from_utf8_lossy(text));
+    Ok(Some(said.concat().trim().to_owned()))
 }

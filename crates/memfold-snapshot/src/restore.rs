@@ -46,8 +46,8 @@ use super::shelf::{CheckedImage, Shelf};
 
 pub use super::own_disks::OwnDisks;
 pub use super::users::{
-    below, built_on, holders, holders_of_each, in_maps, named_by, names_files_of, origin, users,
-    users_of_each,
+    below, built_on, disk_users, holders, holders_of_each, in_maps, named_by, names_files_of,
+    origin, users, users_of_each,
 };
 
 /// Maximum number of views of an image in one RAM block. Each view takes two mappings (with the gap
@@ -520,11 +520,29 @@ pub fn changed_disks(shelf: &Shelf, manifest: &Manifest) -> Result<Vec<String>, 
 }
 
 /// Reads the disks of other snapshots on which a snapshot's disks are built, and returns a message
-/// for each that was changed since it was saved.
-pub fn changed_disks_below(
-    shelf: &Shelf,
-    manifest: &Manifest,
-) -> Result<Vec<String>, SnapshotError> {
+/// for each that was changed since it was saved, or cannot be compared.
+#[must_use]
+pub fn changed_disks_below(shelf: &Shelf, manifest: &Manifest) -> Vec<String> {
+    let (mut owners, mut messages) = (BTreeSet::new(), Vec::new());
+    match owners_below(shelf, manifest) {
+        Ok(names) => owners = names,
+        Err(error) => messages.push(memfold_host::chain(&error)),
+    }
+    for owner in owners {
+        let of_owner = shelf
+            .manifest(&owner)
+            .and_then(|manifest| changed_disks(shelf, &manifest))
+            .unwrap_or_else(|error| vec![memfold_host::chain(&error)]);
+        let of_owner = of_owner.into_iter();
+        messages.extend(
+            of_owner.map(|what| format!("snapshot '{owner}', on which it is built: {what}")),
+        );
+    }
+    messages
+}
+
+/// Returns the names of other snapshots on whose disks a snapshot's disks are built.
+fn owners_below(shelf: &Shelf, manifest: &Manifest) -> Result<BTreeSet<String>, SnapshotError> {
     let place = shelf.path(&manifest.name)?;
     let mut owners = BTreeSet::new();
     for disk in &manifest.disks {
@@ -540,23 +558,17 @@ pub fn changed_disks_below(
             .filter(|file| is_of_another(shelf, &place, file));
         let names =
             others.filter_map(|file| Some(file.parent()?.file_name()?.to_str()?.to_owned()));
-        owners.extend(names);
+        // Base images of pulled snapshots belong to no snapshot.
+        owners.extend(names.filter(|name| shelf.path(name).is_ok_and(|path| path.is_dir())));
     }
-    let mut changed = Vec::new();
-    for owner in owners {
-        let of_owner = changed_disks(shelf, &shelf.manifest(&owner)?)?.into_iter();
-        changed.extend(
-            of_owner.map(|what| format!("snapshot '{owner}', on which it is built: {what}")),
-        );
-    }
-    Ok(changed)
+    Ok(owners)
 }
 
 /// Refuses a snapshot if one of its disks, of those on which they are built, or of its tables was
 /// changed since it was saved.
 pub(super) fn refuse_changed(shelf: &Shelf, manifest: &Manifest) -> Result<(), SnapshotError> {
     let disks = changed_disks(shelf, manifest)?.into_iter();
-    let mut changed = disks.chain(changed_disks_below(shelf, manifest)?);
+    let mut changed = disks.chain(changed_disks_below(shelf, manifest));
     if let Some(why) = changed.next() {
         return Err(manifest.broken(why));
     }

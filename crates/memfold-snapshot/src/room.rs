@@ -80,7 +80,7 @@ pub(super) fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     }
     let (free, needed, reserve) = (ByteSize(free), ByteSize(bytes), ByteSize(reserve));
     Err(format!(
-        "No space left: {free} free, {needed} needed, {reserve} must stay free"
+        "No space left: {free} free, {needed} more needed, and {reserve} must stay free for VMs"
     ))
 }
 

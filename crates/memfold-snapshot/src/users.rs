@@ -9,7 +9,7 @@ use memfold_store::{SEALED_IMAGE_PREFIX, mapped};
 use memfold_vm::{DiskFormat, VmSpec};
 use rustix::process::Pid;
 
-use super::disk_chain::chain;
+use super::disk_chain::{chain, identity};
 use super::error::{SnapshotError, failed};
 use super::manifest::{Manifest, RAM, SEALED, SavedDisk};
 use super::shelf::Shelf;
@@ -130,6 +130,16 @@ fn texts_of_holders(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotEr
     Ok(texts)
 }
 
+/// Returns the processes (except this one) that have a disk in a snapshot's directory open.
+pub fn disk_users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
+    let place = shelf.path(name)?;
+    let entries = fs::read_dir(&place).map_err(failed(&place))?.flatten();
+    let disks = entries.filter(|entry| entry.path().extension() == Some("qcow2".as_ref()));
+    let identities = disks.map(|entry| identity(&entry.path()).map_err(failed(&place)));
+    let identities = identities.collect::<Result<Vec<_>, _>>()?;
+    mapped::processes_with_open(&identities).map_err(failed(Path::new("/proc")))
+}
+
 /// Returns the processes whose memory maps a file.
 pub(super) fn mappers(file: &Path) -> Result<Vec<Pid>, SnapshotError> {
     let text = text_of(file).map_err(failed(file))?;
@@ -183,7 +193,7 @@ pub fn origin(shelf: &Shelf, pid: Pid) -> Result<Option<Manifest>, SnapshotError
     let mut sealed = maps.lines().filter(|line| line.contains(&sealed));
     if sealed.any(|line| !known.iter().any(|text| line.contains(text))) {
         return Err(SnapshotError::Impossible(format!(
-            "the VM runs from an encrypted snapshot that is not in {} or cannot be read, and its memory would be saved unencrypted; pass --encrypt",
+            "the VM runs from an encrypted snapshot that is not in {} or cannot be read, and its memory would be saved unencrypted; save it with 'snapshot save --encrypt'",
             shelf.root().display()
         )));
     }
@@ -259,7 +269,7 @@ mod tests {
         let _memory = map(true);
         fs::remove_dir_all(&place).unwrap();
         let told = origin(&shelf, me).unwrap_err().to_string();
-        assert!(told.contains("pass --encrypt"), "{told}");
+        assert!(told.contains("save --encrypt"), "{told}");
     }
 
     #[test]

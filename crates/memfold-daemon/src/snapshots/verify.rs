@@ -71,7 +71,7 @@ impl Snapshots {
             Ok(spec) => {
                 let shelf = &self.below.snapshots;
                 problems.extend(restore::changed_disks(shelf, &manifest)?);
-                problems.extend(restore::changed_disks_below(shelf, &manifest)?);
+                problems.extend(restore::changed_disks_below(shelf, &manifest));
                 progress.begin("a start tried", 0);
                 let tried = self.try_restore(spec, &manifest);
                 problems.extend(tried.err().map(|error| {
