@@ -164,7 +164,7 @@ pub fn push(
         }
         // In a long push, also chunks that were young have got so old that a host removes them.
         let is_long = began.elapsed() > UNUSED / 2;
-        if let Err(error) = send_again(remote, again, &sent, is_long).await {
+        if let Err(error) = send_again(remote, again, (&sent, is_long), progress).await {
             // A snapshot that may lack chunks is not shown. If this fails, too, a pull names the
             // missing chunk, and the snapshot can be removed.
             let _ = remote.delete(&place).await;
@@ -189,28 +189,35 @@ pub fn push(
 async fn send_again(
     remote: &Remote,
     objects: Vec<(Path, Vec<u8>)>,
-    sent: &[Sent],
-    all: bool,
+    (sent, all): (&[Sent], bool),
+    progress: &Progress,
 ) -> Result<(), TransferError> {
     for (path, packed) in objects {
         if remote.look(&path).await?.is_none() {
             remote.put(&path, packed).await?;
         }
     }
-    for chunk in sent.iter().filter(|chunk| all || chunk.was_old) {
-        let (Some(name), piece) = (chunk.name, chunk.piece.clone()) else {
-            continue;
-        };
-        let path = remote.chunk(&name);
-        if remote.look(&path).await?.is_none() {
-            let packed = blocking(move || {
-                let data = chunk::read(&piece.file, piece.bytes, piece.number)?;
-                chunk::pack(&data.unwrap_or_default())
-            });
-            remote.put(&path, packed.await?).await?;
-        }
-    }
-    Ok(())
+    let chunks = sent.iter().filter(|chunk| all || chunk.was_old);
+    let chunks: HashMap<_, _> = chunks
+        .filter_map(|chunk| Some((chunk.name?, chunk.piece.clone())))
+        .collect();
+    progress.begin("looked for again", chunks.len() as u64);
+    stream::iter(chunks)
+        .map(|(name, piece)| async move {
+            let path = remote.chunk(&name);
+            if remote.look(&path).await?.is_none() {
+                let packed = blocking(move || {
+                    let data = chunk::read(&piece.file, piece.bytes, piece.number)?;
+                    chunk::pack(&data.unwrap_or_default())
+                });
+                remote.put(&path, packed.await?).await?;
+            }
+            progress.add(1);
+            Ok::<_, TransferError>(())
+        })
+        .buffer_unordered(AT_ONCE)
+        .try_collect()
+        .await
 }
 
 /// Chunks that this push has seen. The lock of a chunk is held while it is sent, so that an equal
@@ -371,7 +378,7 @@ mod tests {
             remote.delete(&chunk).await.unwrap();
             let sent = [sent];
             for is_long in [false, true] {
-                let told = send_again(&remote, Vec::new(), &sent, is_long).await;
+                let told = send_again(&remote, Vec::new(), (&sent, is_long), &progress).await;
                 told.unwrap();
                 assert_eq!(remote.look(&chunk).await.unwrap().is_some(), is_long);
             }
