@@ -170,8 +170,9 @@ export function useLive() {
   return state;
 }
 
-/** How long after a failure a first answer is asked for again. */
+/** How long after a failure a first answer is asked for again: this long, then twice as long each time, up to MOST_RETRY_MS. */
 const RETRY_MS = 3000;
+const MOST_RETRY_MS = 60000;
 /** Failures that asking again does not mend: wrong requests, missing rights, missing things, things that this host cannot do. */
 const isFinal = (error) => [400, 401, 403, 404, 501].includes(error.status);
 
@@ -185,6 +186,7 @@ export function useAnswer(path, key = "", everyMs = 0) {
     let over = false;
     let timer = null;
     let wanted = true;
+    let retry = RETRY_MS;
     const ask = async () => {
       let again = everyMs;
       try {
@@ -192,7 +194,10 @@ export function useAnswer(path, key = "", everyMs = 0) {
         wanted = false;
         if (!over) set({ value, error: null, at: Date.now() / 1000 });
       } catch (error) {
-        if (wanted && !isFinal(error)) again = RETRY_MS;
+        if (wanted && !isFinal(error)) {
+          again = retry;
+          retry = Math.min(2 * retry, MOST_RETRY_MS);
+        }
         if (!over) set((old) => ({ ...old, error }));
       }
       if (!over && again) timer = setTimeout(askIfSeen, again);

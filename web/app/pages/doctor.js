@@ -9,7 +9,7 @@ const TONES = { ok: "good", warn: "warn", fail: "bad" };
 
 export function Doctor() {
   const [again, setAgain] = useState(0);
-  const { value: report, error, at } = useAnswer("/v1/doctor", again, 60000);
+  const { value: report, error, at } = useAnswer("/v1/doctor", again);
   if (!report) return error ? html`<${Failure} error=${error} />` : html`<${Waiting} />`;
   const verdict = report.can_run ? html`<${Badge} tone="good">VMs can run and be folded here<//>` : html`<${Badge} tone="bad">VMs cannot run and be folded here<//>`;
   return html`<${Card} title="This host" aside=${html`${verdict} <${ReadAt} at=${at} /> <button class="small" onClick=${() => setAgain((n) => n + 1)}>Check again</button>`} wide>

@@ -118,7 +118,7 @@ const when = ({ changed, running, managed_save: saved, not_folded: reasons }) =>
 /** Domains of libvirt, where there is a libvirt that the daemon looks at. */
 function Domains({ may }) {
   const [again, setAgain] = useState(0);
-  const { value: domains, error, at } = useAnswer("/v1/libvirt", again, 10000);
+  const { value: domains, error, at } = useAnswer("/v1/libvirt", again, 60000);
   if (!domains) return error && html`<${Card} title="Domains of libvirt" wide><${Failure} error=${error} /><//>`;
   const change = async (path, body) => {
     const done = await post(`/v1/libvirt/${path}`, body);

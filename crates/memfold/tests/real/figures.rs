@@ -40,7 +40,7 @@ pub fn wanted_of_plan(all: &mut Figures, plan: &Value) {
 /// the API for shared pages.
 pub fn told(state: &Path, client: &Client) -> Figures {
     let mut all = wanted(&report(state));
-    let sharing: Sharing = client.get("/v1/sharing").unwrap();
+    let sharing: Sharing = client.get("/v1/sharing?pairs=5000").unwrap();
     for vm in &sharing.vms {
         all.insert(format!("mapped.{}", vm.vm), vm.mapped_bytes.into());
     }
