@@ -304,6 +304,9 @@ impl VmState {
             assessment.trimmable = 0;
         }
         self.weigh(clock, &mut assessment, policy);
+        if assessment.unwilling.is_some() {
+            assessment.trimmable = 0;
+        }
         assessment
     }
 
