@@ -263,8 +263,8 @@ impl Engine {
         is_filled
     }
 
-    /// Leaves out the pages of runs whose store pages could not be filled. A comparison with a store
-    /// page without content would record the guest's page as differing.
+    /// Leaves out the pages of runs whose store pages could not be filled. A comparison with a
+    /// store page without content would record the guest's page as differing.
     fn without_missing(&mut self, id: VmId, runs: &[Run]) -> Vec<Run> {
         let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return Vec::new();

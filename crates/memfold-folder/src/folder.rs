@@ -55,8 +55,8 @@ pub struct Folder {
     /// `state` before it can stop.
     monitor: Mutex<Option<Monitor>>,
     can_stop: bool,
-    /// Number of threads that wait for the lock of `state` to discard or unmap memory. The thread of an
-    /// order lets them go first, because QEMU's main loop may be among them.
+    /// Number of threads that wait for the lock of `state` to discard or unmap memory. The thread
+    /// of an order lets them go first, because QEMU's main loop may be among them.
     discarding: AtomicUsize,
     /// Lowest address of RAM. `high` is the end of the highest block. `madvise` and `munmap` of
     /// memory outside these addresses need no lock.

@@ -1,6 +1,6 @@
 //! Entry points of the library that QEMU preloads: the constructor, which starts the library's
-//! thread, and replacements of `madvise` and `munmap`, which notice QEMU's discards of pages and the
-//! end of RAM blocks.
+//! thread, and replacements of `madvise` and `munmap`, which notice QEMU's discards of pages and
+//! the end of RAM blocks.
 
 use std::env;
 use std::ffi::{CString, OsStr, OsString, c_int, c_void};
@@ -31,7 +31,8 @@ struct Start {
 
 static START: OnceLock<Start> = OnceLock::new();
 
-/// The [`Folder`] that `madvise` and `munmap` call; null until [`install`]. A folder is never freed.
+/// The [`Folder`] that `madvise` and `munmap` call; null until [`install`]. A folder is never
+/// freed.
 static FOLDER: AtomicPtr<Folder> = AtomicPtr::new(std::ptr::null_mut());
 
 /// ID of the process in which the library's thread runs. A process made by `fork(2)` has no such
@@ -136,8 +137,8 @@ fn start_thread() {
     }
 }
 
-/// Sets the [`Folder`] that the replacements of `madvise` and `munmap` call from now on. Tests call this
-/// function in their own process.
+/// Sets the [`Folder`] that the replacements of `madvise` and `munmap` call from now on. Tests call
+/// this function in their own process.
 pub fn install(folder: &'static Folder) {
     FOLDER.store(std::ptr::from_ref(folder).cast_mut(), Ordering::Release);
 }
@@ -164,8 +165,9 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
     answer(result.unwrap_or_else(|| unsafe { region::madvise(at, length, advice) }))
 }
 
-/// Replaces the C library's `munmap(2)`. The [`Folder`] handles RAM, which QEMU unmaps when a memory
-/// device was unplugged; all other calls go to the kernel unchanged. Calls are safe at any time.
+/// Replaces the C library's `munmap(2)`. The [`Folder`] handles RAM, which QEMU unmaps when a
+/// memory device was unplugged; all other calls go to the kernel unchanged. Calls are safe at any
+/// time.
 ///
 /// # Safety
 /// The conditions of `munmap(2)` apply.

@@ -16,9 +16,9 @@ fn no_balloon_takes_memory_from_a_guest_whose_page_cache_is_folded() {
     assert_eq!(index, 1);
 }
 
-/// Steps at 10, 12, ... s with reports that were made so many seconds, and looks at the VM's balloon,
-/// which holds so many MiB. `swapped`: pages that the guest had swapped out at the report. Returns
-/// the gives.
+/// Steps at 10, 12, ... s with reports that were made so many seconds, and looks at the VM's
+/// balloon, which holds so many MiB. `swapped`: pages that the guest had swapped out at the report.
+/// Returns the gives.
 fn gives(vm: &Vm, steps: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
     let mut controller = Controller::new(policy());
     let mut gives = Vec::new();
