@@ -187,7 +187,7 @@ pub(super) fn undo(
         }
         // If the VM uses the new overlay anyway, its header names a file of a snapshot that will
         // never exist.
-        let _ = name_backing(qmp, &frozen.node, &frozen.path);
+        let _ = name_backing(qmp, (&frozen.node, &frozen.node), &frozen.path);
         used.push(frozen.overlay.clone());
     }
     // If the record cannot be written now, it names files that no longer exist, which is harmless.
@@ -197,6 +197,8 @@ pub(super) fn undo(
 /// A VM's overlay that is in a snapshot now.
 #[derive(Debug)]
 pub(super) struct Lain {
+    /// Block node at the top of the disk's chain.
+    root: String,
     /// Block node directly above the overlay.
     above: String,
     /// Path of the overlay in the snapshot.
@@ -226,6 +228,7 @@ pub(super) fn lain(
         let Some(top) = chains.active(spec, disk).filter(|_| is_open) else {
             continue;
         };
+        let root = top.node.clone();
         let (mut above, mut file) = (top.node, top.file);
         // The search ends at overlays in other snapshots, because a snapshot on which others build
         // cannot be removed.
@@ -239,7 +242,12 @@ pub(super) fn lain(
                 if !is_trusted(&path) {
                     break;
                 }
-                found.push(Lain { above, kept, path });
+                found.push(Lain {
+                    root,
+                    above,
+                    kept,
+                    path,
+                });
                 break;
             }
             (above, file) = (next.node, next.file);
@@ -265,7 +273,10 @@ pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotErro
         if !is_there {
             fs::hard_link(&overlay.kept, &overlay.path).map_err(failed(&overlay.path))?;
         }
-        name_backing(qmp, &overlay.above, &overlay.path)?;
+        // The VM's next save finds the overlays by QEMU's nodes and merges them, so the old path in
+        // a header does no harm if QEMU cannot write the file.
+        let nodes = (&*overlay.root, &*overlay.above);
+        let _ = name_backing(qmp, nodes, &overlay.path);
     }
     Ok(())
 }
@@ -299,9 +310,14 @@ pub(super) fn drop_unused(
     Ok(())
 }
 
-/// Writes the path of the backing file into the header of the node's file.
-pub(super) fn name_backing(qmp: &mut Qmp, node: &str, backing: &Path) -> Result<(), SnapshotError> {
-    let names = json!({ "device": node, "image-node-name": node, "backing-file": backing });
+/// Writes the path of the backing file into the header of a node's file. `root` is the top of the
+/// node's chain, and may be the node itself.
+pub(super) fn name_backing(
+    qmp: &mut Qmp,
+    (root, node): (&str, &str),
+    backing: &Path,
+) -> Result<(), SnapshotError> {
+    let names = json!({ "device": root, "image-node-name": node, "backing-file": backing });
     Ok(qmp
         .execute_on_disks("change-backing-file", names)
         .map(drop)?)

@@ -366,7 +366,8 @@ impl<M: Monitor + Sync, H: Hold> Attempt<'_, M, H> {
             for frozen in frozen {
                 // The newer overlay's header names the snapshot's file, so it is corrected before
                 // the merge.
-                freeze::name_backing(&mut monitor.qmp(), &frozen.node, &frozen.path)?;
+                let nodes = (&*frozen.node, &*frozen.node);
+                freeze::name_backing(&mut monitor.qmp(), nodes, &frozen.path)?;
             }
             merge_overlays(
                 monitor,
