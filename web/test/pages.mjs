@@ -201,8 +201,8 @@ test("the login form says that the session has ended, but not after a logout", a
   fake.answers["GET /v1/snapshots"] = new Status(401, { error: "log in" });
   await open("#/snapshots");
   await page.getByRole("alert").getByText("The session has ended (daemon restarted, or 1 h idle, 12 h in all).").waitFor();
-  await page.reload();
   delete fake.answers["GET /v1/snapshots"];
+  await page.reload();
   fake.answers["DELETE /v1/session"] = null;
   await button(page, "Log out").click();
   await page.getByLabel("Token or code").waitFor();

@@ -43,10 +43,13 @@ impl OwnDisks {
             let (merged, _) = split(&files, is_of_snapshot);
             bytes += merged.iter().map(|file| used(file)).sum::<u64>();
         }
-        enough_room(place, bytes).map_err(|why| {
-            let place = place.display();
-            SnapshotError::Impossible(format!("cannot copy the VM's disks to {place} ({why})"))
-        })?;
+        // If the directory is missing, the copy of the first disk says so.
+        if place.exists() {
+            enough_room(place, bytes).map_err(|why| {
+                let place = place.display();
+                SnapshotError::Impossible(format!("cannot copy the VM's disks to {place} ({why})"))
+            })?;
+        }
         let written = spec.disks.iter().filter(|disk| disk.snapshot);
         let bytes = written.map(|disk| fs::metadata(&disk.path).map_or(0, |facts| facts.len()));
         progress.begin("disks copied", bytes.sum());
