@@ -346,10 +346,11 @@ await page.unroute("**/v1/libvirt");
 await page.unroute("**/v1/libvirt/*");
 // No VM is defined on this daemon either.
 const defined = { name: "db", state: "off", problem: "the brake is on", fix: "memfold debt", definition: { autostart: true, order: 7, vm: { name: "db", memory: "2G" } } };
+const [running] = await page.evaluate(() => fetch("/v1/vms").then((answer) => answer.json()));
 await page.route("**/v1/definitions", (route) => route.fulfill({ json: [defined] }));
 await page.route("**/v1/definitions/db/start?*", (route) => {
   defined.state = "running";
-  return route.fulfill({ json: { ...defined, pid: 77 } });
+  return route.fulfill({ json: { ...running, name: "db", pid: 77 } });
 });
 await go(page, "#/host", ".card");
 await go(page, "#/vms", "tbody tr");
@@ -357,7 +358,8 @@ const db = page.getByRole("row").filter({ hasText: "the brake is on; memfold deb
 await db.getByText("starts, order 7").waitFor();
 violations.push(...(await axe(page, "defined")));
 await act(page, "Start this VM …", {}, "Start it", "db runs, as process 77.", db);
-await gone(page, "db");
+// The list of running VMs has it at once.
+await db.waitFor({ state: "hidden" });
 await page.unroute("**/v1/definitions");
 await page.unroute("**/v1/definitions/db/start?*");
 await page.getByRole("button", { name: "Start …" }).click();
