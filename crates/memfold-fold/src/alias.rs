@@ -134,7 +134,7 @@ mod tests {
 
     use super::*;
     use crate::guest::VmId;
-    use crate::random_changes::{Idle, layout};
+    use crate::random_changes::{idle, layout_at};
     use crate::settings::EngineSettings;
 
     const PAGES: u32 = 64;
@@ -142,12 +142,10 @@ mod tests {
     /// Adds a VM with `files` files of one path, of which it caches page 0 of file `cached`. The
     /// RAM of all VMs is the same memory of this process.
     fn add(engine: &mut Engine, id: VmId, path: &str, files: u32, cached: u32, ram: Hva) {
-        let mut layout = layout(PAGES);
-        layout.blocks[0].hva = ram;
-        layout.slots[0].hva = ram;
+        let layout = layout_at(PAGES, ram);
         let domain = Some(format!("alias-{}", std::process::id()));
         let (name, advice) = (format!("vm{id}"), [Advice::default()]);
-        engine.add(id, name, domain, layout, &advice, Box::new(Idle), None);
+        engine.add(id, name, domain, layout, &advice, idle(), None);
         let facts = |file| FileFacts {
             file,
             path: path.into(),

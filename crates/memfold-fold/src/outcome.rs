@@ -232,58 +232,39 @@ impl Engine {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::BorrowedFd;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use memfold_sys::region::Mapping;
     use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
     use memfold_wire::library::{Advice, Order, Reply};
-    use rustix::process::Pid;
 
     use super::*;
-    use crate::guest::{Guest, GuestError, Refold};
-    use crate::random_changes::{PAGES, layout};
+    use crate::guest::Refold;
+    use crate::random_changes::{FakeGuest, PAGES, layout, ram};
     use crate::settings::EngineSettings;
 
-    /// A VM whose library has no time for any run.
-    struct Slow(Arc<AtomicU32>);
-
-    impl Guest for Slow {
-        fn pid(&self) -> Pid {
-            rustix::process::getpid()
-        }
-
-        fn order(&mut self, order: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
-            let Order::Fold { runs, .. } = order else {
-                return Ok(Reply::Ok);
-            };
-            let orders = self.0.fetch_add(1, Ordering::SeqCst);
-            assert!(orders < 100, "orders are repeated without end");
-            Ok(Reply::Outcomes {
-                outcomes: vec![Outcome::Late; runs.len()],
-                cpu_ns: 0,
-                stopped_ns: 0,
-            })
-        }
-
-        fn refold(&mut self) -> Refold {
-            Refold::Live
-        }
-
-        fn can_stop(&self) -> bool {
-            false
-        }
-    }
-
-    /// Folds a file that two VMs cache in all of their RAM, at the addresses in `layout`. Returns
-    /// the number of orders to fold pages.
-    fn fold(engine: &mut Engine, layout: &memfold_vm::RamLayout) -> u32 {
+    /// Adds two VMs that cache a file in all of their RAM, at the addresses in `layout`. Their
+    /// libraries have no time for any run. Returns the number of their orders to fold pages.
+    fn two_slow_vms(engine: &mut Engine, layout: &memfold_vm::RamLayout) -> Arc<AtomicU32> {
         let orders = Arc::new(AtomicU32::new(0));
         for id in [1, 2] {
+            let orders = orders.clone();
+            let mut guest = FakeGuest::new(move |order| {
+                let Order::Fold { runs, .. } = order else {
+                    return Reply::Ok;
+                };
+                let orders = orders.fetch_add(1, Ordering::SeqCst);
+                assert!(orders < 100, "orders are repeated without end");
+                Reply::Outcomes {
+                    outcomes: vec![Outcome::Late; runs.len()],
+                    cpu_ns: 0,
+                    stopped_ns: 0,
+                }
+            });
+            guest.refold = Refold::Live;
             let domain = Some(format!("slow-{}", std::process::id()));
-            let guest = Box::new(Slow(orders.clone()));
             let (name, advice) = (format!("vm{id}"), [Advice::default()]);
+            let guest = Box::new(guest);
             engine.add(id, name, domain, layout.clone(), &advice, guest, None);
             let facts = FileFacts {
                 file: 1,
@@ -300,33 +281,40 @@ mod tests {
             engine.agent(id, FromAgent::Hints(vec![run]));
         }
         engine.sweep_wanted = false;
+        orders
+    }
+
+    /// Folds what the guests' hints, or the sweep, name now.
+    fn fold(engine: &mut Engine) -> usize {
         let tasks = engine.take_tasks(Instant::now() + Duration::from_secs(10));
-        assert_eq!(tasks.len(), 2);
         engine.fold(&tasks);
-        orders.load(Ordering::SeqCst)
+        tasks.len()
     }
 
     #[test]
     fn an_order_without_enough_time_is_not_repeated_at_once_and_a_sweep_tries_its_pages_again() {
-        let ram = Mapping::anonymous(PAGES.into(), false).unwrap();
-        ram.area().write(&vec![7; 512 * PAGES as usize]);
-        let mut layout = layout(PAGES);
-        layout.blocks[0].hva = ram.area().start();
-        layout.slots[0].hva = ram.area().start();
+        let (_ram, layout) = ram(PAGES);
         let mut engine = Engine::new(EngineSettings::default());
-        assert_eq!(fold(&mut engine, &layout), 2);
+        let orders = two_slow_vms(&mut engine, &layout);
+        assert_eq!(fold(&mut engine), 2);
+        assert_eq!(orders.load(Ordering::SeqCst), 2);
         assert!(engine.sweep_wanted);
         for id in [1, 2] {
             let vm = &engine.vms[&id];
             assert!(vm.maps_stale && vm.is_foldable());
         }
+        engine.sweep();
+        fold(&mut engine);
+        assert_eq!(orders.load(Ordering::SeqCst), 4);
     }
 
     #[test]
     fn pages_that_could_not_be_copied_into_the_store_are_not_compared_with_it() {
         let mut engine = Engine::new(EngineSettings::default());
         // Nothing is mapped at these addresses.
-        assert_eq!(fold(&mut engine, &layout(PAGES)), 0);
+        let orders = two_slow_vms(&mut engine, &layout(PAGES));
+        assert_eq!(fold(&mut engine), 2);
+        assert_eq!(orders.load(Ordering::SeqCst), 0);
         for id in [1, 2] {
             let table = &mut engine.vms.get_mut(&id).unwrap().table;
             assert!((0..PAGES).all(|at| table.plan(at) && !table.is_refused(at)));

@@ -1,32 +1,49 @@
-//! Random changes of the fold engine's tables, for tests that compare what the engine keeps with a
-//! search of all tables.
+//! For the engine's own tests: VMs that are no QEMU processes, and random changes of the engine's
+//! tables, for tests that compare what the engine keeps with a search of all tables.
 
 use std::os::fd::BorrowedFd;
 
+use memfold_sys::region::Mapping;
 use memfold_units::{Hva, Pfn};
 use memfold_vm::{RamBlock, RamLayout, RamSlot};
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun, PfnRun};
 use memfold_wire::library::{Advice, Order, Reply};
+use rustix::process::Pid;
 
 use crate::guest::{Guest, GuestError, Refold, VmId};
 use crate::member::Member;
 use crate::state::{Engine, cached_ranges};
 use crate::vm_table::Mapped;
 
-/// A VM that executes no order.
-pub struct Idle;
+/// A VM whose library gives the answers of a function.
+pub struct FakeGuest<F> {
+    pub pid: Pid,
+    pub refold: Refold,
+    answer: F,
+}
 
-impl Guest for Idle {
-    fn pid(&self) -> rustix::process::Pid {
-        rustix::process::getpid()
+impl<F: FnMut(&Order) -> Reply + Send> FakeGuest<F> {
+    /// Creates a VM whose RAM is memory of this process, and that can't be folded again.
+    pub fn new(answer: F) -> Self {
+        Self {
+            pid: rustix::process::getpid(),
+            refold: Refold::Unknown,
+            answer,
+        }
+    }
+}
+
+impl<F: FnMut(&Order) -> Reply + Send> Guest for FakeGuest<F> {
+    fn pid(&self) -> Pid {
+        self.pid
     }
 
-    fn order(&mut self, _: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
-        Ok(Reply::Ok)
+    fn order(&mut self, order: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
+        Ok((self.answer)(order))
     }
 
     fn refold(&mut self) -> Refold {
-        Refold::Unknown
+        self.refold
     }
 
     fn can_stop(&self) -> bool {
@@ -34,12 +51,30 @@ impl Guest for Idle {
     }
 }
 
+/// Returns a VM that executes no order.
+pub fn idle() -> Box<dyn Guest> {
+    Box::new(FakeGuest::new(|_| Reply::Ok))
+}
+
+/// Maps memory whose pages all hold the same bytes, and returns it with the layout of a VM that has
+/// it as its RAM.
+pub fn ram(pages: u32) -> (Mapping, RamLayout) {
+    let ram = Mapping::anonymous(pages.into(), false).unwrap();
+    ram.area().write(&vec![7; 512 * pages as usize]);
+    let layout = layout_at(pages, ram.area().start());
+    (ram, layout)
+}
+
 /// RAM of each VM in pages.
 pub const PAGES: u32 = 600;
 
 pub fn layout(pages: u32) -> RamLayout {
     // Nothing is mapped at this address.
-    let hva = Hva(0x6000_0000_0000);
+    layout_at(pages, Hva(0x6000_0000_0000))
+}
+
+/// Returns the layout of a VM whose RAM is at `hva`.
+pub fn layout_at(pages: u32, hva: Hva) -> RamLayout {
     let pages = u64::from(pages);
     RamLayout {
         blocks: vec![RamBlock {
@@ -60,16 +95,8 @@ pub fn layout(pages: u32) -> RamLayout {
 pub fn add(engine: &mut Engine, id: VmId) {
     let domain = Some(format!("random-{}", std::process::id()));
     let advice = [Advice::default()];
-    let guest = Box::new(Idle);
-    engine.add(
-        id,
-        format!("vm{id}"),
-        domain,
-        layout(PAGES),
-        &advice,
-        guest,
-        None,
-    );
+    let name = format!("vm{id}");
+    engine.add(id, name, domain, layout(PAGES), &advice, idle(), None);
     engine.agent_session(id);
 }
 

@@ -443,36 +443,12 @@ fn mark_mapping(table: &VmTable, mapping: &FileMapping, truth: &mut [u32]) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::BorrowedFd;
-
     use memfold_wire::library::Advice;
 
     use super::*;
-    use crate::guest::{Guest, Refold};
     use crate::qemu_guest::Unfolded;
-    use crate::random_changes::{PAGES, add, layout};
+    use crate::random_changes::{FakeGuest, PAGES, add, layout};
     use crate::settings::EngineSettings;
-
-    /// A VM of another process, whose library answers.
-    struct Reached(Pid);
-
-    impl Guest for Reached {
-        fn pid(&self) -> Pid {
-            self.0
-        }
-
-        fn order(&mut self, _: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
-            Ok(Reply::Ok)
-        }
-
-        fn refold(&mut self) -> Refold {
-            Refold::Unknown
-        }
-
-        fn can_stop(&self) -> bool {
-            false
-        }
-    }
 
     /// Another process, which ends with the test.
     struct Process(std::process::Child);
@@ -510,8 +486,9 @@ mod tests {
         engine.domains.get_mut(&domain).unwrap().guardians = vec![pid];
         let reason = "memfold's library in the QEMU of VM 'vm2' cannot be reached";
         assert_eq!(not_freed(&mut engine).as_deref(), Some(reason));
-        let guest = Box::new(Reached(pid));
-        engine.set_reached(2, guest, problem);
+        let mut guest = FakeGuest::new(|_| Reply::Ok);
+        guest.pid = pid;
+        engine.set_reached(2, Box::new(guest), problem);
         assert_eq!(not_freed(&mut engine), None);
     }
 }

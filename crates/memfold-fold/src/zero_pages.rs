@@ -134,49 +134,15 @@ fn candidates(vm: &VmState) -> Vec<Range> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::BorrowedFd;
-
-    use memfold_sys::region::{Area, Mapping};
+    use memfold_sys::region::Area;
     use memfold_wire::library::Advice;
-    use rustix::process::Pid;
 
     use super::*;
-    use crate::guest::{Guest, GuestError, Refold};
-    use crate::random_changes::layout;
+    use crate::random_changes::{FakeGuest, ram};
     use crate::settings::EngineSettings;
     use crate::vm_table::Mapped;
 
     const PAGES: u32 = 16;
-
-    /// A VM that discards pages 9 and 12 of its RAM at each search for zero pages.
-    struct Discarding(Area);
-
-    impl Guest for Discarding {
-        fn pid(&self) -> Pid {
-            rustix::process::getpid()
-        }
-
-        fn order(&mut self, order: &Order, _: Option<BorrowedFd<'_>>) -> Result<Reply, GuestError> {
-            let Order::DropZero { .. } = order else {
-                return Ok(Reply::Ok);
-            };
-            discard(self.0.part(9, 1));
-            discard(self.0.part(12, 1));
-            Ok(Reply::Zero {
-                scanned: 8,
-                dropped: 1,
-                cpu_ns: 0,
-            })
-        }
-
-        fn refold(&mut self) -> Refold {
-            Refold::Unknown
-        }
-
-        fn can_stop(&self) -> bool {
-            false
-        }
-    }
 
     fn discard(pages: Area) {
         pages.advise(rustix::mm::Advice::LinuxDontNeed).unwrap();
@@ -184,13 +150,22 @@ mod tests {
 
     #[test]
     fn only_pages_that_an_order_discarded_and_that_map_no_store_page_count_as_zero_pages() {
-        let ram = Mapping::anonymous(PAGES.into(), false).unwrap();
-        ram.area().write(&vec![7; 512 * PAGES as usize]);
-        let mut layout = layout(PAGES);
-        layout.blocks[0].hva = ram.area().start();
-        layout.slots[0].hva = ram.area().start();
+        let (ram, layout) = ram(PAGES);
         let mut engine = Engine::new(EngineSettings::default());
-        let guest = Box::new(Discarding(ram.area()));
+        let area = ram.area();
+        // Each search for zero pages discards pages 9 and 12.
+        let guest = Box::new(FakeGuest::new(move |order| {
+            let Order::DropZero { .. } = order else {
+                return Reply::Ok;
+            };
+            discard(area.part(9, 1));
+            discard(area.part(12, 1));
+            Reply::Zero {
+                scanned: 8,
+                dropped: 1,
+                cpu_ns: 0,
+            }
+        }));
         let (name, advice) = ("vm1".to_owned(), [Advice::default()]);
         engine.add(1, name, None, layout, &advice, guest, None);
         let vm = engine.vms.get_mut(&1).unwrap();
