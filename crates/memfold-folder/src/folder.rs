@@ -412,17 +412,20 @@ impl Folder {
         self.lock_before_orders().discard(start, end)
     }
 
-    /// Handles `munmap` of RAM, which QEMU calls after a memory device was unplugged: forgets the
-    /// RAM blocks in the range and unmaps it, under one lock, so that no order maps anything at
+    /// Handles `munmap` of RAM, which QEMU calls after a memory device was unplugged: unmaps the
+    /// range and forgets the RAM blocks in it, under one lock, so that no order maps anything at
     /// addresses that QEMU may use for other things. Returns `None` if the range is outside RAM;
     /// then the caller makes the plain system call.
     pub fn unmap(&self, address: usize, length: usize) -> Option<Result<(), Errno>> {
         let (start, end) = self.in_span(address, length)?;
         let mut state = self.lock_before_orders();
-        state.ram.forget(start, end);
-        self.note_span(&state.ram);
         // SAFETY: QEMU owns the range and has requested this call.
-        Some(unsafe { region::munmap(address, length) })
+        let unmapped = unsafe { region::munmap(address, length) };
+        if unmapped.is_ok() {
+            state.ram.forget(start, end);
+            self.note_span(&state.ram);
+        }
+        Some(unmapped)
     }
 
     /// Returns the start and end of a range of whole pages that may have RAM.
