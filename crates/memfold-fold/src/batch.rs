@@ -519,9 +519,7 @@ impl Engine {
             if let Freeze::Stopped { .. } = freeze {
                 queue.extend(groups);
             } else {
-                vm.maps_stale = true;
-                vm.active = true;
-                self.sweep_wanted = true;
+                self.leave_to_sweep(id, queue);
             }
             return Ok(());
         }
@@ -549,8 +547,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Drops the runs that are left of a VM's batch, because its library had too little time for an
-    /// order. Repeating the runs at once could keep the engine's thread from all other VMs.
+    /// Drops the runs that are left of a VM's batch, after an order that its library refused or had
+    /// too little time for. Repeating the runs at once could keep the engine's thread from all
+    /// other VMs.
     fn leave_to_sweep(&mut self, id: VmId, queue: &mut VecDeque<Group>) {
         queue.clear();
         self.sweep_wanted = true;

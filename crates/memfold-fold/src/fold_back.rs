@@ -179,24 +179,24 @@ impl Engine {
         }
     }
 
-    /// Makes the library close the images of which no page is mapped as the VM's RAM any more. An
-    /// open image that was deleted uses memory or disk space.
+    /// Makes the library close the images from which the VM's RAM was mapped earlier. An open image
+    /// that was deleted uses memory or disk space.
     pub(super) fn close_old_images(&mut self, id: VmId) -> Result<(), GuestError> {
         let Some((vm, domain)) = with_domain(&mut self.vms, &mut self.domains, id) else {
             return Ok(());
         };
         let image = vm.back.image.as_ref().map(|image| image.number);
-        for store in std::mem::take(&mut vm.back.old_images) {
-            if store == domain.store_number() || Some(store) == image {
-                continue;
+        while let Some(&store) = vm.back.old_images.last() {
+            if store != domain.store_number() && Some(store) != image {
+                let reply = vm.guest.order(&Order::RemoveStore { store }, None)?;
+                if let Reply::Error { reason } = reply {
+                    debug!(
+                        vm = vm.stats.name,
+                        reason, "memfold's library in QEMU did not have an old image open"
+                    );
+                }
             }
-            let reply = vm.guest.order(&Order::RemoveStore { store }, None)?;
-            if let Reply::Error { reason } = reply {
-                debug!(
-                    vm = vm.stats.name,
-                    reason, "memfold's library in QEMU did not have an old image open"
-                );
-            }
+            vm.back.old_images.pop();
         }
         Ok(())
     }
