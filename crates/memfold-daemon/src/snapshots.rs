@@ -247,7 +247,7 @@ impl Snapshots {
             let machines = self.below.registry.machines();
             let Some(machine) = machines.iter().find(|machine| machine.pid() == pid) else {
                 return Err(SnapshotError::Impossible(format!(
-                    "process {} has a disk of snapshot '{name}' open, whose manifest cannot be read; wait until its VM is adopted, or end the process",
+                    "process {} has a disk of snapshot '{name}' open, and this daemon has no VM in that process. The snapshot's manifest cannot be read, so nothing tells which VM needs the disk. Wait until 'memfold vm list' shows the VM, or end the process; if it is a QEMU, its guest ends",
                     pid.as_raw_nonzero()
                 ))
                 .into());
@@ -277,10 +277,10 @@ impl Snapshots {
         }
         let subject = subject(&machine)?;
         let taken = save::take_back((machine.vm(), &subject), || machine.monitor(), &place);
-        // Without these files, the VM could not be saved again.
+        // If these files were removed, the VM could not be saved again.
         let why = |error| {
             format!(
-                "VM '{vm}' runs on disk files of snapshot '{name}', which cannot become the VM's own ({}); try again, or stop the VM first",
+                "VM '{vm}' uses disk files of snapshot '{name}', and memfold cannot make them the VM's own: {}. Mend that and try again, or stop the VM and then remove the snapshot",
                 chain(&error)
             )
         };

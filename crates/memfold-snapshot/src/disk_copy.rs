@@ -205,6 +205,7 @@ pub(super) fn finish(
         if !spec.keeps_rights() {
             own_overlay::take_from_writers(&new).map_err(failed(&new))?;
         }
+        // QEMU does not report errors from closing the file.
         if let Some(why) = damage(&new)? {
             return Err(SnapshotError::Impossible(words(copy.disk, &why)));
         }

@@ -276,7 +276,13 @@ pub(super) fn take_back(qmp: &mut Qmp, lain: &[Lain]) -> Result<(), SnapshotErro
         // The VM's next save finds the overlays by QEMU's nodes and merges them, so the old path in
         // a header does no harm if QEMU cannot write the file.
         let nodes = (&*overlay.root, &*overlay.above);
-        let _ = name_backing(qmp, nodes, &overlay.path);
+        if let Err(error) = name_backing(qmp, nodes, &overlay.path) {
+            tracing::debug!(
+                overlay = %overlay.path.display(),
+                %error,
+                "cannot write the overlay's new path into the header above it"
+            );
+        }
     }
     Ok(())
 }

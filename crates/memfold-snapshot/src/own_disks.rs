@@ -47,7 +47,9 @@ impl OwnDisks {
         if place.exists() {
             enough_room(place, bytes).map_err(|why| {
                 let place = place.display();
-                SnapshotError::Impossible(format!("cannot copy the VM's disks to {place} ({why})"))
+                SnapshotError::Impossible(format!(
+                    "cannot copy the VM's disks to {place} ({why}); free space there, or name another directory with --disks"
+                ))
             })?;
         }
         let written = spec.disks.iter().filter(|disk| disk.snapshot);
@@ -131,19 +133,21 @@ fn copy(
         return Err(failed(to)(ErrorKind::AlreadyExists.into()));
     }
     let part = to.with_extension("qcow2.part");
-    let from = File::open(from).map_err(failed(from))?;
+    let source = File::open(from).map_err(failed(from))?;
     let mut file = write_alone(&part).map_err(failed(&part))?;
-    let mut copy = || -> io::Result<()> {
+    let mut copy_bytes = || -> io::Result<()> {
         file.set_len(0)?;
         loop {
-            let copied = io::copy(&mut (&from).take(COPY_BYTES), &mut file)?;
+            let copied = io::copy(&mut (&source).take(COPY_BYTES), &mut file)?;
             if copied == 0 {
                 return Ok(());
             }
             progress.add(copied);
         }
     };
-    let copied = copy().map_err(failed(to)).and_then(|()| complete(&part));
+    let copied = copy_bytes()
+        .map_err(failed(to))
+        .and_then(|()| complete(&part));
     // A hard link does not replace a file that was created meanwhile.
     let name = || file.sync_all().and_then(|()| fs::hard_link(&part, to));
     let named = copied.and_then(|()| name().map_err(failed(to)));

@@ -133,7 +133,12 @@ fn texts_of_holders(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotEr
 /// Returns the processes (except this one) that have a disk in a snapshot's directory open.
 pub fn disk_users(shelf: &Shelf, name: &str) -> Result<Vec<Pid>, SnapshotError> {
     let place = shelf.path(name)?;
-    let entries = fs::read_dir(&place).map_err(failed(&place))?.flatten();
+    let entries = match fs::read_dir(&place) {
+        // An interrupted pull has no directory yet, and so no disk that anybody has open.
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.and_then(Iterator::collect::<io::Result<Vec<_>>>),
+    };
+    let entries = entries.map_err(failed(&place))?.into_iter();
     let disks = entries.filter(|entry| entry.path().extension() == Some("qcow2".as_ref()));
     let identities = disks.map(|entry| identity(&entry.path()).map_err(failed(&place)));
     let identities = identities.collect::<Result<Vec<_>, _>>()?;

@@ -69,9 +69,9 @@ impl Snapshots {
         progress.begin("disks compared", 0);
         match restore::spec(&self.below.snapshots, &manifest, &manifest.vm) {
             Ok(spec) => {
-                let shelf = &self.below.snapshots;
-                problems.extend(restore::changed_disks(shelf, &manifest)?);
-                problems.extend(restore::changed_disks_below(shelf, &manifest));
+                let snapshots = &self.below.snapshots;
+                problems.extend(restore::changed_disks(snapshots, &manifest)?);
+                problems.extend(restore::changed_disks_below(snapshots, &manifest));
                 progress.begin("a start tried", 0);
                 let tried = self.try_restore(spec, &manifest);
                 problems.extend(tried.err().map(|error| {

@@ -74,11 +74,12 @@ fn a_snapshot_is_not_removed_unless_its_running_vm_keeps_its_disk() {
     let part = daemon.state().join("vms/v/process.part");
     std::fs::create_dir(&part).unwrap();
     let remove = || daemon.run(&["snapshot", "remove", "s"]);
-    let why = "VM 'v' runs on disk files of snapshot 's', which cannot become the VM's own";
+    let why = "VM 'v' uses disk files of snapshot 's', and memfold cannot make them the VM's own: ";
     refused(&remove(), 1, &[why]);
     std::fs::remove_dir(&part).unwrap();
     let verified = daemon.run(&["snapshot", "verify", "s"]);
     assert_eq!(code(&verified), 0, "{}", err(&verified));
+    refused(&daemon.run(&["snapshot", "remove", "none"]), 1, &["none"]);
     // A damaged manifest does not say which VM the snapshot is of.
     let manifest = daemon.directory.path().join("snapshots/s/manifest.json");
     std::fs::write(manifest, "{").unwrap();
