@@ -15,11 +15,11 @@ export class Refused extends Error {
 let whenLoggedOut = () => {};
 export const onLoggedOut = (call) => (whenLoggedOut = call);
 
-/** What is known if no answer came. Whoever only asked, or logs in, may ask again. */
+/** The error of a request without a usable answer. A GET or a login can be repeated safely; any other request may have been carried out. */
 const lost = (method, path, what) =>
   method === "GET" || path === "/v1/session"
     ? what
-    : { error: "The answer was lost; the action may still be running or be done.", hint: "Look at Events before you repeat it." };
+    : { error: `${what.error}, so the answer was lost; the action may still be running or be done`, hint: "Look at Events before you repeat it." };
 
 async function request(method, path, body) {
   let response;

@@ -94,7 +94,7 @@ function NotLive() {
   return html`<${Failure} error=${refused} />`;
 }
 
-const SESSION_ENDED = "The session has ended (daemon restarted, or 1 h idle, 12 h in all).";
+const SESSION_ENDED = "The session has ended: the daemon was restarted, or nothing was asked for 1 h, or the login was 12 h ago.";
 
 /** `why`: why nobody is logged in, if that is not the normal case. */
 function Login({ onDone, why }) {
@@ -136,7 +136,7 @@ function App() {
     try {
       setSession(await get("/v1/session"));
       setError(null);
-      if (refused) notify("failure", `The login by this address failed; the earlier session goes on. ${refused.message}`, refused.hint);
+      if (refused) notify("failure", `The login code in this address was refused. You are still logged in with your earlier session. ${refused.message}`, refused.hint);
       beginLive();
     } catch (failed) {
       if (failed.status === 401) setSession(null);

@@ -171,7 +171,7 @@ test("a VM that has ended is shown with its history and events, and is started b
   await page.getByText("starts, order 3").waitFor();
   await button(page, "Start this VM …").click();
   await confirm(page, "Start it");
-  await dialog(page).getByText("db runs, as process 77.").waitFor();
+  await dialog(page).getByText("db was started, as process 77.").waitFor();
   await button(dialog(page), "Close").click();
   await page.getByText("not measured yet").waitFor();
   await open("#/vms/never");
@@ -190,7 +190,7 @@ test("a login by address that fails is told, on the form or beside the older ses
   await page.getByRole("alert").getByText("neither a token nor a valid login code").waitFor();
   delete fake.answers["GET /v1/session"];
   await page.evaluate((to) => (location.hash = to), CODE);
-  await page.getByText("the earlier session goes on. neither a token").waitFor();
+  await page.getByText("with your earlier session. neither a token").waitFor();
   await button(page, "Close").click();
   assert.equal(await page.locator(".notice").count(), 0);
 });
@@ -200,7 +200,7 @@ test("the login form says that the session has ended, but not after a logout", a
   await page.getByText("No events yet.").waitFor();
   fake.answers["GET /v1/snapshots"] = new Status(401, { error: "log in" });
   await open("#/snapshots");
-  await page.getByRole("alert").getByText("The session has ended (daemon restarted, or 1 h idle, 12 h in all).").waitFor();
+  await page.getByRole("alert").getByText("The session has ended: the daemon was restarted").waitFor();
   delete fake.answers["GET /v1/snapshots"];
   await page.reload();
   fake.answers["DELETE /v1/session"] = null;
@@ -215,7 +215,7 @@ test("an action whose answer is lost may still be running, and the page says so"
   await open("#/vms/vm-000");
   await button(page, "Pause …").click();
   await confirm(page, "Pause");
-  await dialog(page).getByRole("alert").getByText("The answer was lost; the action may still be running or be done.").waitFor();
+  await dialog(page).getByRole("alert").getByText("the daemon does not answer, so the answer was lost; the action may still be running or be done").waitFor();
   await dialog(page).getByText("Look at Events before you repeat it.").waitFor();
 });
 
@@ -338,7 +338,9 @@ test("cards say when they were read, go on after a failure, and ask again after 
 });
 
 let failed = 0;
-for (const { name, run } of tests.filter((one) => one.name.includes(word))) {
+const chosen = tests.filter((one) => one.name.includes(word));
+assert.ok(chosen.length, `no test's name contains '${word}'`);
+for (const { name, run } of chosen) {
   const fake = await pretend();
   const context = await browser.newContext({ viewport: { width: 1400, height: 900 } });
   const page = await context.newPage();

@@ -357,7 +357,7 @@ await go(page, "#/vms", "tbody tr");
 const db = page.getByRole("row").filter({ hasText: "the brake is on; memfold debt" });
 await db.getByText("starts, order 7").waitFor();
 violations.push(...(await axe(page, "defined")));
-await act(page, "Start this VM …", {}, "Start it", "db runs, as process 77.", db);
+await act(page, "Start this VM …", {}, "Start it", "db was started, as process 77.", db);
 // The list of running VMs has it at once.
 await db.waitFor({ state: "hidden" });
 await page.unroute("**/v1/definitions");
@@ -367,7 +367,7 @@ violations.push(...(await axe(page, "start")));
 await page.screenshot({ path: `${results}/start.png` });
 await dialog(page).getByRole("button", { name: "Cancel" }).click();
 const made = { Name: "made", RAM: "64M", "Disk image": disk, "The image stays as it is: writes go to a temporary overlay": true };
-await act(page, "Start …", made, "Start it", "made runs, as process");
+await act(page, "Start …", made, "Start it", "made was started, as process");
 await sayAndWait({ step: "made" });
 await go(page, `#/vms/${guest}`, ".map canvas");
 await page.getByRole("button", { name: "Look", exact: true }).click();

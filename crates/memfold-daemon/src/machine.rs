@@ -306,7 +306,8 @@ impl Machine {
         self.fold_problems().into_iter().next()
     }
 
-    /// Returns whether the host gets no memory back that the guest frees or its balloon takes.
+    /// Returns whether memory that the guest frees, or that its balloon takes, stays in use on the
+    /// host: its RAM is pinned for a device, locked, or in huge pages.
     pub fn keeps_freed_ram(&self) -> bool {
         self.seen.lock().conditions.keeps_freed_ram
     }

@@ -161,7 +161,7 @@ impl Last {
 }
 
 impl State {
-    /// Returns whether a VM may have been told to unplug memory that it should now keep.
+    /// Returns whether a VM must keep memory that it has not unplugged yet.
     fn controller_forbids_unplugs(&self, id: u32) -> bool {
         !self.controller.may_unplug(VmId(u64::from(id)))
     }

@@ -423,7 +423,7 @@ mod tests {
         let look = sampling.latest.subscribe();
         // Without the change, the next sample would be due after more than two minutes.
         let cost = Duration::from_secs(1);
-        let long_ago = Instant::now().checked_sub(Duration::from_secs(11));
+        let long_ago = Some(Instant::now().checked_sub(Duration::from_secs(11)).unwrap());
         sampling.wake(|wanted| wanted.after_change = true);
         let began = Instant::now();
         assert!(sampling.wait(cost, long_ago));

@@ -193,8 +193,8 @@ impl Views {
         })
     }
 
-    /// Returns how many pages the two VMs of each pair share, for the `most` pairs that share most:
-    /// 500 VMs have 125,000 pairs.
+    /// Returns how many pages the two VMs of a pair share, for the `most` pairs that share most.
+    /// The number is limited because 500 VMs have 125,000 pairs.
     pub fn sharing(&self, most: usize) -> Result<Sharing, DaemonError> {
         let all = fresh(&self.sharing, (), MEMORY_LIFE, || {
             let stores = self.store_identities()?;

@@ -116,7 +116,8 @@ impl Assessment {
         if self.rests { 0 } else { self.dispensable() }
     }
 
-    /// The same, also if nothing may be taken for a while.
+    /// What the host would gain if the balloon took all that the VM does not need, also while the
+    /// VM rests.
     pub(crate) fn dispensable(&self) -> u64 {
         if !self.can_balloon || self.keeps.is_some() || self.unwilling.is_some() {
             return 0;

@@ -123,8 +123,9 @@ impl Controller {
         }
     }
 
-    /// Says that the last order for `vm` failed, at the last step or since. If it was a take, the
-    /// VM gets no further one for a while, as after one without effect, and other VMs are asked.
+    /// Says that an order for `vm` failed: that of the last step, or one in progress. If it was a
+    /// take, the VM gets no further one for a while, as after one without effect, and other VMs are
+    /// asked.
     pub fn order_failed(&mut self, vm: VmId) {
         if let Some(state) = self.vms.get_mut(&vm) {
             state.order_failed(self.clock);

@@ -151,13 +151,13 @@ impl RungReason {
     /// shown.
     #[must_use]
     pub fn sentence(self, acts: bool) -> String {
-        let are = if acts { "is" } else { "would be" };
+        let is = if acts { "is" } else { "would be" };
         match self {
             Self::Room { available, reserve } => format!(
                 "{available} are available and {reserve} must stay so, so the host has room"
             ),
             Self::NearReserve { available, reserve } => format!(
-                "{available} are available and {reserve} must stay so, so page cache {are} trimmed \
+                "{available} are available and {reserve} must stay so, so page cache {is} trimmed \
                  in larger steps"
             ),
             Self::TrimsDoNotSuffice {
@@ -171,7 +171,7 @@ impl RungReason {
                 )
             }
             Self::BalloonsDoNotSuffice { shortage, lent } => format!(
-                "{shortage} are missing and balloons do not suffice, so lent RAM {are} called back \
+                "{shortage} are missing and balloons do not suffice, so lent RAM {is} called back \
                  ({lent} are lent)"
             ),
             Self::FarBelowReserve { available, reserve } => format!(
@@ -182,7 +182,7 @@ impl RungReason {
                 format!("{shortage} are missing and nothing else can be taken now")
             }
             Self::Braked => format!(
-                "shared memory could need more than is available, so page cache {are} trimmed in \
+                "shared memory could need more than is available, so page cache {is} trimmed in \
                  larger steps"
             ),
             Self::Recovering { suffices } => {

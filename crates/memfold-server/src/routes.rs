@@ -150,9 +150,9 @@ pub fn openapi() -> serde_json::Value {
     serde_json::to_value(Description::openapi()).unwrap_or_default()
 }
 
-/// Requests that are no reason for an early sample: they change no memory of the host by
-/// themselves, or come several times a second.
-fn is_frequent(path: &str) -> bool {
+/// Returns whether a change through this path needs no early sample: it changes no memory of the
+/// host (sessions, console), or may come several times a second (registry, exec, deadlines).
+fn needs_no_sample(path: &str) -> bool {
     path == REGISTRY_PATH
         || path.starts_with(SESSION_PATH)
         || path.starts_with("/v1/vms/")
@@ -167,7 +167,7 @@ async fn sample_after_change(
     request: Request,
     next: Next,
 ) -> Response {
-    let is_wanted = is_change(request.method()) && !is_frequent(request.uri().path());
+    let is_wanted = is_change(request.method()) && !needs_no_sample(request.uri().path());
     let response = next.run(request).await;
     if is_wanted && response.status().is_success() {
         daemon.sampling().note_change();

@@ -53,10 +53,10 @@ export function swapPlace(swap) {
 /** A VM as an action left it, before the next sample has it. */
 export const showVm = (info) => changeSample((sample) => ({ ...sample, vms: [...sample.vms.filter((vm) => vm.name !== info.name), info] }));
 
-/** A VM that was started or taken on is in the list at once; its figures come with the next sample. */
+/** Puts a VM that was just started into the list; its figures come with the next sample. */
 const known = (info) => {
   showVm(info);
-  return `${info.name} runs, as process ${info.pid}.`;
+  return `${info.name} was started, as process ${info.pid}.`;
 };
 
 const start = {

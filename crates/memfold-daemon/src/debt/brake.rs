@@ -245,7 +245,8 @@ impl DebtBrake {
     }
 
     /// Asks guests to drop clean page cache, on a thread of its own, until the reserve is available
-    /// again. While right-sizing acts, it takes less harmful things first.
+    /// again. While right-sizing is on, guests are asked only at its rung `brake`: trims, balloons
+    /// and lent RAM hurt guests less.
     fn relieve(self: &Arc<Self>) {
         if !drops_are_due(self.debt.lock().rung.as_ref()) {
             return;
@@ -366,7 +367,8 @@ mod tests {
             Rung::ALL.map(|rung| due(rung, true)),
             [false, false, false, false, true]
         );
-        // In the mode `watch`, and while right-sizing is off, nothing else is done about it.
+        // In the modes `watch` and `off`, right-sizing frees nothing, so guests are asked at every
+        // rung.
         assert_eq!(Rung::ALL.map(|rung| due(rung, false)), [true; 5]);
         assert!(drops_are_due(None));
     }
