@@ -6,7 +6,8 @@
 //!   reserve .. reserve + a quarter           trim     the same, in larger steps
 //!   below the reserve, trims do not suffice  balloon  VMs that are hurt least get smaller
 //!   below that too, or below a half          lent     lent RAM is called back
-//!   below a quarter, or nothing is left      brake    guests may be asked to drop page cache
+//!   below a quarter, or nothing is left,     brake    guests may be asked to drop page cache
+//!   or lent RAM does not come back
 //! ```
 //! The brake on copy-on-write debt acts by itself and at once. Here it only leads to larger trims:
 //! debt is memory that guests may need, and no shortage yet. Whether balloons move and lent RAM is
@@ -26,7 +27,7 @@ use crate::input::{BrakeLevel, HostState};
 pub(crate) const CALM: Duration = Duration::from_secs(10);
 
 /// Time that trims, or balloons, have to bring the host back above its reserve before the next rung
-/// is due.
+/// is due, and longest time in which no lent RAM comes back.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// How short the host is, and what is done about it.
@@ -41,8 +42,9 @@ pub enum Rung {
     Balloon,
     /// Balloons do not suffice. RAM that is lent to other hosts is called back.
     Lent,
-    /// The host is far below its reserve, or nothing else can be taken: guests are asked to drop
-    /// their clean page cache if the brake on copy-on-write debt is on, too.
+    /// The host is far below its reserve, nothing else can be taken, or lent RAM does not come
+    /// back: guests are asked to drop their clean page cache if the brake on copy-on-write debt is
+    /// on, too.
     Brake,
 }
 
@@ -131,6 +133,13 @@ pub enum RungReason {
         /// Memory of the host that must stay available.
         reserve: ByteSize,
     },
+    /// RAM was lent, and the borrowers did not give enough of it back in time.
+    LentDoesNotReturn {
+        /// What is missing.
+        shortage: ByteSize,
+        /// RAM that is still lent.
+        lent: ByteSize,
+    },
     /// Nothing can be trimmed or ballooned now, and no RAM is lent.
     NothingLeft {
         /// What is missing.
@@ -178,6 +187,14 @@ impl RungReason {
                 "{available} are available, which is less than a quarter of the {reserve} that \
                  must stay so"
             ),
+            Self::LentDoesNotReturn { shortage, lent } => {
+                let last = if acts {
+                    "lent RAM does not come back"
+                } else {
+                    "lent RAM is not called back"
+                };
+                format!("{shortage} are missing and {last} ({lent} are lent)")
+            }
             Self::NothingLeft { shortage } => {
                 format!("{shortage} are missing and nothing else can be taken now")
             }
@@ -207,6 +224,9 @@ pub(crate) struct Ladder {
     since: Duration,
     /// When a lower rung began to suffice.
     calm_since: Option<Duration>,
+    /// RAM that was lent when enough of it had last come back, and when that was; `None` below
+    /// [`Rung::Lent`].
+    recalled: Option<(ByteSize, Duration)>,
 }
 
 impl Ladder {
@@ -219,6 +239,7 @@ impl Ladder {
         trimmable: u64,
         balloonable: u64,
     ) -> (Rung, RungReason) {
+        self.watch_recall(clock, host);
         let (wanted, why) = self.wanted(clock, host, trimmable, balloonable);
         if wanted >= self.rung {
             self.calm_since = None;
@@ -244,6 +265,19 @@ impl Ladder {
     /// Returns how long the host has been on its rung.
     pub(crate) fn time_on_rung(&self, clock: Duration) -> Duration {
         clock.saturating_sub(self.since)
+    }
+
+    /// Notes when lent RAM last came back: at least an eighth of what the host lacks.
+    fn watch_recall(&mut self, clock: Duration, host: &HostState) {
+        if self.rung < Rung::Lent {
+            self.recalled = None;
+            return;
+        }
+        let enough = ByteSize(shortage(host).0 / 8);
+        let lent_before = self.recalled.map(|(lent, _)| lent);
+        if lent_before.is_none_or(|before| host.lent.0.saturating_add(enough.0) <= before.0) {
+            self.recalled = Some((host.lent, clock));
+        }
     }
 
     fn wanted(
@@ -287,6 +321,15 @@ impl Ladder {
         let waited = self.rung == Rung::Balloon && waited;
         if balloonable > 0 && !far && !waited && self.rung <= Rung::Balloon {
             return (Rung::Balloon, balloons);
+        }
+        let recalled_at = self.recalled.map(|(_, at)| at);
+        let is_late = recalled_at.is_some_and(|at| clock.saturating_sub(at) >= PATIENCE);
+        if host.lent.0 > 0 && is_late {
+            let why = RungReason::LentDoesNotReturn {
+                shortage: short,
+                lent: host.lent,
+            };
+            return (Rung::Brake, why);
         }
         if host.lent.0 > 0 {
             return (Rung::Lent, lent);
@@ -405,6 +448,38 @@ mod tests {
         assert_eq!(braked[19], Rung::Trim);
         assert_eq!(braked[25], Rung::Balloon);
         assert_eq!(braked[59], Rung::Lent);
+    }
+
+    #[test]
+    fn a_short_host_whose_lent_ram_does_not_come_back_reaches_the_last_rung() {
+        let mut ladder = Ladder::default();
+        let mut rung_at = |second, lent_mib| {
+            let at = Duration::from_secs(second);
+            ladder.step(at, &host(900, lent_mib), 0, 0)
+        };
+        // 1,600 MiB are missing, so 200 MiB in 20 s are enough to wait for more.
+        let lent = [
+            (0, 1000),
+            (1, 1000),
+            (2, 1000),
+            (3, 1000),
+            (20, 900),
+            (22, 800),
+            (41, 700),
+        ];
+        for (second, lent_mib) in lent {
+            assert!(rung_at(second, lent_mib).0 <= Rung::Lent, "at {second} s");
+        }
+        let (rung, why) = rung_at(42, 700);
+        assert_eq!(rung, Rung::Brake);
+        assert_eq!(
+            why.to_string(),
+            "1.56 GiB are missing and lent RAM does not come back (700 MiB are lent)"
+        );
+        assert_eq!(rung_at(70, 700).0, Rung::Brake);
+        // It comes back after all.
+        assert_eq!(rung_at(72, 500).0, Rung::Brake);
+        assert_eq!(rung_at(82, 500).0, Rung::Lent);
     }
 
     #[test]

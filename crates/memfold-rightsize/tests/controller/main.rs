@@ -341,7 +341,8 @@ fn lent_ram_is_called_back_only_after_trims_and_balloons_were_tried() {
             rungs.push(decision.rung);
         }
     });
-    assert_eq!(rungs, [Rung::Trim, Rung::Balloon, Rung::Lent]);
+    // The model's lent RAM does not come back.
+    assert_eq!(rungs, [Rung::Trim, Rung::Balloon, Rung::Lent, Rung::Brake]);
 }
 
 #[test]
