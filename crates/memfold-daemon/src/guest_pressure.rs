@@ -42,6 +42,8 @@ struct Asked {
     device: Option<String>,
     /// Figures of the last query.
     last: Option<GuestStats>,
+    /// The guest was short of memory at the last query.
+    is_short: bool,
 }
 
 fn is_short(now: &GuestStats, before: Option<&GuestStats>) -> bool {
@@ -88,12 +90,12 @@ fn is_ours(machine: &Machine) -> bool {
 }
 
 /// Asks a guest for its figures, and keeps them. Returns whether the guest is short of memory;
-/// false if QEMU's monitor is in use.
+/// while QEMU's monitor is in use, what the last query said.
 fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpError> {
     // While the VM is saved, for example, its monitor is in use for a long time, and the other
     // guests must not wait for that.
     let Some(mut qmp) = machine.idle_monitor() else {
-        return Ok(false);
+        return Ok(known.get(&machine.id()).is_some_and(|asked| asked.is_short));
     };
     let asked = if let Some(asked) = known.get_mut(&machine.id()) {
         asked
@@ -102,7 +104,11 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpE
         if let (Some(device), true) = (&device, is_ours(machine)) {
             balloon::poll_guest_stats(&mut qmp, device, LOOK.as_secs())?;
         }
-        let new = Asked { device, last: None };
+        let new = Asked {
+            device,
+            last: None,
+            is_short: false,
+        };
         known.entry(machine.id()).or_insert(new)
     };
     let Some(device) = &asked.device else {
@@ -112,6 +118,10 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpE
     drop(qmp);
     let now = now.filter(|now| now.updated_s + OLD_S >= threads::unix_time().as_secs());
     let before = std::mem::replace(&mut asked.last, now);
+    asked.is_short = now
+        .as_ref()
+        .is_some_and(|now| is_short(now, before.as_ref()));
+    let is_short = asked.is_short;
     let Some(now) = now else {
         return Ok(false);
     };
@@ -120,7 +130,7 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpE
             machine.note_balloon_stats(&now, age);
         }
     }
-    Ok(is_short(&now, before.as_ref()))
+    Ok(is_short)
 }
 
 fn find(machine: &Machine, qmp: &mut Qmp) -> Result<Option<String>, QmpError> {
