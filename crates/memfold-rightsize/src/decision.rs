@@ -276,10 +276,61 @@ impl Reason {
             Self::IdleMemory { .. } => "idle_memory",
         }
     }
+
+    /// Says it in one sentence without a full stop. `acts`: orders are carried out, and not only
+    /// shown.
+    #[must_use]
+    pub fn sentence(self, acts: bool) -> String {
+        let of_order = self.sentence_of_order(acts);
+        of_order.unwrap_or_else(|| self.to_string())
+    }
+
+    /// The same for a reason that comes with an order.
+    fn sentence_of_order(self, acts: bool) -> Option<String> {
+        let (are, gets, gives) = if acts {
+            ("are", "gets", "gives")
+        } else {
+            ("would be", "would get", "would give")
+        };
+        Some(match self {
+            Self::CacheNotMissed { bytes } => format!(
+                "the guest has not missed page cache that was trimmed, so {bytes} more {are} \
+                 trimmed"
+            ),
+            Self::CacheGrewBack { bytes } => {
+                format!("page cache grew beyond the working set, so {bytes} {are} trimmed")
+            }
+            Self::DropFolded { bytes } => format!(
+                "the host is short and the guest has no other page cache to give, so {bytes} of \
+                 folded page cache {are} dropped"
+            ),
+            Self::GiveNeeded { bytes } => {
+                format!("the working set and its buffer no longer fit, so the VM {gets} {bytes}")
+            }
+            Self::GivePressure { bytes, pressure } => format!(
+                "the guest lacks memory (its tasks wait {:.2} % of the time), so the VM {gets} \
+                 {bytes}",
+                pressure * 100.0
+            ),
+            Self::GiveBack { bytes } => {
+                format!("the host has room again, so the VM {gets} {bytes} back")
+            }
+            Self::HostShort { bytes, shortage } => format!(
+                "the host lacks {shortage}, and this VM is hurt least, so it {gives} {bytes}"
+            ),
+            Self::AboveMaximum { bytes } => {
+                format!("the VM is larger than its maximum, so it {gives} {bytes}")
+            }
+            Self::IdleMemory { bytes } => {
+                format!("plugged memory has been idle, so {bytes} {are} unplugged")
+            }
+            _ => return None,
+        })
+    }
 }
 
 impl fmt::Display for Reason {
-    /// Writes one sentence without a full stop.
+    /// Writes the [`sentence`](Self::sentence) of a controller whose orders are carried out.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Pinned => f.write_str("the VM is pinned, so its size does not change"),
@@ -310,19 +361,6 @@ impl fmt::Display for Reason {
                 "the guest needs {needs} that could be plugged, but has no driver for that; load \
                  the module virtio_mem in the guest"
             ),
-            Self::CacheNotMissed { bytes } => write!(
-                f,
-                "the guest has not missed page cache that was trimmed, so {bytes} more are trimmed"
-            ),
-            Self::CacheGrewBack { bytes } => write!(
-                f,
-                "page cache grew beyond the working set, so {bytes} are trimmed"
-            ),
-            Self::DropFolded { bytes } => write!(
-                f,
-                "the host is short and the guest has no other page cache to give, so {bytes} of \
-                 folded page cache are dropped"
-            ),
             Self::Missed { bytes, wait } => write!(
                 f,
                 "the guest read {bytes} of reclaimed files again, so trimming pauses for {}",
@@ -351,32 +389,20 @@ impl fmt::Display for Reason {
             Self::Waiting { wait } => write!(f, "the next change is due in {}", seconds(wait)),
             Self::AtWorkingSet => f.write_str("the page cache that is left is working set"),
             Self::AtTarget => f.write_str("the VM has the size that it needs"),
-            Self::GiveNeeded { bytes } => write!(
-                f,
-                "the working set and its buffer no longer fit, so the VM gets {bytes}"
-            ),
-            Self::GivePressure { bytes, pressure } => write!(
-                f,
-                "the guest lacks memory (its tasks wait {:.2} % of the time), so the VM gets \
-                 {bytes}",
-                pressure * 100.0
-            ),
-            Self::GiveBack { bytes } => {
-                write!(f, "the host has room again, so the VM gets {bytes} back")
-            }
             Self::HostExhausted { needs } => write!(
                 f,
                 "the guest lacks {needs}, but the host has no memory left to give"
             ),
-            Self::HostShort { bytes, shortage } => write!(
-                f,
-                "the host lacks {shortage}, and this VM is hurt least, so it gives {bytes}"
-            ),
-            Self::AboveMaximum { bytes } => {
-                write!(f, "the VM is larger than its maximum, so it gives {bytes}")
-            }
-            Self::IdleMemory { bytes } => {
-                write!(f, "plugged memory has been idle, so {bytes} are unplugged")
+            Self::CacheNotMissed { .. }
+            | Self::CacheGrewBack { .. }
+            | Self::DropFolded { .. }
+            | Self::GiveNeeded { .. }
+            | Self::GivePressure { .. }
+            | Self::GiveBack { .. }
+            | Self::HostShort { .. }
+            | Self::AboveMaximum { .. }
+            | Self::IdleMemory { .. } => {
+                f.write_str(&self.sentence_of_order(true).unwrap_or_default())
             }
         }
     }
