@@ -96,6 +96,8 @@ pub struct ModelGuest {
     uptime: f64,
     noise: Random,
     served_after: Option<f64>,
+    /// The last report, and when it arrived.
+    reported: Option<(Duration, GuestSignals)>,
     /// What the kernel counted.
     pub counters: Counters,
     /// The counters at the last boot: the guest's own begin there.
@@ -146,6 +148,7 @@ impl ModelGuest {
             uptime: 1.0,
             noise: Random::new(spec.ram.to_bits()),
             served_after: None,
+            reported: None,
             counters: Counters::default(),
             counters_at_boot: Counters::default(),
             spec: spec.clone(),
@@ -497,9 +500,18 @@ impl ModelGuest {
             block: bytes(self.spec.block),
             has_driver: true,
         });
-        let guest = (!is_silent).then(|| self.report());
+        let is_due = self.reported.as_ref().is_none_or(|(at, _)| {
+            // A clock that jumped back does not stop reports.
+            let age = now.checked_sub(*at);
+            age.is_none_or(|age| age.as_secs_f64() >= self.spec.report_interval)
+        });
+        if is_due && !is_silent {
+            self.reported = Some((now, self.report()));
+        }
+        let reported = self.reported.clone();
+        let (at, guest) = reported.unzip();
         Signals {
-            at: now,
+            at: at.unwrap_or_default(),
             ram: bytes(self.ram),
             balloon,
             virtio_mem,

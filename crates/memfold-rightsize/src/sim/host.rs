@@ -7,6 +7,7 @@ use memfold_units::ByteSize;
 
 use super::guest::ModelGuest;
 use super::proxmox::{BalloonedVm, GOAL, INTERVAL, LARGEST_CHANGE, autoballoon};
+use super::random::Random;
 use super::spec::HostSpec;
 use crate::control::Controller;
 use crate::decision::{Action, Decision};
@@ -102,6 +103,8 @@ pub struct ModelHost {
     next_rule: f64,
     log: Vec<OrderLog>,
     outcome: Outcome,
+    /// Decides which orders fail.
+    random: Random,
     /// The controller's last decision.
     pub decision: Option<Decision>,
 }
@@ -132,6 +135,7 @@ impl ModelHost {
             next_rule: 0.0,
             log: vec![OrderLog::default(); spec.vms.len()],
             outcome: Outcome::default(),
+            random: Random::new(spec.ram.to_bits()),
             decision: None,
             spec: spec.clone(),
             arm,
@@ -186,11 +190,24 @@ impl ModelHost {
         self.outcome.mean_backed += backed * dt;
     }
 
-    /// Calls lent RAM back, swaps, and kills, if the host is short.
+    /// Returns how much lent RAM is called back now: by memfold's controller, or, in the other arms,
+    /// by a lender that keeps the reserve for itself.
+    fn recalled(&self) -> f64 {
+        if self.arm != Arm::Memfold {
+            return self.lent;
+        }
+        let decision = self.decision.as_ref();
+        decision.map_or(0.0, |decision| decision.recall_lent.0 as f64)
+    }
+
+    /// Gets lent RAM back, swaps, and kills, if the host is short.
     fn run_short(&mut self, dt: f64) {
         let available = self.available();
         if available < self.spec.reserve {
-            self.lent -= self.lent.min(RECALL_RATE * dt);
+            if self.spec.borrowers_return {
+                let recalled = self.recalled().min(RECALL_RATE * dt);
+                self.lent -= self.lent.min(recalled);
+            }
             self.busy_until = self.busy_until.max(self.time + SHORT_TICK);
         }
         if available >= 0.0 {
@@ -255,7 +272,10 @@ impl ModelHost {
             available: bytes(self.available()),
             reserve: bytes(self.spec.reserve),
             swap_free: bytes(self.spec.swap + self.available().min(0.0)),
-            brake: BrakeLevel::Ok,
+            brake: match self.spec.braked {
+                Some((from, to)) if (from..to).contains(&self.time) => BrakeLevel::Braked,
+                _ => BrakeLevel::Ok,
+            },
             lent: bytes(self.lent),
         };
         let mut input: Vec<(VmId, _, Signals)> = Vec::with_capacity(self.guests.len());
@@ -269,6 +289,10 @@ impl ModelHost {
         }
         for (index, decided) in decision.vms.iter().enumerate() {
             let Some(order) = decided.order else { continue };
+            if self.random.chance(self.spec.order_failures) {
+                self.controller.order_failed(decided.vm);
+                continue;
+            }
             let guest = &mut self.guests[index];
             let kind = match order.action {
                 Action::Trim { bytes, .. } => {

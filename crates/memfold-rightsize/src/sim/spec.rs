@@ -26,6 +26,8 @@ pub struct VmSpec {
     pub deflate_on_oom: bool,
     /// Who reports.
     pub source: Source,
+    /// Seconds between two reports; 0: one at each look.
+    pub report_interval: f64,
     /// Part of the operating system's page cache that is folded (0 to 1).
     pub folded_share: f64,
     /// What goes wrong.
@@ -47,6 +49,12 @@ pub struct HostSpec {
     pub reserve: f64,
     /// RAM that is lent to other hosts at the beginning.
     pub lent: f64,
+    /// Borrowers return RAM that is called back.
+    pub borrowers_return: bool,
+    /// Share of orders that fail (0 to 1).
+    pub order_failures: f64,
+    /// The brake on copy-on-write debt is on between these two seconds.
+    pub braked: Option<(f64, f64)>,
     /// Size of the host's swap.
     pub swap: f64,
     /// The clock that the controller sees jumps by this many seconds, at this second.
@@ -68,6 +76,7 @@ impl VmSpec {
             has_balloon: true,
             deflate_on_oom: true,
             source: Source::Agent { trims: true },
+            report_interval: 0.0,
             folded_share: 0.0,
             fault: Fault::None,
             workload,
@@ -128,6 +137,9 @@ impl HostSpec {
             base,
             reserve: (ram / 16.0).max(512.0 * MIB),
             lent: 0.0,
+            borrowers_return: true,
+            order_failures: 0.0,
+            braked: None,
             swap: 4.0 * GIB,
             clock_jump: None,
             vms,
@@ -163,6 +175,15 @@ impl HostSpec {
         if random.chance(0.1) {
             let at = whole_u32(random.between(600.0, 80_000.0));
             host.clock_jump = Some((at, random.choose(&[-7200, -30, 30, 7200])));
+        }
+        host.borrowers_return = random.chance(0.8);
+        host.order_failures = random.choose(&[0.0, 0.0, 0.02, 0.2]);
+        if random.chance(0.2) {
+            let at = random.between(600.0, 80_000.0);
+            host.braked = Some((at, at + random.between(60.0, 7200.0)));
+        }
+        for vm in &mut host.vms {
+            vm.report_interval = random.choose(&[0.0, 2.0, 5.0]);
         }
         host
     }
