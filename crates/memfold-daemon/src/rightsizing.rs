@@ -145,7 +145,7 @@ impl Last {
                 order: vm
                     .order
                     .map(|order| format!("{would}{}", order_log::text(order))),
-                reason: vm.reason.to_string(),
+                reason: vm.reason.sentence(is_on),
                 sizing: known.sizing,
             })
             .collect();
@@ -186,7 +186,7 @@ impl State {
             }
             // While the VM is saved, for example, the monitor is in use for a long time.
             if !is_trim && machine.idle_monitor().is_none() {
-                self.controller.order_failed(vm.vm);
+                self.controller.postpone_order(vm.vm);
                 continue;
             }
             let event = self.log.note(machine.name(), order, vm.reason);

@@ -132,6 +132,15 @@ impl Controller {
         }
     }
 
+    /// Says that the last step's order for `vm` cannot be carried out at this moment, for example
+    /// because QEMU's monitor is in use. If it was a take, the VM gets the next one after 5 s at
+    /// the earliest, and other VMs are asked meanwhile.
+    pub fn postpone_order(&mut self, vm: VmId) {
+        if let Some(state) = self.vms.get_mut(&vm) {
+            state.postpone_order(self.clock);
+        }
+    }
+
     /// Says that a trim of `vm` ended early, after `reclaimed` bytes, because the guest read the
     /// files again or its tasks waited for memory. What is left counts as needed, and the next
     /// probe waits.

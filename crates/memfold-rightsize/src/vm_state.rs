@@ -15,6 +15,9 @@ use crate::policy::Policy;
 /// Time within which an order must show an effect.
 const EFFECT: Duration = Duration::from_secs(20);
 
+/// Time after a take that could not be carried out until the VM gets the next one.
+const POSTPONED: Duration = Duration::from_secs(5);
+
 /// Gives within this time of each other grow.
 const REPEATED: Duration = Duration::from_secs(60);
 
@@ -40,7 +43,7 @@ pub(crate) struct VmState {
     settled_at: Duration,
     settle: Duration,
     last_take: Option<Duration>,
-    /// Page cache of the guest when its last trim was ordered.
+    /// Page cache of the guest when the last trim that began was ordered.
     trim_cache: Option<u64>,
     /// The last take that made the VM smaller: by balloon or unplug.
     last_shrink: Option<Duration>,
@@ -72,6 +75,12 @@ struct Issued {
     hot_before: Option<u64>,
 }
 
+impl Issued {
+    fn is_trim(&self) -> bool {
+        matches!(self.order.action, Action::Trim { .. })
+    }
+}
+
 impl VmState {
     /// Applies the last step's order to this state. Called at the beginning of each step.
     pub(crate) fn settle_last_order(&mut self, clock: Duration, policy: &Policy) {
@@ -96,7 +105,9 @@ impl VmState {
             *tokens -= 1.0;
         }
         self.last_take = Some(issued.at);
-        if !matches!(issued.order.action, Action::Trim { .. }) {
+        if issued.is_trim() {
+            self.trim_cache = Some(issued.cache);
+        } else {
             if self.last_back > self.last_shrink {
                 let longer = self.back_rest.saturating_mul(2);
                 self.back_rest = longer.clamp(policy.give_back_after * 2, FORGOTTEN);
@@ -109,6 +120,17 @@ impl VmState {
 
     pub(crate) fn discard_order(&mut self) {
         self.issued = None;
+    }
+
+    /// The last step's order cannot be carried out at this moment. Nothing is taken for a few
+    /// seconds, so that other VMs are asked.
+    pub(crate) fn postpone_order(&mut self, clock: Duration) {
+        let Some(postponed) = self.issued.take() else {
+            return;
+        };
+        if !postponed.is_give {
+            self.next_take = self.next_take.max(clock.saturating_add(POSTPONED));
+        }
     }
 
     /// The last order failed. A take then waits like one without effect; a VM that needs memory
@@ -125,13 +147,14 @@ impl VmState {
     /// The guest missed what the last trim took, after it had reclaimed `reclaimed` bytes: the page
     /// cache that is left is needed.
     pub(crate) fn trim_was_missed(&mut self, clock: Duration, reclaimed: u64, policy: &Policy) {
-        let Some(cache) = self.trim_cache else { return };
+        let new = self.issued.as_mut().filter(|issued| issued.is_trim());
+        let cache = new.as_ref().map(|issued| issued.cache).or(self.trim_cache);
+        let Some(cache) = cache else { return };
         let hot = Some(cache.saturating_sub(reclaimed));
-        let is_trim = |of: &&mut Issued| matches!(of.order.action, Action::Trim { .. });
-        if let Some(issued) = self.issued.as_mut().filter(is_trim) {
+        if let Some(issued) = new {
             issued.hot = hot;
         }
-        if let Some(watched) = self.watched.as_mut().filter(is_trim) {
+        if let Some(watched) = self.watched.as_mut().filter(|watched| watched.is_trim()) {
             watched.hot_before = hot;
         }
         self.estimate.note_miss(clock, hot, policy);
@@ -154,9 +177,6 @@ impl VmState {
     /// Remembers an order of this step.
     pub(crate) fn expect(&mut self, clock: Duration, vm: &Assessment, call: &Call) {
         let Some(order) = call.order else { return };
-        if let Action::Trim { .. } = order.action {
-            self.trim_cache = Some(vm.parts.cache);
-        }
         if let Action::Unplug { .. } = order.action {
             self.last_unplug = Some(clock);
         }
@@ -186,9 +206,7 @@ impl VmState {
         let long_ago =
             |at: Option<Duration>, time| at.is_none_or(|at| clock.saturating_sub(at) >= time);
         let minute = Duration::from_secs(60);
-        let no_balloon_order = self
-            .watched
-            .is_none_or(|last| matches!(last.order.action, Action::Trim { .. }));
+        let no_balloon_order = self.watched.is_none_or(|last| last.is_trim());
         no_balloon_order
             && long_ago(self.last_give, minute)
             && long_ago(self.last_back, minute)

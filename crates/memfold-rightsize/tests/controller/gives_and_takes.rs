@@ -155,9 +155,9 @@ fn a_vm_that_rests_after_a_give_does_not_keep_the_host_from_calling_lent_ram_bac
     assert!(matches!(reason, Reason::Waiting { .. }), "{reason}");
 }
 
-/// Steps with two VMs without agents on a short host, of which the first one's orders fail after
-/// `delay` further steps. Returns the seconds at which each VM got an order.
-fn orders_if_the_first_vms_fail(delay: u64) -> [Vec<u64>; 2] {
+/// Steps with two VMs without agents on a short host. `end` says what became of the first one's
+/// orders, `delay` steps after each. Returns the seconds at which each VM got an order.
+fn orders_if_the_first_vms_end(delay: u64, end: impl Fn(&mut Controller, VmId)) -> [Vec<u64>; 2] {
     let mut vms = [Vm::without_agent(1000, 2900), Vm::without_agent(1000, 2900)];
     vms[1].limits.priority = 200;
     let mut slightly_short = host(190);
@@ -166,7 +166,7 @@ fn orders_if_the_first_vms_fail(delay: u64) -> [Vec<u64>; 2] {
     let mut orders = [Vec::new(), Vec::new()];
     for second in 1..150 {
         if orders[0].last().is_some_and(|at| at + delay == second) {
-            controller.order_failed(VmId(0));
+            end(&mut controller, VmId(0));
         }
         let input = [0, 1].map(|vm| {
             let limits = vms[vm].limits;
@@ -185,7 +185,7 @@ fn orders_if_the_first_vms_fail(delay: u64) -> [Vec<u64>; 2] {
 #[test]
 fn after_a_take_that_failed_the_vm_rests_longer_each_time_and_another_vm_is_asked() {
     for delay in [1, 3] {
-        let [failing, other] = orders_if_the_first_vms_fail(delay);
+        let [failing, other] = orders_if_the_first_vms_end(delay, Controller::order_failed);
         let first = failing[0];
         // 60 s after the first failure, and 120 s after the second one.
         let is_next = |from: u64, to: u64| (from + 60..from + 80).contains(&to);
@@ -199,6 +199,50 @@ fn after_a_take_that_failed_the_vm_rests_longer_each_time_and_another_vm_is_aske
             "{first}: {other:?}"
         );
     }
+}
+
+#[test]
+fn a_take_that_is_postponed_comes_five_seconds_later_and_another_vm_is_asked_meanwhile() {
+    let [postponed, other] = orders_if_the_first_vms_end(1, Controller::postpone_order);
+    let waits: Vec<u64> = postponed.windows(2).map(|two| two[1] - two[0]).collect();
+    assert!(waits.len() > 10, "{postponed:?}");
+    assert!(
+        waits.iter().all(|wait| (5..10).contains(wait)),
+        "{postponed:?}"
+    );
+    let first = postponed[0];
+    assert!(other.contains(&(first + 1)), "{first}: {other:?}");
+}
+
+#[test]
+fn a_trim_that_was_not_begun_does_not_change_what_the_missed_one_before_it_says() {
+    let mut vm = Vm::new(1000, 2000);
+    let mut controller = Controller::new(policy());
+    let (mut begun, mut discarded) = (None, 0);
+    let mut needed = None;
+    for second in 1..40 {
+        if begun.is_some_and(|at| at + 30 == second) {
+            // The trim that began took 5 MiB.
+            controller.trim_was_missed(VmId(1), ByteSize::mib(5));
+        }
+        let input = [(VmId(1), vm.limits, vm.report(second))];
+        let decision = controller.step(Duration::from_secs(second), host(20_000), &input);
+        needed = Some(decision.vms[0].working_set);
+        if decision.vms[0].order.is_none() {
+            continue;
+        }
+        if begun.is_none() {
+            begun = Some(second);
+            // The trim shows its effect; then the guest reads more files.
+            vm.cached = 1990;
+        } else {
+            controller.discard_order(VmId(1));
+            discarded += 1;
+            vm.cached = 2600;
+        }
+    }
+    assert!(discarded > 0);
+    assert_eq!(needed, Some(ByteSize::mib(1000 + 1995)));
 }
 
 #[test]
