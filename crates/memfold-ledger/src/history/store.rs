@@ -82,6 +82,8 @@ pub struct History {
     connection: Connection,
     /// Start of the coarse step (in seconds since 1970) whose fine samples are being collected.
     gathering: Option<i64>,
+    /// Most rows of VMs' samples, fine and coarse.
+    most_vm_rows: i64,
 }
 
 fn columns(names: &[&str]) -> String {
@@ -165,6 +167,7 @@ impl History {
             path: path.to_owned(),
             connection,
             gathering: None,
+            most_vm_rows: MOST_VM_ROWS,
         })
     }
 
@@ -300,10 +303,10 @@ impl History {
             }
         }
         let rows: i64 = transaction.query_row("SELECT COUNT(*) FROM vms", [], |r| r.get(0))?;
-        if rows > MOST_VM_ROWS {
+        if rows > self.most_vm_rows {
             transaction.execute(
                 "DELETE FROM vms WHERE (step, vm, t) IN (SELECT step, vm, t FROM vms ORDER BY t LIMIT ?)",
-                [rows - MOST_VM_ROWS],
+                [rows - self.most_vm_rows],
             )?;
         }
         transaction.execute(
@@ -525,7 +528,8 @@ mod tests {
     fn if_there_are_more_vm_samples_than_the_limit_the_oldest_are_deleted_first() {
         let (_directory, mut history) = open();
         history.add(BEGIN, &host(1), &[vm("old", 1)], &[]).unwrap();
-        let rows = MOST_VM_ROWS + 500;
+        history.most_vm_rows = 10_000;
+        let rows = history.most_vm_rows + 500;
         let fill = format!(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {rows})
              INSERT INTO vms (step, vm, t) SELECT 0, 2 + i % 1000, {BEGIN} + 1 + i / 1000 FROM n"
@@ -534,7 +538,7 @@ mod tests {
         let later = BEGIN + COARSE_STEP_S;
         history.add(later, &host(1), &[], &[]).unwrap();
         let fine = count(&history, "SELECT COUNT(*) FROM vms");
-        assert!(fine <= MOST_VM_ROWS, "{fine}");
+        assert!(fine <= history.most_vm_rows, "{fine}");
         let old = "SELECT COUNT(*) FROM vms WHERE step = 0 AND vm = 1";
         assert_eq!(count(&history, old), 0);
     }
