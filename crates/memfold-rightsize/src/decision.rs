@@ -412,3 +412,31 @@ impl fmt::Display for Reason {
 fn seconds(time: Duration) -> String {
     format!("{} s", time.as_secs().max(1))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reason_of_an_order_that_is_only_shown_says_what_would_be_done() {
+        let (bytes, shortage) = (ByteSize::mib(8), ByteSize::mib(100));
+        let ends = [
+            (
+                Reason::CacheNotMissed { bytes },
+                "8.00 MiB more would be trimmed",
+            ),
+            (Reason::CacheGrewBack { bytes }, "8.00 MiB would be trimmed"),
+            (Reason::GiveNeeded { bytes }, "the VM would get 8.00 MiB"),
+            (
+                Reason::HostShort { bytes, shortage },
+                "it would give 8.00 MiB",
+            ),
+            (Reason::IdleMemory { bytes }, "8.00 MiB would be unplugged"),
+            (Reason::AtTarget, "the size that it needs"),
+        ];
+        for (reason, end) in ends {
+            assert!(reason.sentence(false).ends_with(end), "{reason}");
+            assert_eq!(reason.sentence(true), reason.to_string());
+        }
+    }
+}
