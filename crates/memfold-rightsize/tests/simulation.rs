@@ -88,7 +88,7 @@ fn table(arm: Arm, outcomes: &[Outcome]) -> Table {
 #[test]
 fn on_random_hosts_nothing_is_killed_that_fixed_sizes_would_have_spared_and_sizes_do_not_oscillate()
 {
-    let hosts = hosts(200);
+    let hosts = hosts(100);
     let runs = for_each_seed(hosts, |seed| {
         let spec = HostSpec::random(seed);
         let fixed = simulate(&spec, Arm::Fixed, DAY);
