@@ -1,5 +1,4 @@
-//! Test of a host that lends nearly all of its spare RAM. Then one of its own VMs needs the RAM: it
-//! must come back before the host runs out of memory.
+//! Test of a host that lends RAM and then gets short of it: the RAM must come back.
 //!
 //! Filling a real host's memory would take a minute and slow down all other tests. So the lender
 //! sees a simulated host of 8 GiB that runs only the test's processes: its `/proc/meminfo` is a
@@ -13,56 +12,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_api::{BorrowRequest, Client, LendRequest, RightsizeReport, SwapPlace, VmInfo};
+use memfold_api::{BorrowRequest, LendRequest, RightsizeReport, SwapPlace};
 use memfold_fold::EngineSettings;
-use memfold_lab::{DiskMode, Lab};
-use memfold_lend::judge::Judge;
+use memfold_lab::Lab;
 use memfold_lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
 
 use super::lend::{heard, swapping, wait};
-use crate::served::{Served, exec};
+use crate::served::Served;
 use crate::support;
 
-const OWN: &str = "own";
-
 /// Memory of the host that the lender sees. The next constant: free memory when no VM runs.
-const HOST: u64 = 8 << 30;
-const FREE: u64 = 7 << 30;
-/// Bytes that the lender's VM allocates at once.
-const GROWTH: u64 = 2 << 30;
-/// Bytes that the borrower's VM uses, which runs on the same host here.
-const BORROWER: u64 = 300 << 20;
-/// Bytes that the VM's allocation would lack if no memory was returned.
-const MISSING: u64 = 256 << 20;
-
-/// Speeds at which the VM takes memory, in MiB a second. First a quarter of the reserve: half of
-/// the reserve is then gone in two seconds, less time than a lender needs to get memory back. Then
-/// as fast as it can (0): the kernel takes and zeroes the memory in one call.
-const PACES: [u64; 2] = [128, 0];
+pub const HOST: u64 = 8 << 30;
+pub const FREE: u64 = 7 << 30;
 
 /// Available bytes at which nearly nothing is left: less than an eighth of the reserve.
 const NEXT_TO_NOTHING: u64 = 40 << 20;
-
-/// Program that takes memory, keeps it, and prints how long that took.
-const GROW: &str = r#"cat > /opt/grow.py <<'END'
-import mmap
-import sys
-import time
-tile = bytes(range(1, 256)) * 4112
-began = time.monotonic()
-held = []
-bytes_wanted, pace = int(sys.argv[1]) << 20, int(sys.argv[2])
-if pace == 0:
-    held.append(mmap.mmap(-1, bytes_wanted))
-    held[0].madvise(23)  # MADV_POPULATE_WRITE
-for number in range(bytes_wanted // len(tile) if pace else 0):
-    held.append(bytearray(tile))
-    time.sleep(max(0.0, began + number / pace - time.monotonic()))
-open("/run/grown", "w").write(f"{time.monotonic() - began:.1f}")
-time.sleep(3600)
-END
-systemd-run -q --unit=grow python3 /opt/grow.py"#;
 
 /// Shell script that binds the file over `/proc/meminfo`, and keeps its namespace until it is
 /// killed. Other tests' swapping and stalls on memory are not to be seen there.
@@ -78,7 +43,7 @@ exec sleep infinity"#;
 /// Returns the memory of this test's VMs and exports, in bytes: of processes with the environment
 /// variable in which nextest stores the test's name. Without nextest, of all VMs and exports on
 /// this machine, on which no other test may then run.
-fn taken() -> u64 {
+pub fn taken() -> u64 {
     let test = std::env::var("NEXTEST_TEST_NAME").unwrap_or_default();
     let pages = |directory: &Path| {
         let comm = std::fs::read_to_string(directory.join("comm")).ok()?;
@@ -100,16 +65,18 @@ fn taken() -> u64 {
 }
 
 /// A mount namespace whose `/proc/meminfo` is that of a small host.
-struct SmallHost {
-    holder: Child,
+pub struct SmallHost {
+    /// Process in the namespace.
+    pub holder: Child,
     ended: Arc<AtomicBool>,
-    least: Arc<AtomicU64>,
+    /// Fewest bytes that were available.
+    pub least: Arc<AtomicU64>,
     /// Most bytes that are available, whatever runs.
     most: Arc<AtomicU64>,
 }
 
 impl SmallHost {
-    fn start(directory: &Path) -> Self {
+    pub fn start(directory: &Path) -> Self {
         let path = directory.join("meminfo");
         let file = File::create(&path).unwrap();
         let ended = Arc::new(AtomicBool::new(false));
@@ -165,108 +132,6 @@ impl Drop for SmallHost {
     }
 }
 
-#[test]
-fn if_a_local_vm_grows_lent_memory_is_recalled_before_the_host_runs_out_of_memory() {
-    let Some(_turn) = support::turn_ahead() else {
-        return;
-    };
-    let directory = tempfile::tempdir().unwrap();
-    let state = directory.path();
-    let host = SmallHost::start(state);
-    let mut served = Served::new(state, &[OWN]).inside(host.holder.id());
-    served.start();
-    let client = served.answers();
-    let memory = ByteSize(GROWTH + (512 << 20));
-    served.run_warm(&Lab::spec(OWN, "trixie-a", memory, DiskMode::Buffered).unwrap());
-    wait("its agent answers", || {
-        vm(&client).is_some_and(|vm| vm.agent.is_some())
-    });
-    wait("it has booted", || {
-        let jobs = exec(&client, OWN, "systemctl list-jobs").stdout;
-        jobs.contains("No jobs")
-    });
-    // After lending, less memory is left than the VM will take.
-    let lent = FREE - taken() - BORROWER - GROWTH + MISSING;
-    let lent = ByteSize(lent >> 26 << 26);
-    let request = LendRequest {
-        max_bytes: lent.0,
-        listen: Some([127, 0, 0, 1].into()),
-        announce: None,
-        ports: None,
-        transport: Transport::Nbd,
-        cleartext: false,
-    };
-    client
-        .post::<_, LenderStatus>("/v1/lend", &request)
-        .unwrap();
-    let status = || {
-        let status: Option<LenderStatus> = client.get("/v1/lend").unwrap();
-        status.unwrap()
-    };
-    wait("it has so much to spare", || status().offer_bytes >= lent.0);
-    let lab = Lab::with_registry(EngineSettings::default(), &state.join("s")).unwrap();
-    swapping(&lab, lent);
-    let done = lab
-        .daemon()
-        .swap_disks()
-        .borrow_memory("v", &BorrowRequest::default())
-        .unwrap();
-    assert_eq!(done.place, SwapPlace::Lent);
-    println!(
-        "{lent} lent in {} ms; {} available, reserve {}",
-        done.took_ms,
-        ByteSize(FREE.saturating_sub(taken())),
-        ByteSize(Judge::reserve(HOST))
-    );
-    // As long as there is enough memory, no lease is recalled.
-    std::thread::sleep(Duration::from_secs(5));
-    assert_eq!(status().lent_bytes, lent.0);
-    let borrow_again = || {
-        wait("it has so much to spare again", || {
-            status().offer_bytes >= lent.0
-        });
-        lab.daemon()
-            .swap_disks()
-            .borrow_memory("v", &BorrowRequest::default())
-            .unwrap();
-    };
-    let goes_on = || {
-        let (checked, wrong, longest) = heard(&lab);
-        assert_eq!(wrong, 0);
-        wait("it checks on", || heard(&lab).0 > checked);
-        println!("borrower: {checked} pages checked, longest access {longest:.3} s");
-    };
-    let paces = support::dose("MEMFOLD_LENDER_PACES", 1);
-    let paces = PACES.iter().rev().take(usize::try_from(paces).unwrap());
-    for &pace in paces {
-        if status().lent_bytes == 0 {
-            borrow_again();
-        }
-        host.least.store(u64::MAX, Ordering::Relaxed);
-        grow(&client, pace);
-        wait("nothing is lent any more", || status().lent_bytes == 0);
-        let least = host.least.load(Ordering::Relaxed);
-        println!("least available {}", ByteSize(least));
-        assert!(least > 0, "the host would have had to swap");
-        // The borrower continues with its copy.
-        goes_on();
-        exec(&client, OWN, "systemctl stop grow; rm -f /run/grown");
-    }
-    // The memory is gone at once, so the lender ends the export without asking the borrower.
-    borrow_again();
-    let ended = status().ended;
-    let began = Instant::now();
-    host.most.store(NEXT_TO_NOTHING, Ordering::Release);
-    wait("its export has ended", || status().lent_bytes == 0);
-    println!("{lent} free again after {:?}", began.elapsed());
-    assert_eq!(status().ended, ended + 1);
-    let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
-    assert!(log.contains("host almost out of memory"), "{log}");
-    host.most.store(u64::MAX, Ordering::Release);
-    goes_on();
-    lab.stop("v").unwrap();
-}
-
 /// Reserve of the host in the test of the ladder. The lender itself keeps only a half of it.
 const RESERVE: &str = "1G";
 
@@ -278,7 +143,8 @@ const BELOW_RESERVE: u64 = 800 << 20;
 const LENT: ByteSize = ByteSize::mib(256);
 
 #[test]
-fn at_the_rung_lent_right_sizing_recalls_a_lease_and_the_borrowers_vm_goes_on_with_its_copy() {
+fn a_lease_is_recalled_at_the_rung_lent_and_ended_if_nearly_nothing_is_left_and_the_borrowers_vm_goes_on()
+ {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };
@@ -331,31 +197,34 @@ fn at_the_rung_lent_right_sizing_recalls_a_lease_and_the_borrowers_vm_goes_on_wi
     let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
     assert!(!log.contains("host almost out of memory"), "{log}");
     // The borrower goes on with its copy.
-    let (checked, wrong, longest) = heard(&lab);
-    assert_eq!(wrong, 0);
-    wait("it checks on", || heard(&lab).0 > checked);
-    println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+    let goes_on = || {
+        let (checked, wrong, longest) = heard(&lab);
+        assert_eq!(wrong, 0);
+        wait("it checks on", || heard(&lab).0 > checked);
+        println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+    };
+    goes_on();
     // What was called back is not offered again.
     assert_eq!(status().offer_bytes, 0);
-    lab.stop("v").unwrap();
-}
 
-fn vm(client: &Client) -> Option<VmInfo> {
-    let vms: Vec<VmInfo> = client.get("/v1/vms").unwrap();
-    vms.into_iter().find(|vm| vm.name == OWN)
-}
-
-/// Makes the VM take its memory.
-fn grow(client: &Client, pace: u64) {
-    let began = Instant::now();
-    exec(client, OWN, &format!("{GROW} {} {pace}", GROWTH >> 20));
-    wait("it has grown", || {
-        let said = exec(client, OWN, "test ! -e /run/grown || cat /run/grown").stdout;
-        let is_done = !said.trim().is_empty();
-        if is_done {
-            let size = ByteSize(GROWTH);
-            println!("{size} taken in {said} s, seen after {:?}", began.elapsed());
-        }
-        is_done
+    // The memory is gone at once, so the lender ends the export without asking the borrower.
+    host.most.store(u64::MAX, Ordering::Release);
+    wait("it has so much to spare again", || {
+        status().offer_bytes >= LENT.0
     });
+    lab.daemon()
+        .swap_disks()
+        .borrow_memory("v", &BorrowRequest::default())
+        .unwrap();
+    let ended = status().ended;
+    let began = Instant::now();
+    host.most.store(NEXT_TO_NOTHING, Ordering::Release);
+    wait("its export has ended", || status().lent_bytes == 0);
+    println!("{LENT} free again after {:?}", began.elapsed());
+    assert_eq!(status().ended, ended + 1);
+    let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
+    assert!(log.contains("host almost out of memory"), "{log}");
+    host.most.store(u64::MAX, Ordering::Release);
+    goes_on();
+    lab.stop("v").unwrap();
 }

@@ -22,7 +22,7 @@ mod hot_snapshots;
 mod integrity;
 mod layers;
 pub mod lend;
-mod lend_short;
+pub mod lend_short;
 mod liars;
 pub mod libvirt;
 pub mod libvirt_enable;

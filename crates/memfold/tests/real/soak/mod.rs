@@ -10,6 +10,7 @@ mod guide;
 mod hosts;
 mod idle_cost;
 mod iscsi;
+mod lender_grows;
 mod lvm;
 mod migration;
 mod nodes;
