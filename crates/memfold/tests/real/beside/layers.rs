@@ -16,7 +16,7 @@ use crate::support::{self, BOOT};
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// Generations of layers.
-const GENERATIONS: u64 = 4;
+const GENERATIONS: u64 = 3;
 
 /// Bytes that a clone writes to its memory before it is saved.
 const WRITTEN: ByteSize = ByteSize::mib(12);
