@@ -9,6 +9,7 @@ use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::patience;
 use memfold_units::ByteSize;
 
+use super::segments;
 use crate::support::{self, BOOT};
 
 const MEMORY: ByteSize = ByteSize::mib(384);
@@ -21,7 +22,7 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let mut spec = Lab::spec("booted", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     spec.boot_snapshot = true;
-    lab.start(spec.clone()).unwrap();
+    lab.start(spec).unwrap();
     let daemon = lab.daemon();
     let limit = Duration::from_secs(300);
     let reboot = |from_boot_snapshot| {
@@ -109,9 +110,8 @@ fn a_reboot_from_the_boot_snapshot_restores_the_state_right_after_boot() {
     assert_ne!(boot_id(), first);
     // A later VM has the same name.
     lab.stop("booted").unwrap();
-    spec.boot_snapshot = false;
-    spec.segment_slots = 1;
-    lab.start(spec).unwrap();
+    let later = segments::spec("booted", &[], segments::SLOTS);
+    lab.start_warm(later).unwrap();
     let error = reboot(true).unwrap_err().to_string();
     assert!(error.contains("an earlier VM of this name"), "{error}");
     assert_eq!(snapshot(), None);

@@ -9,9 +9,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{
     Client, ClientError, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
 };
-use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::{Manifest, SnapshotInfo};
-use memfold_units::ByteSize;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -113,11 +111,8 @@ fn story(test: impl FnOnce(&mut Story<'_>)) {
     let mut served = Served::new(state, &vms).temporary(temporary);
     served.start();
     let client = served.answers();
-    // This is the size of the test of disks, so that one boot is enough for both.
-    let memory = ByteSize::mib(384);
-    let mut spec = Lab::spec(VM, "trixie-a", memory, DiskMode::Buffered).unwrap();
-    spec.disks.extend(disks::two_disks(state));
-    served.run_warm(&spec);
+    // The hardware is that of the test of disks, so that one boot is enough for both.
+    served.run_warm(&disks::spec(VM, state));
     wait_agent(&client, VM);
     exec(&client, VM, &rewrite_memory());
     exec(&client, VM, &disks::write_to("/dev/vdb /dev/vdc"));

@@ -9,11 +9,14 @@ use memfold_api::{Client, KeepChoice, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_testkit::patience;
+use memfold_units::ByteSize;
 use memfold_vm::{Aio, CacheMode, DiskFormat, DiskSpec, VmSpec};
 
-use super::snapshots::{Small, VERIFY};
+use super::snapshots::{Small, VERIFY, pause_of_writers};
 use crate::served::{exec, wait_agent};
-use crate::support::{self, BOOT, MEMORY};
+use crate::support::{self, BOOT};
+
+const MEMORY: ByteSize = ByteSize::mib(384);
 
 /// Program that writes to disks; [`CHECK_DISKS`] checks its data.
 pub const WRITER: &str = include_str!("../guest/disk.py");
@@ -27,8 +30,9 @@ cat /run/disk.checked";
 
 /// Returns the shell script that starts the writer on disks.
 pub fn write_to(disks: &str) -> String {
+    let pause = pause_of_writers(0.02);
     support::file("disk.py", WRITER)
-        + &format!("systemd-run -q --unit=writer python3 /opt/disk.py {disks}; sleep 2")
+        + &format!("systemd-run -q --unit=writer python3 /opt/disk.py {pause} {disks}; sleep 2")
 }
 
 /// Makes two disks of 64 MiB that are written in place: a raw one that bypasses the host's page
@@ -74,10 +78,10 @@ fn forged_disk(path: PathBuf) -> DiskSpec {
     disk
 }
 
-/// Returns the description of the VM `plain`, with disks below `place` that it writes in place, and
-/// one that it only reads.
-fn spec(place: &Path) -> VmSpec {
-    let mut spec = Lab::spec("plain", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
+/// Returns the description of a VM with disks below `place` that it writes in place, and one that
+/// it only reads.
+pub fn spec(name: &str, place: &Path) -> VmSpec {
+    let mut spec = Lab::spec(name, "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     spec.disks.extend(two_disks(place));
     spec.disks.push(forged_disk(place.join("forged.img")));
     spec
@@ -132,7 +136,7 @@ fn a_save_copies_disks_without_overlay_into_the_snapshot_and_the_vm_keeps_its_di
     let limit = Duration::from_secs(300);
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let (daemon, place) = (lab.daemon(), lab.directory());
-    let mut spec = spec(place);
+    let mut spec = spec("plain", place);
     // QEMU drops its rights and can still be saved, and so can its clones.
     spec.user = Some("nobody".into());
     let files: Vec<PathBuf> = spec.disks[1..3]
@@ -254,7 +258,7 @@ fn a_save_is_refused_after_a_disk_file_was_replaced_and_a_raw_disk_is_never_read
     };
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let snapshots = lab.daemon().snapshots();
-    lab.start_warm(spec(lab.directory())).unwrap();
+    lab.start_warm(spec("plain", lab.directory())).unwrap();
     lab.wait_ready("plain", BOOT).unwrap();
     // Another file of this name is not the one that the VM has open.
     let forged = lab.directory().join("forged.img");

@@ -62,7 +62,7 @@ fn a_snapshot_moves_to_another_host_through_an_s3_server_even_if_both_daemons_ar
     let mut second = Served::new(&there, &["copy"]).environment(&environment);
     first.start();
     let client = first.answers();
-    let spec = Lab::spec("web", "trixie-a", ByteSize::mib(320), DiskMode::Buffered).unwrap();
+    let spec = Lab::spec("web", "trixie-a", ByteSize::mib(384), DiskMode::Buffered).unwrap();
     first.run_warm(&spec);
     let vm = wait_agent(&client, "web");
     // A guest that takes its QEMU over must not find the credentials there.

@@ -50,12 +50,18 @@ cat /var/tmp/state /run/nonce"#;
 /// Program that takes, writes, checks and frees memory.
 pub const REWRITER: &str = include_str!("../guest/rewriter.py");
 
-/// Returns the shell script that starts the rewriter, with at most 10,000 pages, and at a pace that
-/// leaves the host's cores to others.
+/// Returns how long programs that write in guests all the time pause after each block, in seconds:
+/// `usual`, which leaves the host's cores to others, or the share of it that the soak asks for.
+pub fn pause_of_writers(usual: f64) -> f64 {
+    usual * support::dose("MEMFOLD_WRITERS_PAUSE_PERCENT", 100) as f64 / 100.0
+}
+
+/// Returns the shell script that starts the rewriter, with at most 10,000 pages.
 pub fn rewrite_memory() -> String {
+    let pause = pause_of_writers(0.1);
     format!(
         "cat > /run/rewriter.py <<'END'\n{REWRITER}END\n\
-         systemd-run -q --unit=rewriter python3 /run/rewriter.py 10000 /var/tmp/rewritten 0.03\n\
+         systemd-run -q --unit=rewriter python3 /run/rewriter.py 10000 /var/tmp/rewritten {pause}\n\
          while [ ! -s /run/rewriter ]; do sleep 0.2; done"
     )
 }

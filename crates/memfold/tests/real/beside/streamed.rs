@@ -106,7 +106,7 @@ fn vms_run_from_a_snapshot_while_it_is_fetched_from_a_store_that_lies_and_goes_a
     let _explain = Explain(&there);
     first.start();
     let client = first.answers();
-    let spec = Lab::spec("web", "trixie-a", ByteSize::mib(320), DiskMode::Buffered).unwrap();
+    let spec = Lab::spec("web", "trixie-a", ByteSize::mib(384), DiskMode::Buffered).unwrap();
     first.run_warm(&spec);
     wait_agent(&client, "web");
     exec(&client, "web", &rewrite_memory());

@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Writes blocks of disks past the page cache and keeps in memory what each holds. Restored from memory and disks of one instant, it
-finds every block as it wrote it. Usage: disk.py DEVICE...; on /run/disk.check it reads all blocks and leaves "errors N operations M"
-in /run/disk.checked."""
+finds every block as it wrote it. Usage: disk.py PAUSE DEVICE..., with the pause after each block in seconds; on /run/disk.check it reads
+all blocks and leaves "errors N operations M" in /run/disk.checked."""
 import mmap
 import os
 import random
@@ -10,7 +10,8 @@ import sys
 import time
 
 PAGE, BLOCKS, APART = 4096, 512, 20
-devices = [os.open(path, os.O_RDWR | os.O_DIRECT) for path in sys.argv[1:]]
+devices = [os.open(path, os.O_RDWR | os.O_DIRECT) for path in sys.argv[2:]]
+pause = float(sys.argv[1])
 written = [[0] * BLOCKS for _ in devices]
 buffer = mmap.mmap(-1, PAGE)
 choose = random.Random(7)
@@ -44,4 +45,4 @@ while True:
         with open("/run/disk.checked", "w") as out:
             print("errors", errors, "operations", operations, file=out)
         os.remove("/run/disk.check")
-    time.sleep(0.004)
+    time.sleep(pause)
