@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use memfold_vm::balloon::{self, BalloonError, GuestStats};
 use memfold_vm::{Qmp, QmpError};
@@ -32,6 +32,9 @@ const SHORT_PART: u64 = 16;
 /// MiB/s).
 const SWAPPED_IN: u64 = 1 << 20;
 
+/// Time for which a guest that cannot be asked any more still counts as short of memory.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
 /// Age from which figures of a guest that another program asks count as old, in seconds.
 const OLD_S: u64 = 15;
 
@@ -42,8 +45,18 @@ struct Asked {
     device: Option<String>,
     /// Figures of the last query.
     last: Option<GuestStats>,
-    /// The guest was short of memory at the last query.
-    is_short: bool,
+    /// When the guest last answered, and whether it was short of memory then.
+    answered: Option<(Instant, bool)>,
+}
+
+impl Asked {
+    /// Returns whether a guest that cannot be asked at the time `now` counts as short of memory: if
+    /// it was short when it last answered, and that was less than [`REMEMBERED`] ago.
+    fn was_short(&self, now: Instant) -> bool {
+        self.answered.is_some_and(|(at, is_short)| {
+            is_short && now.saturating_duration_since(at) < REMEMBERED
+        })
+    }
 }
 
 fn is_short(now: &GuestStats, before: Option<&GuestStats>) -> bool {
@@ -77,7 +90,11 @@ fn look(below: &Mechanisms, known: &mut BTreeMap<u32, Asked>) {
             stop_asking(machine, known);
         } else if machine.state().is_running() {
             // A guest that cannot be asked now is asked again at the next query.
-            short += u32::from(ask(machine, known).unwrap_or(false));
+            let is_short = ask(machine, known).ok().flatten().unwrap_or_else(|| {
+                let asked = known.get(&machine.id());
+                asked.is_some_and(|asked| asked.was_short(Instant::now()))
+            });
+            short += u32::from(is_short);
         }
     }
     below.lending.set_short_guests(short);
@@ -90,12 +107,12 @@ fn is_ours(machine: &Machine) -> bool {
 }
 
 /// Asks a guest for its figures, and keeps them. Returns whether the guest is short of memory;
-/// while QEMU's monitor is in use, what the last query said.
-fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpError> {
+/// `None` while QEMU's monitor is in use.
+fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<Option<bool>, QmpError> {
     // While the VM is saved, for example, its monitor is in use for a long time, and the other
     // guests must not wait for that.
     let Some(mut qmp) = machine.idle_monitor() else {
-        return Ok(known.get(&machine.id()).is_some_and(|asked| asked.is_short));
+        return Ok(None);
     };
     let asked = if let Some(asked) = known.get_mut(&machine.id()) {
         asked
@@ -107,30 +124,28 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<bool, QmpE
         let new = Asked {
             device,
             last: None,
-            is_short: false,
+            answered: None,
         };
         known.entry(machine.id()).or_insert(new)
     };
     let Some(device) = &asked.device else {
-        return Ok(false);
+        return Ok(Some(false));
     };
     let now = balloon::guest_stats(&mut qmp, device)?;
     drop(qmp);
     let now = now.filter(|now| now.updated_s + OLD_S >= threads::unix_time().as_secs());
     let before = std::mem::replace(&mut asked.last, now);
-    asked.is_short = now
-        .as_ref()
-        .is_some_and(|now| is_short(now, before.as_ref()));
-    let is_short = asked.is_short;
+    let is_short = now.is_some_and(|now| is_short(&now, before.as_ref()));
+    asked.answered = Some((Instant::now(), is_short));
     let Some(now) = now else {
-        return Ok(false);
+        return Ok(Some(false));
     };
     if !machine.agent_reports_memory() {
         if let Some(age) = age_of_new(&now, before.as_ref(), threads::unix_time()) {
             machine.note_balloon_stats(&now, age);
         }
     }
-    Ok(is_short)
+    Ok(Some(is_short))
 }
 
 fn find(machine: &Machine, qmp: &mut Qmp) -> Result<Option<String>, QmpError> {
@@ -182,6 +197,21 @@ mod tests {
         assert_eq!(age(&second, Some(&first), 108_200), ms(3200));
         // The host's clock was set back.
         assert_eq!(age(&second, Some(&first), 90_000), ms(0));
+    }
+
+    #[test]
+    fn a_guest_that_cannot_be_asked_counts_as_short_for_a_minute_after_it_was_short() {
+        let began = Instant::now();
+        let after = |is_short, seconds| {
+            let asked = Asked {
+                device: None,
+                last: None,
+                answered: Some((began, is_short)),
+            };
+            asked.was_short(began + Duration::from_secs(seconds))
+        };
+        assert!(after(true, 59) && !after(true, 60));
+        assert!(!after(false, 5));
     }
 
     #[test]
