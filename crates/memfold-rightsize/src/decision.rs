@@ -420,23 +420,58 @@ mod tests {
     #[test]
     fn the_reason_of_an_order_that_is_only_shown_says_what_would_be_done() {
         let (bytes, shortage) = (ByteSize::mib(8), ByteSize::mib(100));
+        let pressure = 0.1;
         let ends = [
             (
                 Reason::CacheNotMissed { bytes },
-                "8.00 MiB more would be trimmed",
+                "more are trimmed",
+                "more would be trimmed",
             ),
-            (Reason::CacheGrewBack { bytes }, "8.00 MiB would be trimmed"),
-            (Reason::GiveNeeded { bytes }, "the VM would get 8.00 MiB"),
+            (
+                Reason::CacheGrewBack { bytes },
+                "MiB are trimmed",
+                "MiB would be trimmed",
+            ),
+            (
+                Reason::DropFolded { bytes },
+                "cache are dropped",
+                "cache would be dropped",
+            ),
+            (
+                Reason::GiveNeeded { bytes },
+                "VM gets 8.00 MiB",
+                "VM would get 8.00 MiB",
+            ),
+            (
+                Reason::GivePressure { bytes, pressure },
+                "VM gets 8.00 MiB",
+                "VM would get 8.00 MiB",
+            ),
+            (
+                Reason::GiveBack { bytes },
+                "gets 8.00 MiB back",
+                "would get 8.00 MiB back",
+            ),
             (
                 Reason::HostShort { bytes, shortage },
+                "it gives 8.00 MiB",
                 "it would give 8.00 MiB",
             ),
-            (Reason::IdleMemory { bytes }, "8.00 MiB would be unplugged"),
-            (Reason::AtTarget, "the size that it needs"),
+            (
+                Reason::AboveMaximum { bytes },
+                "it gives 8.00 MiB",
+                "it would give 8.00 MiB",
+            ),
+            (
+                Reason::IdleMemory { bytes },
+                "MiB are unplugged",
+                "MiB would be unplugged",
+            ),
         ];
-        for (reason, end) in ends {
-            assert!(reason.sentence(false).ends_with(end), "{reason}");
-            assert_eq!(reason.sentence(true), reason.to_string());
+        for (reason, done, would_be_done) in ends {
+            let (real, shown) = (reason.to_string(), reason.sentence(false));
+            assert!(real.ends_with(done), "{real}");
+            assert!(shown.ends_with(would_be_done), "{shown}");
         }
     }
 }
