@@ -537,8 +537,8 @@ mod tests {
         history.connection.execute_batch(&fill).unwrap();
         let later = BEGIN + COARSE_STEP_S;
         history.add(later, &host(1), &[], &[]).unwrap();
-        let fine = count(&history, "SELECT COUNT(*) FROM vms");
-        assert!(fine <= history.most_vm_rows, "{fine}");
+        let left = count(&history, "SELECT COUNT(*) FROM vms");
+        assert_eq!(left, history.most_vm_rows);
         let old = "SELECT COUNT(*) FROM vms WHERE step = 0 AND vm = 1";
         assert_eq!(count(&history, old), 0);
     }
