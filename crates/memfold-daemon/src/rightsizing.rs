@@ -436,7 +436,7 @@ impl Rightsizing {
         }
         let debt = self.debt.report_now()?;
         let lent = self.lending.status().map_or(0, |lender| lender.lent_bytes);
-        let host = signals::host(&debt, lent);
+        let mut host = signals::host(&debt, lent);
         let now = self.began.elapsed();
         let (mut memories, ordered) = self.take_memories(&machines);
         let (looked, absent) = self.look_at(machines, &debt, &mut memories, &ordered);
@@ -448,8 +448,9 @@ impl Rightsizing {
         for vm in absent {
             state.controller.keep(vm);
         }
-        let decision = state.controller.step(now, host, &input);
         let is_on = mode == RightsizeMode::On;
+        host.recalls_lent = is_on;
+        let decision = state.controller.step(now, host, &input);
         if state.last.as_ref().map(|last| last.decision.rung) != Some(decision.rung) {
             let (rung, why) = (decision.rung.name(), decision.why.sentence(is_on));
             info!(rung, why, "right-sizing: the host's rung changed");

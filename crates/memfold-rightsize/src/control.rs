@@ -59,7 +59,8 @@ impl Controller {
     ///
     /// The controller expects that the orders are carried out. For an order that is only shown,
     /// call [`discard_order`](Self::discard_order) before the next step; for one that failed, call
-    /// [`order_failed`](Self::order_failed).
+    /// [`order_failed`](Self::order_failed); for one that cannot be carried out at this moment,
+    /// call [`postpone_order`](Self::postpone_order).
     pub fn step(
         &mut self,
         now: Duration,
@@ -134,7 +135,7 @@ impl Controller {
 
     /// Says that the last step's order for `vm` cannot be carried out at this moment, for example
     /// because QEMU's monitor is in use. If it was a take, the VM gets the next one after 5 s at
-    /// the earliest, and other VMs are asked meanwhile.
+    /// the earliest, and other VMs are asked meanwhile. A give may be ordered again at once.
     pub fn postpone_order(&mut self, vm: VmId) {
         if let Some(state) = self.vms.get_mut(&vm) {
             state.postpone_order(self.clock);

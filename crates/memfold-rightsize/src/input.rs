@@ -193,6 +193,8 @@ pub struct HostState {
     pub brake: BrakeLevel,
     /// RAM of this host that is lent to VMs of other hosts.
     pub lent: ByteSize,
+    /// Lent RAM is called back when a decision says so. Not so while decisions are only shown.
+    pub recalls_lent: bool,
 }
 
 /// Level of the brake on copy-on-write debt.

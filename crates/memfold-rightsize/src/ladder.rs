@@ -27,7 +27,7 @@ use crate::input::{BrakeLevel, HostState};
 pub(crate) const CALM: Duration = Duration::from_secs(10);
 
 /// Time that trims, or balloons, have to bring the host back above its reserve before the next rung
-/// is due, and longest time in which no lent RAM comes back.
+/// is due, and in which some of the lent RAM that is called back must come back.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// How short the host is, and what is done about it.
@@ -133,7 +133,8 @@ pub enum RungReason {
         /// Memory of the host that must stay available.
         reserve: ByteSize,
     },
-    /// RAM was lent, and the borrowers did not give enough of it back in time.
+    /// Lent RAM was called back, and the borrowers gave back less than an eighth of what is missing
+    /// in time.
     LentDoesNotReturn {
         /// What is missing.
         shortage: ByteSize,
@@ -188,12 +189,7 @@ impl RungReason {
                  must stay so"
             ),
             Self::LentDoesNotReturn { shortage, lent } => {
-                let last = if acts {
-                    "lent RAM does not come back"
-                } else {
-                    "lent RAM is not called back"
-                };
-                format!("{shortage} are missing and {last} ({lent} are lent)")
+                format!("{shortage} are missing and lent RAM does not come back ({lent} are lent)")
             }
             Self::NothingLeft { shortage } => {
                 format!("{shortage} are missing and nothing else can be taken now")
@@ -224,9 +220,9 @@ pub(crate) struct Ladder {
     since: Duration,
     /// When a lower rung began to suffice.
     calm_since: Option<Duration>,
-    /// RAM that was lent when enough of it had last come back, and when that was; `None` below
-    /// [`Rung::Lent`].
-    recalled: Option<(ByteSize, Duration)>,
+    /// While lent RAM is called back: how much was lent when some of it last came back, and when
+    /// that was.
+    last_return: Option<(ByteSize, Duration)>,
 }
 
 impl Ladder {
@@ -267,16 +263,20 @@ impl Ladder {
         clock.saturating_sub(self.since)
     }
 
-    /// Notes when lent RAM last came back: at least an eighth of what the host lacks.
+    /// Notes when lent RAM last came back: at least an eighth of what the host lacks, or of what
+    /// was lent if that is less. RAM that is lent meanwhile has its own time to come back.
     fn watch_recall(&mut self, clock: Duration, host: &HostState) {
-        if self.rung < Rung::Lent {
-            self.recalled = None;
+        if self.rung < Rung::Lent || !host.recalls_lent {
+            self.last_return = None;
             return;
         }
-        let enough = ByteSize(shortage(host).0 / 8);
-        let lent_before = self.recalled.map(|(lent, _)| lent);
-        if lent_before.is_none_or(|before| host.lent.0.saturating_add(enough.0) <= before.0) {
-            self.recalled = Some((host.lent, clock));
+        let lent = host.lent.0;
+        let has_changed = |(before, _): (ByteSize, Duration)| {
+            let enough = shortage(host).0.min(before.0) / 8;
+            lent > before.0 || lent.saturating_add(enough) <= before.0
+        };
+        if self.last_return.is_none_or(has_changed) {
+            self.last_return = Some((host.lent, clock));
         }
     }
 
@@ -322,8 +322,8 @@ impl Ladder {
         if balloonable > 0 && !far && !waited && self.rung <= Rung::Balloon {
             return (Rung::Balloon, balloons);
         }
-        let recalled_at = self.recalled.map(|(_, at)| at);
-        let is_late = recalled_at.is_some_and(|at| clock.saturating_sub(at) >= PATIENCE);
+        let last_return = self.last_return.map(|(_, at)| at);
+        let is_late = last_return.is_some_and(|at| clock.saturating_sub(at) >= PATIENCE);
         if host.lent.0 > 0 && is_late {
             let why = RungReason::LentDoesNotReturn {
                 shortage: short,
@@ -356,6 +356,7 @@ mod tests {
             available: ByteSize::mib(available_mib),
             reserve: ByteSize::mib(2000),
             lent: ByteSize::mib(lent_mib),
+            recalls_lent: true,
             ..HostState::default()
         }
     }
@@ -450,36 +451,64 @@ mod tests {
         assert_eq!(braked[59], Rung::Lent);
     }
 
+    /// Returns a ladder that has reached the rung `lent` by second 3, with so much RAM lent.
+    fn on_rung_lent(available_mib: u64, lent_mib: u64) -> Ladder {
+        let mut ladder = Ladder::default();
+        for second in 0..=3 {
+            let state = host(available_mib, lent_mib);
+            ladder.step(Duration::from_secs(second), &state, 0, 0);
+        }
+        assert_eq!(ladder.rung, Rung::Lent);
+        ladder
+    }
+
     #[test]
     fn a_short_host_whose_lent_ram_does_not_come_back_reaches_the_last_rung() {
-        let mut ladder = Ladder::default();
+        let mut ladder = on_rung_lent(900, 1000);
         let mut rung_at = |second, lent_mib| {
             let at = Duration::from_secs(second);
             ladder.step(at, &host(900, lent_mib), 0, 0)
         };
-        // 1,600 MiB are missing, so 200 MiB in 20 s are enough to wait for more.
-        let lent = [
-            (0, 1000),
-            (1, 1000),
-            (2, 1000),
-            (3, 1000),
-            (20, 900),
-            (22, 800),
-            (41, 700),
-        ];
-        for (second, lent_mib) in lent {
-            assert!(rung_at(second, lent_mib).0 <= Rung::Lent, "at {second} s");
+        // An eighth of the 1,000 MiB in 20 s is enough to wait for more.
+        for (second, lent_mib) in [(20, 900), (22, 870), (41, 800)] {
+            assert_eq!(rung_at(second, lent_mib).0, Rung::Lent, "at {second} s");
         }
-        let (rung, why) = rung_at(42, 700);
+        let (rung, why) = rung_at(42, 800);
         assert_eq!(rung, Rung::Brake);
         assert_eq!(
             why.to_string(),
-            "1.56 GiB are missing and lent RAM does not come back (700 MiB are lent)"
+            "1.56 GiB are missing and lent RAM does not come back (800 MiB are lent)"
         );
-        assert_eq!(rung_at(70, 700).0, Rung::Brake);
+        assert_eq!(rung_at(70, 800).0, Rung::Brake);
         // It comes back after all.
         assert_eq!(rung_at(72, 500).0, Rung::Brake);
         assert_eq!(rung_at(82, 500).0, Rung::Lent);
+    }
+
+    #[test]
+    fn ram_that_is_lent_while_other_ram_is_called_back_has_its_own_time_to_come_back() {
+        let mut ladder = on_rung_lent(900, 100);
+        let mut rung_at = |second, lent_mib| {
+            let at = Duration::from_secs(second);
+            ladder.step(at, &host(900, lent_mib), 0, 0).0
+        };
+        assert_eq!(rung_at(20, 600), Rung::Lent);
+        assert_eq!(rung_at(39, 600), Rung::Lent);
+        assert_eq!(rung_at(40, 600), Rung::Brake);
+    }
+
+    #[test]
+    fn while_decisions_are_only_shown_lent_ram_cannot_be_late() {
+        let mut ladder = on_rung_lent(900, 1000);
+        let mut shown = host(900, 1000);
+        shown.recalls_lent = false;
+        for second in 4..100 {
+            let at = Duration::from_secs(second);
+            assert_eq!(ladder.step(at, &shown, 0, 0).0, Rung::Lent);
+        }
+        // From now on it is called back.
+        let at = Duration::from_secs(100);
+        assert_eq!(ladder.step(at, &host(900, 1000), 0, 0).0, Rung::Lent);
     }
 
     #[test]

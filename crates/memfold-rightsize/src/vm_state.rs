@@ -15,7 +15,7 @@ use crate::policy::Policy;
 /// Time within which an order must show an effect.
 const EFFECT: Duration = Duration::from_secs(20);
 
-/// Time after a take that could not be carried out until the VM gets the next one.
+/// Shortest time between a postponed take and the VM's next take.
 const POSTPONED: Duration = Duration::from_secs(5);
 
 /// Gives within this time of each other grow.
@@ -39,6 +39,8 @@ pub(crate) struct VmState {
     /// the next failure.
     blocked_until: Duration,
     fail_wait: Duration,
+    /// After a take that was postponed: no further one before this time.
+    postponed_until: Duration,
     /// No balloon and no unplug takes memory before this time.
     settled_at: Duration,
     settle: Duration,
@@ -73,6 +75,8 @@ struct Issued {
     /// What `hot` becomes, and what it was.
     hot: Option<u64>,
     hot_before: Option<u64>,
+    /// When the guest was told to unplug memory before this order.
+    unplug_before: Option<Duration>,
 }
 
 impl Issued {
@@ -119,7 +123,9 @@ impl VmState {
     }
 
     pub(crate) fn discard_order(&mut self) {
-        self.issued = None;
+        if let Some(discarded) = self.issued.take() {
+            self.last_unplug = discarded.unplug_before;
+        }
     }
 
     /// The last step's order cannot be carried out at this moment. Nothing is taken for a few
@@ -128,8 +134,9 @@ impl VmState {
         let Some(postponed) = self.issued.take() else {
             return;
         };
+        self.last_unplug = postponed.unplug_before;
         if !postponed.is_give {
-            self.next_take = self.next_take.max(clock.saturating_add(POSTPONED));
+            self.postponed_until = clock.saturating_add(POSTPONED);
         }
     }
 
@@ -177,6 +184,7 @@ impl VmState {
     /// Remembers an order of this step.
     pub(crate) fn expect(&mut self, clock: Duration, vm: &Assessment, call: &Call) {
         let Some(order) = call.order else { return };
+        let unplug_before = self.last_unplug;
         if let Action::Unplug { .. } = order.action {
             self.last_unplug = Some(clock);
         }
@@ -191,6 +199,7 @@ impl VmState {
             pgsteal: vm.pgsteal,
             hot: call.hot,
             hot_before: self.estimate.hot,
+            unplug_before,
         });
     }
 
@@ -317,7 +326,8 @@ impl VmState {
             assessment.trimmable = 0;
         }
         self.watch_effect(clock, &assessment);
-        assessment.rests = clock < self.settled_at || clock < self.blocked_until;
+        let rests_until = self.settled_at.max(self.blocked_until);
+        assessment.rests = clock < rests_until.max(self.postponed_until);
         if clock < self.blocked_until {
             assessment.trimmable = 0;
         }
@@ -427,11 +437,12 @@ impl VmState {
             return Some(Reason::Ineffective { wait });
         }
         let tokens = self.tokens.map_or(0.0, |(tokens, _)| tokens);
-        let is_due = clock >= self.next_take && tokens >= 1.0 && vm.fresh;
+        let next_take = self.next_take.max(self.postponed_until);
+        let is_due = clock >= next_take && tokens >= 1.0 && vm.fresh;
         if is_due && self.watched.is_none() {
             return None;
         }
-        let wait = self.next_take.saturating_sub(clock);
+        let wait = next_take.saturating_sub(clock);
         Some(Reason::Waiting { wait })
     }
 

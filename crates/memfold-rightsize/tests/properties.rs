@@ -145,6 +145,7 @@ fn any_host() -> impl Strategy<Value = HostState> {
             swap_free,
             brake,
             lent,
+            recalls_lent: true,
         },
     )
 }

@@ -174,7 +174,7 @@ fn read(
     })
 }
 
-/// Returns the state of the host.
+/// Returns the state of the host. The caller says whether lent RAM is called back.
 pub(super) fn host(debt: &DebtReport, lent_bytes: u64) -> HostState {
     HostState {
         available: ByteSize(debt.mem_available_bytes),
@@ -186,6 +186,7 @@ pub(super) fn host(debt: &DebtReport, lent_bytes: u64) -> HostState {
             Level::Braked => BrakeLevel::Braked,
         },
         lent: ByteSize(lent_bytes),
+        recalls_lent: false,
     }
 }
 

@@ -190,9 +190,9 @@ impl ModelHost {
         self.outcome.mean_backed += backed * dt;
     }
 
-    /// Returns how much lent RAM is called back now: by memfold's controller, or, in the other arms,
-    /// by a lender that keeps the reserve for itself.
-    fn recalled(&self) -> f64 {
+    /// Returns how much lent RAM is called back now: by memfold's controller, or, in the other
+    /// arms, by a lender that keeps the reserve for itself.
+    fn bytes_called_back(&self) -> f64 {
         if self.arm != Arm::Memfold {
             return self.lent;
         }
@@ -205,8 +205,8 @@ impl ModelHost {
         let available = self.available();
         if available < self.spec.reserve {
             if self.spec.borrowers_return {
-                let recalled = self.recalled().min(RECALL_RATE * dt);
-                self.lent -= self.lent.min(recalled);
+                let returned = self.bytes_called_back().min(RECALL_RATE * dt);
+                self.lent -= self.lent.min(returned);
             }
             self.busy_until = self.busy_until.max(self.time + SHORT_TICK);
         }
@@ -277,6 +277,7 @@ impl ModelHost {
                 _ => BrakeLevel::Ok,
             },
             lent: bytes(self.lent),
+            recalls_lent: true,
         };
         let mut input: Vec<(VmId, _, Signals)> = Vec::with_capacity(self.guests.len());
         for (id, (spec, guest)) in (0..).zip(self.spec.vms.iter().zip(&mut self.guests)) {

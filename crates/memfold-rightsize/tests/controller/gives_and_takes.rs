@@ -157,7 +157,7 @@ fn a_vm_that_rests_after_a_give_does_not_keep_the_host_from_calling_lent_ram_bac
 
 /// Steps with two VMs without agents on a short host. `end` says what became of the first one's
 /// orders, `delay` steps after each. Returns the seconds at which each VM got an order.
-fn orders_if_the_first_vms_end(delay: u64, end: impl Fn(&mut Controller, VmId)) -> [Vec<u64>; 2] {
+fn seconds_of_orders(delay: u64, end: impl Fn(&mut Controller, VmId)) -> [Vec<u64>; 2] {
     let mut vms = [Vm::without_agent(1000, 2900), Vm::without_agent(1000, 2900)];
     vms[1].limits.priority = 200;
     let mut slightly_short = host(190);
@@ -185,7 +185,7 @@ fn orders_if_the_first_vms_end(delay: u64, end: impl Fn(&mut Controller, VmId)) 
 #[test]
 fn after_a_take_that_failed_the_vm_rests_longer_each_time_and_another_vm_is_asked() {
     for delay in [1, 3] {
-        let [failing, other] = orders_if_the_first_vms_end(delay, Controller::order_failed);
+        let [failing, other] = seconds_of_orders(delay, Controller::order_failed);
         let first = failing[0];
         // 60 s after the first failure, and 120 s after the second one.
         let is_next = |from: u64, to: u64| (from + 60..from + 80).contains(&to);
@@ -202,8 +202,8 @@ fn after_a_take_that_failed_the_vm_rests_longer_each_time_and_another_vm_is_aske
 }
 
 #[test]
-fn a_take_that_is_postponed_comes_five_seconds_later_and_another_vm_is_asked_meanwhile() {
-    let [postponed, other] = orders_if_the_first_vms_end(1, Controller::postpone_order);
+fn a_postponed_take_comes_at_least_five_seconds_later_and_another_vm_is_asked_meanwhile() {
+    let [postponed, other] = seconds_of_orders(1, Controller::postpone_order);
     let waits: Vec<u64> = postponed.windows(2).map(|two| two[1] - two[0]).collect();
     assert!(waits.len() > 10, "{postponed:?}");
     assert!(
@@ -215,7 +215,21 @@ fn a_take_that_is_postponed_comes_five_seconds_later_and_another_vm_is_asked_mea
 }
 
 #[test]
-fn a_trim_that_was_not_begun_does_not_change_what_the_missed_one_before_it_says() {
+fn a_vm_whose_takes_are_all_postponed_does_not_keep_the_host_from_the_last_rung() {
+    let vm = Vm::without_agent(1000, 2900);
+    let mut controller = Controller::new(policy());
+    let mut rungs = Vec::new();
+    for second in 1..60 {
+        let input = [(VmId(1), vm.limits, vm.report(second))];
+        let decision = controller.step(Duration::from_secs(second), host(1500), &input);
+        controller.postpone_order(VmId(1));
+        rungs.push(decision.rung);
+    }
+    assert!(rungs.contains(&Rung::Brake), "{rungs:?}");
+}
+
+#[test]
+fn a_discarded_trim_does_not_change_the_working_set_that_follows_from_a_missed_trim_before_it() {
     let mut vm = Vm::new(1000, 2000);
     let mut controller = Controller::new(policy());
     let (mut begun, mut discarded) = (None, 0);

@@ -332,7 +332,7 @@ fn lent_ram_is_called_back_only_after_trims_and_balloons_were_tried() {
     let vms = [Vm::without_agent(1000, 2900)];
     let mut controller = Controller::new(Policy::default());
     let mut short = host(1500);
-    short.lent = ByteSize::mib(4096);
+    (short.lent, short.recalls_lent) = (ByteSize::mib(4096), true);
     let mut rungs = Vec::new();
     steps(&mut controller, 1..60, short, &vms, |_, decision| {
         let lent = decision.recall_lent;
