@@ -132,6 +132,19 @@ fn save(
     saved.map_err(|error| format!("{error:#}"))
 }
 
+/// Saves the attached VM, and checks that nothing was left out.
+fn save_whole(client: &Client, name: &str, live: bool, keep: KeepChoice) {
+    let saved = save(client, VM, name, live, keep).unwrap();
+    println!(
+        "{name}: paused {:.0} ms, {} MiB of RAM, free pages kept: {:?}",
+        saved.pause_ms,
+        saved.counts.saved_pages / 256,
+        saved.free_kept
+    );
+    assert_eq!((saved.free_kept, saved.vm.as_str()), (None, VM));
+    assert!(saved.generation_id && saved.agent);
+}
+
 fn restore(client: &Client, snapshot: &str, request: &RestoreRequest) -> VmInfo {
     let path = format!("/v1/snapshots/{snapshot}/restore");
     let began = Instant::now();
@@ -227,9 +240,9 @@ fn a_qemu_that_was_started_by_hand_runs_on_after_saves_even_if_the_daemon_dies_i
     with_attached(|attached| {
         let (qmp, state) = (attached.qmp(), attached.state);
         let (served, client) = (&mut attached.served, &attached.client);
-        // The VM is saved while it is stopped. The next test saves it live.
+        // The VM is saved while it is stopped. The test below saves it live.
         let began = Instant::now();
-        save(client, VM, "still", false, KeepChoice::None).unwrap();
+        save_whole(client, "still", false, KeepChoice::None);
         let span = u64::try_from(began.elapsed().as_millis()).unwrap();
         verify(client, VM);
 
@@ -302,17 +315,10 @@ fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
         assert_eq!(cd[..32], String::from_utf8_lossy(&wanted.stdout)[..32]);
         let began = Instant::now();
         for (name, keep) in [("live", KeepChoice::None), ("warm", KeepChoice::Hot)] {
-            let saved = save(client, VM, name, true, keep).unwrap();
-            println!(
-                "{name}: paused {:.0} ms, {} MiB of RAM, free pages kept: {:?}",
-                saved.pause_ms,
-                saved.counts.saved_pages / 256,
-                saved.free_kept
-            );
-            assert_eq!((saved.free_kept, saved.vm.as_str()), (None, VM));
-            assert!(saved.generation_id && saved.agent);
+            save_whole(client, name, true, keep);
         }
         let save_takes = began.elapsed() / 2;
+        verify(client, VM);
 
         // The guests of clone and attached VM write at the same time.
         let clone = RestoreRequest {
@@ -360,6 +366,7 @@ fn vms_restored_from_a_save_of_an_attached_qemu_have_the_same_devices() {
         // also reboot.
         let saved = save(client, "copied", "again", false, KeepChoice::None).unwrap();
         assert_eq!(saved.free_kept, None);
+        verify(client, "copied");
         // The snapshot has copies of the kernel and the CD.
         std::fs::remove_file(disks.join("cd.iso")).unwrap();
         stop(client, "copied");
