@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use memfold_api::{BorrowRequest, LendRequest, RightsizeReport, SwapPlace};
+use memfold_api::{BorrowRequest, Client, LendRequest, RightsizeReport, SwapPlace};
 use memfold_fold::EngineSettings;
 use memfold_lab::Lab;
 use memfold_lend::{LenderStatus, Transport};
@@ -132,6 +132,42 @@ impl Drop for SmallHost {
     }
 }
 
+/// Makes the host lend at most `most`, over NBD.
+pub fn lend(client: &Client, most: ByteSize) {
+    let request = LendRequest {
+        max_bytes: most.0,
+        listen: Some([127, 0, 0, 1].into()),
+        announce: None,
+        ports: None,
+        transport: Transport::Nbd,
+        cleartext: false,
+    };
+    client
+        .post::<_, LenderStatus>("/v1/lend", &request)
+        .unwrap();
+}
+
+pub fn lender_status(client: &Client) -> LenderStatus {
+    let status: Option<LenderStatus> = client.get("/v1/lend").unwrap();
+    status.unwrap()
+}
+
+/// Moves the swap disk of the borrower's VM to lent RAM. Returns how long that took, in ms.
+pub fn borrow(lab: &Lab) -> u64 {
+    let disks = lab.daemon().swap_disks();
+    let done = disks.borrow_memory("v", &BorrowRequest::default()).unwrap();
+    assert_eq!(done.place, SwapPlace::Lent);
+    done.took_ms
+}
+
+/// Checks that the borrower's VM has read no wrong byte, and that it goes on.
+pub fn borrower_goes_on(lab: &Lab) {
+    let (checked, wrong, longest) = heard(lab);
+    assert_eq!(wrong, 0);
+    wait("it checks on", || heard(lab).0 > checked);
+    println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+}
+
 /// Reserve of the host in the test of the ladder. The lender itself keeps only a half of it.
 const RESERVE: &str = "1G";
 
@@ -143,8 +179,7 @@ const BELOW_RESERVE: u64 = 800 << 20;
 const LENT: ByteSize = ByteSize::mib(256);
 
 #[test]
-fn a_lease_is_recalled_at_the_rung_lent_and_ended_if_nearly_nothing_is_left_and_the_borrowers_vm_goes_on()
- {
+fn a_lease_is_recalled_at_the_rung_lent_and_ended_when_the_host_is_almost_out_of_memory() {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };
@@ -155,31 +190,13 @@ fn a_lease_is_recalled_at_the_rung_lent_and_ended_if_nearly_nothing_is_left_and_
     let mut served = Served::new(state, &[]).with(&more).inside(host.holder.id());
     served.start();
     let client = served.answers();
-    let request = LendRequest {
-        max_bytes: LENT.0,
-        listen: Some([127, 0, 0, 1].into()),
-        announce: None,
-        ports: None,
-        transport: Transport::Nbd,
-        cleartext: false,
-    };
-    client
-        .post::<_, LenderStatus>("/v1/lend", &request)
-        .unwrap();
-    let status = || {
-        let status: Option<LenderStatus> = client.get("/v1/lend").unwrap();
-        status.unwrap()
-    };
+    lend(&client, LENT);
+    let status = || lender_status(&client);
     let sizing = || -> RightsizeReport { client.get("/v1/rightsize").unwrap() };
     wait("it has so much to spare", || status().offer_bytes >= LENT.0);
     let lab = Lab::with_registry(EngineSettings::default(), &state.join("s")).unwrap();
     swapping(&lab, LENT);
-    let done = lab
-        .daemon()
-        .swap_disks()
-        .borrow_memory("v", &BorrowRequest::default())
-        .unwrap();
-    assert_eq!(done.place, SwapPlace::Lent);
+    borrow(&lab);
     // As long as the host has room, nothing is recalled.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(status().lent_bytes, LENT.0);
@@ -197,13 +214,7 @@ fn a_lease_is_recalled_at_the_rung_lent_and_ended_if_nearly_nothing_is_left_and_
     let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
     assert!(!log.contains("host almost out of memory"), "{log}");
     // The borrower goes on with its copy.
-    let goes_on = || {
-        let (checked, wrong, longest) = heard(&lab);
-        assert_eq!(wrong, 0);
-        wait("it checks on", || heard(&lab).0 > checked);
-        println!("borrower: {checked} pages checked, longest access {longest:.3} s");
-    };
-    goes_on();
+    borrower_goes_on(&lab);
     // What was called back is not offered again.
     assert_eq!(status().offer_bytes, 0);
 
@@ -212,10 +223,7 @@ fn a_lease_is_recalled_at_the_rung_lent_and_ended_if_nearly_nothing_is_left_and_
     wait("it has so much to spare again", || {
         status().offer_bytes >= LENT.0
     });
-    lab.daemon()
-        .swap_disks()
-        .borrow_memory("v", &BorrowRequest::default())
-        .unwrap();
+    borrow(&lab);
     let ended = status().ended;
     let began = Instant::now();
     host.most.store(NEXT_TO_NOTHING, Ordering::Release);
@@ -225,6 +233,6 @@ fn a_lease_is_recalled_at_the_rung_lent_and_ended_if_nearly_nothing_is_left_and_
     let log = std::fs::read_to_string(state.join("daemon.log")).unwrap();
     assert!(log.contains("host almost out of memory"), "{log}");
     host.most.store(u64::MAX, Ordering::Release);
-    goes_on();
+    borrower_goes_on(&lab);
     lab.stop("v").unwrap();
 }

@@ -4,15 +4,16 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use memfold_api::{BorrowRequest, Client, LendRequest, SwapPlace, VmInfo};
+use memfold_api::{Client, VmInfo};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_lend::judge::Judge;
-use memfold_lend::{LenderStatus, Transport};
 use memfold_units::ByteSize;
 
-use crate::beside::lend::{heard, swapping, wait};
-use crate::beside::lend_short::{FREE, HOST, SmallHost, taken};
+use crate::beside::lend::{swapping, wait};
+use crate::beside::lend_short::{
+    FREE, HOST, SmallHost, borrow, borrower_goes_on, lend, lender_status, taken,
+};
 use crate::served::{Served, exec};
 use crate::support;
 
@@ -73,33 +74,15 @@ fn if_a_local_vm_grows_lent_memory_is_recalled_before_the_host_runs_out_of_memor
     // After lending, less memory is left than the VM will take.
     let lent = FREE - taken() - BORROWER - GROWTH + MISSING;
     let lent = ByteSize(lent >> 26 << 26);
-    let request = LendRequest {
-        max_bytes: lent.0,
-        listen: Some([127, 0, 0, 1].into()),
-        announce: None,
-        ports: None,
-        transport: Transport::Nbd,
-        cleartext: false,
-    };
-    client
-        .post::<_, LenderStatus>("/v1/lend", &request)
-        .unwrap();
-    let status = || {
-        let status: Option<LenderStatus> = client.get("/v1/lend").unwrap();
-        status.unwrap()
-    };
+    lend(&client, lent);
+    let status = || lender_status(&client);
     wait("it has so much to spare", || status().offer_bytes >= lent.0);
     let lab = Lab::with_registry(EngineSettings::default(), &state.join("s")).unwrap();
     swapping(&lab, lent);
-    let done = lab
-        .daemon()
-        .swap_disks()
-        .borrow_memory("v", &BorrowRequest::default())
-        .unwrap();
-    assert_eq!(done.place, SwapPlace::Lent);
+    let took_ms = borrow(&lab);
     println!(
         "{lent} lent in {} ms; {} available, reserve {}",
-        done.took_ms,
+        took_ms,
         ByteSize(FREE.saturating_sub(taken())),
         ByteSize(Judge::reserve(HOST))
     );
@@ -110,16 +93,7 @@ fn if_a_local_vm_grows_lent_memory_is_recalled_before_the_host_runs_out_of_memor
         wait("it has so much to spare again", || {
             status().offer_bytes >= lent.0
         });
-        lab.daemon()
-            .swap_disks()
-            .borrow_memory("v", &BorrowRequest::default())
-            .unwrap();
-    };
-    let goes_on = || {
-        let (checked, wrong, longest) = heard(&lab);
-        assert_eq!(wrong, 0);
-        wait("it checks on", || heard(&lab).0 > checked);
-        println!("borrower: {checked} pages checked, longest access {longest:.3} s");
+        borrow(&lab);
     };
     for pace in PACES {
         if status().lent_bytes == 0 {
@@ -132,7 +106,7 @@ fn if_a_local_vm_grows_lent_memory_is_recalled_before_the_host_runs_out_of_memor
         println!("least available {}", ByteSize(least));
         assert!(least > 0, "the host would have had to swap");
         // The borrower continues with its copy.
-        goes_on();
+        borrower_goes_on(&lab);
         exec(&client, OWN, "systemctl stop grow; rm -f /run/grown");
     }
     lab.stop("v").unwrap();
