@@ -67,6 +67,7 @@ fn a_save_of_a_clone_stores_only_changed_pages_and_restores_all_memory_of_that_i
     let snapshots = lab.daemon().snapshots();
     let base = SaveRequest::new("first", "generation-0");
     assert_eq!(snapshots.save(&base).unwrap().parent, None);
+    lab.stop("first").unwrap();
     for generation in 1..=GENERATIONS {
         let (parent, vm) = (
             format!("generation-{}", generation - 1),
