@@ -95,8 +95,7 @@ impl Vms {
         } else {
             info!(vm = machine.name(), "VM ended");
         }
-        let segments = machine.vm().segments();
-        self.below.segments.end_writer(machine.name(), &segments);
+        self.below.segments.end_writer(machine.name());
         // The files are removed before the VM's name becomes free, because the next VM of this name
         // uses the same paths.
         machine.clean_up();
@@ -107,7 +106,7 @@ impl Vms {
         let _ = self.below.folding.tell(Command::Remove(machine.id()));
         self.below.snapshots.let_go();
         self.below.swap_disks.end(loan);
-        self.below.segments.left(&segments);
+        self.below.segments.left();
         if machine.attached().is_some() {
             self.write_attached();
         }

@@ -135,14 +135,18 @@ impl Segments {
     /// Completes the work of an earlier daemon: clears writers whose VM has ended, and removes old
     /// generations without users.
     pub(crate) fn clean_up(&self) {
-        let all = self.shelf.all().unwrap_or_default();
-        let names: BTreeSet<&str> = all.iter().map(|manifest| manifest.name.as_str()).collect();
-        for name in names {
+        for name in &self.names() {
             if self.shelf.writer(name).is_some() && self.writer(name).is_none() {
                 self.no_writer(name);
             }
             self.drop_old(name);
         }
+    }
+
+    /// Returns the names of all segments, without their generations.
+    fn names(&self) -> BTreeSet<String> {
+        let all = self.shelf.all().unwrap_or_default();
+        all.into_iter().map(|manifest| manifest.name).collect()
     }
 
     /// Clears the writer of a segment. A failure is logged.
@@ -157,22 +161,23 @@ impl Segments {
     }
 
     /// Clears a VM as the writer of segments. Called when the VM ends, before its name can be used
-    /// again: otherwise the next VM of this name would be the writer.
-    pub(crate) fn end_writer(&self, vm: &str, segments: &[SegmentSpec]) {
-        for segment in segments {
-            if self.shelf.writer(segment.base_name()).as_deref() == Some(vm) {
-                self.no_writer(segment.base_name());
+    /// again: otherwise the next VM of this name would be the writer. `vm stop` may have removed
+    /// the file that lists the VM's segments, so all segments are looked through.
+    pub(crate) fn end_writer(&self, vm: &str) {
+        for name in &self.names() {
+            if self.shelf.writer(name).as_deref() == Some(vm) {
+                self.no_writer(name);
             }
         }
     }
 
-    /// Removes unused generations of these segments, after a VM that mapped them has ended.
-    pub(crate) fn left(&self, segments: &[SegmentSpec]) {
-        if segments.is_empty() {
+    /// Removes unused generations of segments, after a VM has ended that may have mapped some.
+    pub(crate) fn left(&self) {
+        let names = self.names();
+        if names.is_empty() {
             return;
         }
-        let names: BTreeSet<&str> = segments.iter().map(SegmentSpec::base_name).collect();
-        for name in names {
+        for name in &names {
             self.drop_old(name);
         }
         // A VM that is being started may have looked up a segment and not mapped it yet. The
