@@ -10,7 +10,7 @@ use memfold_host::guest_images;
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::VmAccount;
 use memfold_testkit::{patience, wait_until};
-use memfold_vm::{SegmentSpec, VmSpec};
+use memfold_vm::{SegmentSpec, VmDirectory, VmSpec};
 
 use super::snapshots::{MEMORY, Small};
 use crate::support::{self, BOOT};
@@ -602,6 +602,9 @@ fn one_vm_writes_a_new_generation_of_a_segment_and_the_old_one_is_removed_with_i
         .save(&SaveRequest::new("late", "moved"))
         .unwrap();
     assert_eq!(saved.spec.segments.len(), 2);
+    // A stop removes the VM's files, maybe before the daemon looks which segments the VM had.
+    let listed = VmDirectory::of(lab.directory(), "late").segments();
+    std::fs::remove_file(listed).unwrap();
     lab.stop("late").unwrap();
     daemon
         .snapshots()
