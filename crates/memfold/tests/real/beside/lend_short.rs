@@ -152,6 +152,15 @@ pub fn lender_status(client: &Client) -> LenderStatus {
     status.unwrap()
 }
 
+/// Checks for five seconds, several looks of the lender at its memory, that it recalls nothing.
+pub fn stays_lent(client: &Client, lent: ByteSize) {
+    let end = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < end {
+        assert_eq!(lender_status(client).lent_bytes, lent.0);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 /// Moves the swap disk of the borrower's VM to lent RAM. Returns how long that took, in ms.
 pub fn borrow(lab: &Lab) -> u64 {
     let disks = lab.daemon().swap_disks();
@@ -198,8 +207,7 @@ fn a_lease_is_recalled_at_the_rung_lent_and_ended_when_the_host_is_almost_out_of
     swapping(&lab, LENT);
     borrow(&lab);
     // As long as the host has room, nothing is recalled.
-    std::thread::sleep(Duration::from_secs(5));
-    assert_eq!(status().lent_bytes, LENT.0);
+    stays_lent(&client, LENT);
     assert_eq!(sizing().rung.as_deref(), Some("ample"));
 
     host.most.store(BELOW_RESERVE, Ordering::Release);
