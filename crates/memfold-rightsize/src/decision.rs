@@ -421,57 +421,24 @@ mod tests {
     fn the_reason_of_an_order_that_is_only_shown_says_what_would_be_done() {
         let (bytes, shortage) = (ByteSize::mib(8), ByteSize::mib(100));
         let pressure = 0.1;
-        let ends = [
-            (
-                Reason::CacheNotMissed { bytes },
-                "more are trimmed",
-                "more would be trimmed",
-            ),
-            (
-                Reason::CacheGrewBack { bytes },
-                "MiB are trimmed",
-                "MiB would be trimmed",
-            ),
-            (
-                Reason::DropFolded { bytes },
-                "cache are dropped",
-                "cache would be dropped",
-            ),
-            (
-                Reason::GiveNeeded { bytes },
-                "VM gets 8.00 MiB",
-                "VM would get 8.00 MiB",
-            ),
-            (
-                Reason::GivePressure { bytes, pressure },
-                "VM gets 8.00 MiB",
-                "VM would get 8.00 MiB",
-            ),
-            (
-                Reason::GiveBack { bytes },
-                "gets 8.00 MiB back",
-                "would get 8.00 MiB back",
-            ),
-            (
-                Reason::HostShort { bytes, shortage },
-                "it gives 8.00 MiB",
-                "it would give 8.00 MiB",
-            ),
-            (
-                Reason::AboveMaximum { bytes },
-                "it gives 8.00 MiB",
-                "it would give 8.00 MiB",
-            ),
-            (
-                Reason::IdleMemory { bytes },
-                "MiB are unplugged",
-                "MiB would be unplugged",
-            ),
-        ];
-        for (reason, done, would_be_done) in ends {
-            let (real, shown) = (reason.to_string(), reason.sentence(false));
-            assert!(real.ends_with(done), "{real}");
-            assert!(shown.ends_with(would_be_done), "{shown}");
+        for reason in [
+            Reason::CacheNotMissed { bytes },
+            Reason::CacheGrewBack { bytes },
+            Reason::DropFolded { bytes },
+            Reason::GiveNeeded { bytes },
+            Reason::GivePressure { bytes, pressure },
+            Reason::GiveBack { bytes },
+            Reason::HostShort { bytes, shortage },
+            Reason::AboveMaximum { bytes },
+            Reason::IdleMemory { bytes },
+        ] {
+            let done = reason.to_string();
+            let would_be_done = done
+                .replace(" are ", " would be ")
+                .replace(" gets ", " would get ")
+                .replace(" gives ", " would give ");
+            assert_ne!(would_be_done, done);
+            assert_eq!(reason.sentence(false), would_be_done);
         }
     }
 }
