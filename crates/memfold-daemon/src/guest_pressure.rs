@@ -137,10 +137,7 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<Option<boo
     let before = std::mem::replace(&mut asked.last, now);
     let is_short = now.is_some_and(|now| is_short(&now, before.as_ref()));
     asked.answered = Some((Instant::now(), is_short));
-    let Some(now) = now else {
-        return Ok(Some(false));
-    };
-    if !machine.agent_reports_memory() {
+    if let Some(now) = now.filter(|_| !machine.agent_reports_memory()) {
         if let Some(age) = age_of_new(&now, before.as_ref(), threads::unix_time()) {
             machine.note_balloon_stats(&now, age);
         }
