@@ -103,6 +103,12 @@ impl Wire {
         PollFd::new(&self.0, PollFlags::RDHUP)
     }
 
+    /// Returns how long sent bytes may stay unacknowledged, in milliseconds.
+    #[cfg(test)]
+    pub(crate) fn user_timeout(&self) -> io::Result<u32> {
+        Ok(sockopt::tcp_user_timeout(&self.0)?)
+    }
+
     /// Returns whether the connection has ended.
     #[must_use]
     pub fn is_cut(&self) -> bool {

@@ -140,7 +140,8 @@ impl Export {
     /// Starts a process that serves `bytes` bytes of new, locked memory for lease `id`.
     /// [`is_ready`](Self::is_ready) tells when the process is ready. Its files are created in
     /// `directory`. Over NBD with TLS, the connection ends when the borrower's host does not answer
-    /// for `patience`.
+    /// for [`LAST_PATIENCE`](connection::LAST_PATIENCE): a borrower that has another copy now may
+    /// lose it, and this memory is then its only one.
     ///
     /// # Errors
     /// Fails if nbdkit or tgtd cannot be started, or a file or socket cannot be created.
@@ -149,7 +150,6 @@ impl Export {
         listen: Listen,
         id: LeaseId,
         bytes: u64,
-        patience: Duration,
     ) -> Result<Self, ExportError> {
         let place = |name: &str| directory.join(format!("{id}.{name}"));
         let (log_file, socket, key_file) = (place("log"), place("sock"), place("psk"));
@@ -183,7 +183,8 @@ impl Export {
                 let (listener, address) = bound(tcp)?;
                 // Accepted connections inherit the timeout from the socket, so the export of a
                 // borrower that was cut off ends.
-                connection::keep_alive(&listener, patience).map_err(failed(tcp.ip.to_string()))?;
+                connection::keep_alive(&listener, connection::LAST_PATIENCE)
+                    .map_err(failed(tcp.ip.to_string()))?;
                 let endpoint =
                     tcp.endpoint(address.port(), new_key(id, &key_file)?, Transport::Nbd);
                 let keys = format!("--tls-psk={}", key_file.display());

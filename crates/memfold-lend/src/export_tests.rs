@@ -6,7 +6,6 @@ use std::process::Command;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::endpoint::Address;
-use super::connection::PATIENCE;
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -43,7 +42,7 @@ fn enter(stream: &mut UnixStream) -> Option<u64> {
 }
 
 fn ready(place: &Path, listen: Listen, id: u64, bytes: u64) -> Export {
-    let mut export = Export::start(place, listen, LeaseId(id), bytes, PATIENCE).unwrap();
+    let mut export = Export::start(place, listen, LeaseId(id), bytes).unwrap();
     wait("it is ready", || export.is_ready().unwrap());
     export
 }
@@ -182,7 +181,7 @@ fn exports_of_lent_memory_use_only_the_given_ports_and_announce_the_given_addres
     };
     assert_eq!((told.to_string().as_str(), at), ("192.0.2.7", port));
     TcpStream::connect((ip, port)).unwrap();
-    let error = Export::start(place.path(), listen, LeaseId(2), MIB, PATIENCE).unwrap_err();
+    let error = Export::start(place.path(), listen, LeaseId(2), MIB).unwrap_err();
     let text = memfold_host::chain(&error);
     assert!(text.contains("are in use"), "{text}");
     let words = format!("127.0.0.1, ports {port} to {port}, announced as 192.0.2.7");
@@ -209,7 +208,7 @@ fn an_export_larger_than_the_available_memory_fails_and_leaves_no_files() {
         return;
     }
     let place = tempfile::tempdir().unwrap();
-    let start = |bytes| Export::start(place.path(), Listen::Unix, LeaseId(1), bytes, PATIENCE);
+    let start = |bytes| Export::start(place.path(), Listen::Unix, LeaseId(1), bytes);
     let mut export = start(1 << 49).unwrap();
     let mut error = None;
     wait("it fails", || {

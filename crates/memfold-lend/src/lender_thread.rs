@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
-use super::connection::patience;
 use super::endpoint::Endpoint;
 use super::export::{Export, ExportError, Health};
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId};
@@ -315,9 +314,8 @@ impl Work {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(entry) => {
                 let (place, listen) = (&self.options.directory, self.options.listen);
-                let patience = patience(lease.durability);
                 entry.insert(Lent {
-                    export: Export::start(place, listen, lease.id, lease.bytes, patience)?,
+                    export: Export::start(place, listen, lease.id, lease.bytes)?,
                     published: false,
                     deadline: Instant::now() + Duration::from_millis(lease.left_ms),
                     orphaned: false,

@@ -10,11 +10,12 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::setpriority_process;
 use serde::{Deserialize, Serialize};
 
+use super::super::lease::ms;
 use super::compare::{self, Limits};
 use super::sums::Sums;
 
@@ -33,6 +34,8 @@ pub enum Ask {
     Compare(PathBuf),
     /// Changes how long the relay waits for a lender's answer, in milliseconds.
     Patience(u64),
+    /// Asks for how long the relay's client has waited for its oldest request to a lender.
+    Waited,
 }
 
 /// A relay's answer to a question of the daemon.
@@ -45,30 +48,60 @@ pub enum Answer {
     Differs(u64),
     /// The relay has changed the setting.
     Done,
+    /// The client's oldest request to a lender has waited for so many milliseconds; 0 if there is
+    /// none.
+    Waited(u64),
     /// The relay could not answer the question. The text says why.
     Failed(String),
 }
 
-/// How long a relay waits for a lender's answer. The daemon may change this time while the relay
-/// waits.
+/// How long a relay waits for a lender's answer, and for how long it has waited. The daemon may
+/// change the limit while the relay waits.
 #[derive(Debug)]
-pub struct Patience(AtomicU64);
+pub struct Patience {
+    limit_ms: AtomicU64,
+    began: Instant,
+    /// Time from `began` to the oldest request without an answer, in milliseconds; [`NO_REQUEST`]:
+    /// there is none.
+    oldest_ms: AtomicU64,
+}
+
+const NO_REQUEST: u64 = u64::MAX;
 
 impl Patience {
     /// Creates a time limit of `ms` milliseconds for a lender's answer.
     #[must_use]
-    pub const fn ms(ms: u64) -> Self {
-        Self(AtomicU64::new(ms))
+    pub fn ms(ms: u64) -> Self {
+        Self {
+            limit_ms: AtomicU64::new(ms),
+            began: Instant::now(),
+            oldest_ms: AtomicU64::new(NO_REQUEST),
+        }
     }
 
     /// Returns how long the relay waits for a lender's answer now.
     #[must_use]
     pub fn get(&self) -> Duration {
-        Duration::from_millis(self.0.load(Ordering::Relaxed))
+        Duration::from_millis(self.limit_ms.load(Ordering::Relaxed))
     }
 
     pub(super) fn set(&self, ms: u64) {
-        self.0.store(ms, Ordering::Relaxed);
+        self.limit_ms.store(ms, Ordering::Relaxed);
+    }
+
+    /// Notes when the oldest request without an answer was sent.
+    pub(super) fn note_oldest(&self, oldest: Option<Instant>) {
+        let since_begin = |asked: Instant| ms(asked.saturating_duration_since(self.began));
+        let oldest = oldest.map_or(NO_REQUEST, since_begin);
+        self.oldest_ms.store(oldest, Ordering::Relaxed);
+    }
+
+    /// Returns for how long the oldest request has waited, in milliseconds; 0 if there is none.
+    pub(super) fn waited_ms(&self) -> u64 {
+        match self.oldest_ms.load(Ordering::Relaxed) {
+            NO_REQUEST => 0,
+            oldest => ms(self.began.elapsed()).saturating_sub(oldest),
+        }
     }
 }
 
@@ -94,6 +127,7 @@ fn answer(
             patience.set(ms);
             Answer::Done
         }
+        Ok(Ask::Waited) => Answer::Waited(patience.waited_ms()),
         Err(error) => Answer::Failed(error.to_string()),
     };
     let mut said = serde_json::to_vec(&answer)?;

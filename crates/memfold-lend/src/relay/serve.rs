@@ -41,6 +41,10 @@ const UNDER_WAY: u64 = 4 << 20;
 /// request, and none while there are no requests.
 const SOON: Duration = Duration::from_micros(250);
 
+/// Longest wait while no lender is asked. A new time limit then reaches the connections before the
+/// kernel ends them by the old one, which is at least 3 s.
+const IDLE: Duration = Duration::from_secs(1);
+
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
 /// A request of the client that has no answer yet.
@@ -107,8 +111,8 @@ pub struct Relay {
     sums: Arc<Sums>,
     waiting: Vec<Waiting>,
     bytes_under_way: u64,
-    /// Time limit for a lender's answer. `told` is the limit that the connections' options have
-    /// now.
+    /// Time limit for a lender's answer. `told` is the limit that this value has given to the
+    /// connections' options.
     patience: Arc<Patience>,
     told: Duration,
     next: u64,
@@ -146,7 +150,7 @@ impl Relay {
             sums,
             waiting: Vec::new(),
             bytes_under_way: 0,
-            told: patience.get(),
+            told: Duration::ZERO,
             patience,
             next: 0,
             scratch: vec![0; READ],
@@ -209,10 +213,14 @@ impl Relay {
             fds.push(PollFd::new(&lender.stream, wants(&lender.outbox, true)));
         }
         let oldest = self.lenders.iter().filter_map(|l| l.asked.front());
-        let left = oldest.map(|piece| self.told.saturating_sub(piece.asked.elapsed()));
-        let left = left.min().and_then(|left| Timespec::try_from(left).ok());
+        let oldest = oldest.map(|piece| piece.asked).min();
+        self.patience.note_oldest(oldest);
+        let patience = self.patience.get();
+        let left = oldest.map_or(IDLE, |asked| patience.saturating_sub(asked.elapsed()));
+        // A time that is too long for the kernel is a wait without a limit.
+        let left = Timespec::try_from(left).ok();
         let began = Instant::now();
-        let soon = &mut self.soon[usize::from(left.is_some())];
+        let soon = &mut self.soon[usize::from(oldest.is_some())];
         let looked = wait(&mut fds, left.as_ref(), *soon);
         *soon = began.elapsed() < SOON;
         match looked {

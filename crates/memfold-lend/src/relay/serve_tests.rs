@@ -1,12 +1,15 @@
 use std::io::{Read, Write};
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use memfold_testkit::{bound, wait_until};
+use memfold_vm::{Identity, Process};
+use rustix::net::sockopt;
+use rustix::process::Pid;
 
-use super::super::super::connection::PATIENCE;
+use super::super::super::connection::{PATIENCE, Wire};
 use super::super::super::export::{Export, ExportError};
 use super::*;
 use crate::endpoint::Address;
@@ -423,7 +426,7 @@ fn loopback() -> Listen {
 }
 
 fn exported(directory: &std::path::Path, listen: Listen, id: u64, bytes: u64) -> Option<Export> {
-    let mut export = match Export::start(directory, listen, LeaseId(id), bytes, PATIENCE) {
+    let mut export = match Export::start(directory, listen, LeaseId(id), bytes) {
         Ok(export) => export,
         Err(ExportError::Missing(error)) => {
             return memfold_testkit::reports_skip(&error.to_string());
@@ -612,4 +615,45 @@ fn a_borrower_refuses_a_lender_with_a_wrong_key_or_less_memory_than_agreed() {
     let stranger = Stream::open(&endpoint, MIB, PATIENCE).unwrap_err();
     assert!(stranger.to_string().contains("TLS"), "{stranger}");
     Stream::open(&export.endpoint, MIB, PATIENCE).unwrap();
+}
+
+#[test]
+fn both_ends_of_an_idle_connection_survive_a_network_that_is_away_for_a_minute() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some(export) = exported(directory.path(), loopback(), 1, MIB) else {
+        return;
+    };
+    let stream = Stream::open(&export.endpoint, MIB, PATIENCE).unwrap();
+    let Stream::Tls(tls) = &stream else {
+        panic!("{stream:?}")
+    };
+    let ours = tls.get_ref().try_clone().unwrap();
+    let limit = |of: &TcpStream| sockopt::tcp_user_timeout(of).unwrap();
+    assert_eq!(limit(&ours), 3000);
+    let served = Served::new(vec![stream], MIB);
+    // The other copy of the disk is lost, so this lender has the only one.
+    served.patience.set(60_000);
+    wait_until("the kernel waits longer", Duration::from_secs(30), || {
+        limit(&ours) == 60_000
+    });
+    // The lender does not know whether there is another copy.
+    let pid = Pid::from_raw(i32::try_from(export.pid()).unwrap()).unwrap();
+    let nbdkit = Process::open(Identity::of(pid).unwrap()).unwrap();
+    let theirs = Wire::served_by(&nbdkit, ours.peer_addr().unwrap()).unwrap();
+    assert_eq!(theirs[0].user_timeout().unwrap(), 60_000);
+    served.end().unwrap();
+}
+
+#[test]
+fn a_relay_says_for_how_long_its_client_has_waited_for_a_lender() {
+    let (mut served, orders) = liars(1, MIB);
+    assert_eq!(served.write(0, &pattern(1, 1)), 0);
+    assert_eq!(served.patience.waited_ms(), 0);
+    orders[0].send(Lie::SaysNothing).unwrap();
+    served.ask(Command::Read, 0, 4096, &[]);
+    wait_until("half a second has passed", Duration::from_secs(30), || {
+        served.patience.waited_ms() >= 500
+    });
+    assert_eq!(served.hear().error, EIO);
+    served.end().unwrap_err();
 }

@@ -166,6 +166,21 @@ impl Running {
         })
     }
 
+    /// Returns for how long the relay's client has waited for its oldest request to a lender.
+    ///
+    /// # Errors
+    /// Fails if the relay does not answer within `limit`, or its version does not say it.
+    pub fn waited(&self, limit: Duration) -> io::Result<Duration> {
+        let mut asked = self.ask(&Ask::Waited)?;
+        asked.stream.set_nonblocking(false)?;
+        asked.stream.set_read_timeout(Some(limit))?;
+        match asked.answer()? {
+            Some(Answer::Waited(ms)) => Ok(Duration::from_millis(ms)),
+            Some(other) => Err(io::Error::other(format!("{other:?}"))),
+            None => Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+
     /// Ends a relay whose client has disconnected: waits for up to 1 s, then kills the process, and
     /// removes the relay's files. Returns the record of the relay's end, if the relay wrote one.
     #[must_use]
