@@ -119,12 +119,14 @@ impl Wire {
 }
 
 /// Returns how long a VM waits for a lender of its swap disk that does not answer, by the disk's
-/// durability.
+/// durability and the number of the disk's copy on lent RAM. If the borrower's own network is away,
+/// both lenders of a replica are silent; the second one must then not be given up together with the
+/// first. The daemon gives it up sooner if only this lender is silent.
 #[must_use]
-pub const fn patience(durability: Durability) -> Duration {
-    match durability {
-        Durability::Disk | Durability::Replica => PATIENCE,
-        Durability::None => LAST_PATIENCE,
+pub const fn patience(durability: Durability, copy: usize) -> Duration {
+    match (durability, copy) {
+        (Durability::Disk, _) | (Durability::Replica, 0) => PATIENCE,
+        (Durability::Replica, _) | (Durability::None, _) => LAST_PATIENCE,
     }
 }
 
@@ -215,7 +217,7 @@ mod tests {
         let wire = Wire::find(&process, &address).unwrap().unwrap();
         wire.keep_alive().unwrap();
         assert_eq!(sockopt::tcp_user_timeout(&client).unwrap(), 3000);
-        keep_alive(&client, patience(Durability::None)).unwrap();
+        keep_alive(&client, patience(Durability::None, 0)).unwrap();
         assert_eq!(sockopt::tcp_user_timeout(&client).unwrap(), 60_000);
         let idle = sockopt::tcp_keepidle(&client).unwrap();
         assert_eq!(idle, Duration::from_secs(20));

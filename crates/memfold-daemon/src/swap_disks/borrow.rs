@@ -269,7 +269,7 @@ impl SwapDisks {
         asked.set(Instant::now());
         let ttl = lease_ttl(borrowing.durability, borrowing.bytes);
         let ids = begun.leases.iter().map(|lease| lease.id);
-        let patience = patience(borrowing.durability);
+        let patience = patience(borrowing.durability, 0);
         let silent = self.leases.silent_parts(borrowing, patience);
         let silent = silent.first().map(|part| {
             let lenders = borrowing.parts[*part].lenders();

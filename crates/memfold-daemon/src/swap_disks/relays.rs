@@ -30,11 +30,12 @@ pub(crate) fn connect(
     let failed = state_error(directory.path());
     let log = directory.relay_log();
     let log = File::options().create(true).append(true).open(log);
+    let patience = patience(borrowing.durability, number);
     let orders = Orders {
         socket: directory.relay(borrowing.generation, number),
         bytes: borrowing.bytes,
         lenders: endpoints.to_vec(),
-        patience_ms: u64::try_from(patience(borrowing.durability).as_millis()).unwrap_or(u64::MAX),
+        patience_ms: u64::try_from(patience.as_millis()).unwrap_or(u64::MAX),
     };
     let part = &borrowing.parts[number];
     let program = own_program().map_err(failed)?;

@@ -8,6 +8,8 @@
 use std::time::{Duration, Instant};
 
 use memfold_lend::RegistryError;
+use memfold_lend::graph::Part;
+use memfold_lend::relay::start::Running;
 use memfold_lend::wire::{MOVE_AFTER, PATIENCE};
 use tracing::warn;
 
@@ -18,6 +20,11 @@ use crate::swap_disks::guard::Guard;
 const UNKNOWN_LEASE: &str =
     "lease ended or unknown to the registry, and the copy on this host is not verified";
 const SILENT: &str = "lender's daemon does not report, and no other complete copy is known";
+
+/// Time after which the second lender of a replica is late. If the first lender has gone silent at
+/// about the same time, it has been given up by then, also if no request waits for it: the kernel
+/// ends an idle connection after [`PATIENCE`].
+const LATE: Duration = Duration::from_secs(5);
 
 /// Renews the leases of a loan once. Returns whether a lender wants its memory back.
 pub(super) fn renew_leases(leases: &Leases, guard: &Guard) -> bool {
@@ -80,6 +87,28 @@ pub(super) fn renew_leases(leases: &Leases, guard: &Guard) -> bool {
     wanted
 }
 
+/// Cuts off the second lender of a replica if it lets QEMU wait and the first lender does not. If
+/// both are silent, this host's own network may be away: the first lender is then given up after
+/// 3 s, and the second one is the only copy. `waited`: for how long QEMU has waited for a relay.
+pub(super) fn cut_late_copy(guard: &Guard, waited: impl Fn(&Running) -> Option<Duration>) {
+    let borrowing = guard.borrowing();
+    let reached: Vec<_> = borrowing.reached().collect();
+    let [(_, first), (late, second)] = reached[..] else {
+        return;
+    };
+    let waited = |part: &Part| part.relay.as_ref().and_then(&waited);
+    let is_late = waited(second).is_some_and(|waited| waited >= LATE);
+    let is_prompt = || waited(first).is_some_and(|waited| waited < PATIENCE / 2);
+    if is_late && is_prompt() && guard.is_elsewhere(late) {
+        warn!(
+            vm = guard.vm,
+            lenders = second.lenders(),
+            "lender does not answer and is no longer used; check the lender's daemon and network"
+        );
+        guard.cut(late);
+    }
+}
+
 /// Reacts to relay processes that are stopped, so that QEMU waits for them. A relay is cut off if
 /// its bytes are elsewhere, and is resumed otherwise. `is_told`: whether a stop was logged before.
 pub(super) fn end_stop(guard: &Guard, is_told: &mut bool) {
@@ -115,8 +144,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicI64, Ordering};
 
-    use memfold_lend::graph::{Borrowing, Part, Phase, Stripe};
-    use memfold_lend::relay::start::Running;
+    use memfold_lend::graph::{Borrowing, Phase, Stripe};
     use memfold_lend::wire::Wire;
     use memfold_lend::{
         Address, Durability, Incarnation, LeaseId, LenderId, Offer, Registry, SqliteRegistry, Want,
@@ -285,6 +313,48 @@ mod tests {
             assert!(fixture.renew().0);
             assert_eq!(fixture.guard.ended(), [0]);
         }
+    }
+
+    #[test]
+    fn the_second_lender_of_a_replica_is_cut_off_only_if_it_alone_lets_the_vm_wait() {
+        let seconds = |s: &[u64; 2]| s.map(Duration::from_secs);
+        for (waits, is_cut) in [
+            ([0, 0], false),
+            ([0, 4], false),
+            ([0, 6], true),
+            ([2, 6], false),
+            ([6, 6], false),
+        ] {
+            let fixture = fixture(Durability::Replica);
+            let waits = seconds(&waits);
+            for part in 0..2 {
+                fixture.guard.state.lock().borrowing.parts[part].relay = Some(Running {
+                    process: Identity::of(rustix::process::getpid()).unwrap(),
+                    socket: format!("/relay-{part}").into(),
+                });
+            }
+            cut_late_copy(&fixture.guard, |relay| {
+                Some(waits[usize::from(relay.socket.ends_with("relay-1"))])
+            });
+            let ended: &[usize] = if is_cut { &[1] } else { &[] };
+            assert_eq!(fixture.guard.ended(), ended, "{waits:?}");
+        }
+    }
+
+    #[test]
+    fn while_it_is_unknown_whether_qemu_is_connected_no_lender_counts_as_lost() {
+        let fixture = fixture(Durability::None);
+        let guard = &fixture.guard;
+        let mut state = guard.state.lock();
+        state.wires[0] = None;
+        state.unknown.insert(0);
+        drop(state);
+        assert!(guard.ended().is_empty());
+        // This process is connected to the part's address.
+        guard.find_unknown(&own_process()).unwrap();
+        assert!(guard.ended().is_empty());
+        guard.cut(0);
+        assert_eq!(guard.ended(), [0]);
     }
 
     #[test]

@@ -15,11 +15,14 @@ use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::{Comparison, hear};
 use crate::swap_disks::guard::Guard;
-use crate::swap_disks::renew::end_stop;
+use crate::swap_disks::renew::{cut_late_copy, end_stop};
 use crate::threads;
 
 /// Time between two checks of the connections to relays.
 const WATCH: Duration = Duration::from_millis(100);
+
+/// Time limit for a relay, which runs on this host, to answer a question.
+const RELAY_ANSWER: Duration = Duration::from_millis(200);
 
 /// Pause before a failed move away from a single lender is repeated.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
@@ -74,6 +77,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         comparison.step(&machine, guard);
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
+            cut_late_copy(guard, |relay| relay.waited(RELAY_ANSWER).ok());
             if let Err(error) = disks.reconcile_alone(&machine, guard) {
                 warn!(
                     vm,
