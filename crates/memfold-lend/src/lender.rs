@@ -53,6 +53,7 @@ impl Lender {
                 incarnation: Incarnation(now_ms()),
             },
             announced: false,
+            is_superseded: false,
             judge: Judge::new(options.max_bytes),
             begun: Instant::now(),
             exports: BTreeMap::new(),

@@ -1,6 +1,6 @@
 use std::path::Path;
 use std::process::Command;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicI64};
 
 use memfold_testkit::{patience, wait_for, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
@@ -248,6 +248,7 @@ fn work(directory: &Path) -> Option<(Arc<SqliteRegistry>, Work)> {
             incarnation: Incarnation(1),
         },
         announced: true,
+        is_superseded: false,
         proc: "/proc".into(),
         judge: Judge::new(64 * MIB),
         begun: Instant::now(),
@@ -502,4 +503,72 @@ fn a_lender_ends_only_after_lent_memory_is_returned_unless_it_is_interrupted() {
         let lent = host.lender.status().lent_bytes;
         assert_eq!(lent, if hurried { 16 * MIB } else { 0 });
     }
+}
+
+#[test]
+fn a_lender_whose_name_another_daemon_has_taken_serves_its_leases_until_their_deadlines() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    look_until_exported(&registry, &mut work, lease.id);
+    let mut other = work.lender.clone();
+    other.incarnation.0 += 1;
+    let offer = Offer {
+        lender: other,
+        bytes: 0,
+    };
+    registry.offer(&offer, OFFER_TTL).unwrap();
+    for _ in 0..2 {
+        assert!(!work.tick());
+        assert_eq!(work.exports.len(), 1);
+    }
+    let status = work.set(|status| status.clone());
+    assert!(status.is_ending && status.problem.is_some(), "{status:?}");
+    work.exports.get_mut(&lease.id).unwrap().deadline = Instant::now();
+    wait_until("the lender ends", Duration::from_secs(60), || work.tick());
+    assert!(work.exports.is_empty());
+}
+
+#[test]
+fn a_lender_waits_while_another_daemon_lends_under_its_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((_, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let clock = Arc::new(AtomicI64::new(1));
+    let now = clock.clone();
+    let registry = SqliteRegistry::open_at(
+        &directory.path().join("other.db"),
+        Arc::new(move || now.load(Ordering::Relaxed)),
+        "boot",
+    );
+    let registry = Arc::new(registry.unwrap());
+    let mut other = work.lender.clone();
+    other.incarnation.0 += 7;
+    let offer = Offer {
+        lender: other.clone(),
+        bytes: 64 * MIB,
+    };
+    registry.offer(&offer, OFFER_TTL).unwrap();
+    let lease = take(&registry);
+    work.registry = registry.clone();
+    work.announced = false;
+    let mut look = |after_ms: i64| {
+        clock.fetch_add(after_ms, Ordering::Relaxed);
+        assert!(!work.keep_up().unwrap());
+        let lenders = registry.picture().unwrap().lenders;
+        (
+            lenders[0].lender.clone(),
+            work.set(|status| status.why.clone()),
+        )
+    };
+    let (lender, why) = look(1000);
+    assert_eq!(lender, other);
+    assert!(why.contains("earlier daemon"), "{why}");
+    assert_eq!(registry.picture().unwrap().leases[0].id, lease.id);
+    // The other daemon has ended: its offer is not repeated any more.
+    let (lender, _) = look(3000);
+    assert_eq!(lender.incarnation.0, other.incarnation.0 + 1);
 }

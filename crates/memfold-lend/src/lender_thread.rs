@@ -33,6 +33,11 @@ const GLANCE: Duration = Duration::from_millis(50);
 /// How long an offer is valid unless the lender repeats it.
 const OFFER_TTL: Duration = Duration::from_secs(10);
 
+/// Time without a repetition after which the offer of another daemon under this host's name counts
+/// as that of an earlier daemon of this host, which has ended. Lenders repeat their offers at least
+/// once a second.
+const OTHER_SILENT: Duration = Duration::from_secs(3);
+
 /// How long to wait for a killed export to free its memory.
 const AT_ONCE: Duration = Duration::from_millis(100);
 
@@ -62,6 +67,8 @@ pub(super) struct Work {
     pub(super) lender: LenderId,
     /// Whether this lender's incarnation is known to be later than all others in the registry.
     pub(super) announced: bool,
+    /// Whether another daemon has begun to lend under this host's name.
+    pub(super) is_superseded: bool,
     pub(super) judge: Judge,
     pub(super) begun: Instant,
     pub(super) exports: BTreeMap<LeaseId, Lent>,
@@ -76,6 +83,9 @@ impl Work {
     /// Does one round. Returns whether the lender is done, which can be only while it is ending.
     pub(super) fn tick(&mut self) -> bool {
         self.bury();
+        if self.is_superseded {
+            return self.run_out();
+        }
         let problem = match self.keep_up() {
             Ok(true) => {
                 self.set(|status| status.lent_bytes = 0);
@@ -84,8 +94,13 @@ impl Work {
             Ok(false) => None,
             Err(error @ RegistryError::Superseded { .. }) => {
                 warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
-                self.set(|status| status.problem = Some(error.to_string()));
-                return true;
+                self.is_superseded = true;
+                self.set(|status| {
+                    status.problem = Some(error.to_string());
+                    status.is_ending = true;
+                    status.offer_bytes = 0;
+                });
+                return self.run_out();
             }
             Err(error) => {
                 self.end_overdue();
@@ -104,6 +119,20 @@ impl Work {
             status.lent_bytes = lent;
         });
         false
+    }
+
+    /// Offers nothing more, and serves what is exported until the leases' deadlines: the registry no
+    /// longer knows these leases, but the memory may be the only copy of a VM's bytes. Returns
+    /// whether nothing is exported any more.
+    fn run_out(&mut self) -> bool {
+        let verdict = self.judge();
+        if verdict.hurry == Hurry::Now {
+            self.cut(verdict.recall_bytes);
+        }
+        self.end_what_is_over(&[]);
+        let lent = self.lent_bytes();
+        self.set(|status| status.lent_bytes = lent);
+        self.exports.is_empty() && self.dying.is_empty()
     }
 
     pub(super) fn set<T>(&self, change: impl FnOnce(&mut LenderStatus) -> T) -> T {
@@ -168,19 +197,45 @@ impl Work {
     }
 
     /// Chooses an incarnation later than that of the previous daemon, even if the clock was set
-    /// back.
-    pub(super) fn follow_on(&mut self) -> Result<(), RegistryError> {
+    /// back. Returns `false` while another daemon lends under this host's name: its leases would
+    /// end.
+    pub(super) fn follow_on(&mut self) -> Result<bool, RegistryError> {
         if self.announced {
-            return Ok(());
+            return Ok(true);
         }
         let known = self.ask(|registry| registry.picture())?.lenders;
-        let mut known = known.into_iter().map(|view| view.lender);
-        if let Some(before) = known.find(|known| known.host == self.lender.host) {
-            let next = before.incarnation.0.saturating_add(1);
+        let mut known = known.into_iter();
+        if let Some(before) = known.find(|known| known.lender.host == self.lender.host) {
+            let is_heard = u128::from(before.silent_ms) < OTHER_SILENT.as_millis();
+            if before.left_ms > 0 && is_heard {
+                self.wait_for_name();
+                return Ok(false);
+            }
+            let next = before.lender.incarnation.0.saturating_add(1);
             self.lender.incarnation.0 = self.lender.incarnation.0.max(next);
         }
         self.announced = true;
-        Ok(())
+        Ok(true)
+    }
+
+    /// Says why nothing is lent yet. An earlier daemon of this host has ended, and its offer with
+    /// it after [`OFFER_TTL`]; what is repeated longer comes from another host.
+    fn wait_for_name(&self) {
+        let host = &self.options.host;
+        let why = if self.begun.elapsed() < OFFER_TTL {
+            "waiting for the end of an earlier daemon's offer".to_owned()
+        } else {
+            format!(
+                "another daemon lends under the host name '{host}'; give each host its own name (memfold serve --host)"
+            )
+        };
+        let before = self.set(|status| std::mem::replace(&mut status.why, why.clone()));
+        if before != why && self.begun.elapsed() >= OFFER_TTL {
+            warn!(
+                host,
+                "another daemon lends under this host's name, so this one lends nothing; give each host its own --host"
+            );
+        }
     }
 
     /// Does the part of a round that needs the registry. Returns whether the lender is done.
@@ -191,7 +246,9 @@ impl Work {
         if verdict.hurry == Hurry::Now {
             self.cut(verdict.recall_bytes);
         }
-        self.follow_on()?;
+        if !self.follow_on()? {
+            return Ok(ending);
+        }
         // Bytes of leases that the registry no longer knows are lent nevertheless.
         let orphaned = self.bytes_of(|lent| lent.orphaned);
         let offered = verdict.offer_bytes.saturating_sub(orphaned);
