@@ -31,6 +31,7 @@ use std::time::Duration;
 use super::endpoint::Endpoint;
 use super::etcd_api::{Kv, Txn};
 use super::etcd_keys::{Account, At, EtcdRegistry, What};
+use super::files;
 use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, Picture};
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{
@@ -124,6 +125,10 @@ impl Registry for EtcdRegistry {
         want.check()?;
         let ttl = check_ttl(ttl)?;
         let grant = self.grant(ttl)?;
+        // A lender may still export leases of data that etcd has lost. Their numbers must not be
+        // used again, so the first number is random.
+        let first = files::random().map_err(|error| self.unusable(error.to_string()))?;
+        let first = u64::from(u32::from_le_bytes(first) >> 1);
         self.repeat(|| {
             let last_key = self.key("last");
             let read = Txn::default()
@@ -137,7 +142,10 @@ impl Registry for EtcdRegistry {
             let leases = |(_, account): &(_, At<Account>)| account.value.leases.len();
             let (view, mut account) = want.choose(lenders, |(view, _)| view, leases)?;
             let last: Option<At<u64>> = last.first().map(|kv| self.at(kv)).transpose()?;
-            let (last, last_revision) = last.map_or((0, 0), |last| (last.value, last.revision));
+            let (last, last_revision) = match last {
+                Some(last) => (last.value, last.revision),
+                None => (first, 0),
+            };
             let id = last + 1;
             account.value.leases.insert(id, want.bytes);
             let account_key = self.account_key(&view.lender.host);
