@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
-use memfold_lend::graph::{self, Borrowing, GraphError, Part, Phase, Stripe, Top};
+use memfold_lend::graph::{self, Borrowing, Failed, GraphError, Part, Phase, Stripe, Top};
 use memfold_lend::iscsi::bridge;
 use memfold_lend::wire::{Wire, patience};
 use memfold_lend::{Durability, Endpoint, Lease, Transport};
@@ -237,7 +237,10 @@ impl SwapDisks {
         graph::build(&mut qmp, &borrowing, machine.vm().user())?;
         drop(qmp);
         let asked = Cell::new(Instant::now());
-        let give_up = || self.why_to_give_up(&borrowing, begun, &asked);
+        let give_up = || {
+            failed_write(machine, &borrowing)
+                .or_else(|| self.why_to_give_up(&borrowing, begun, &asked))
+        };
         let switched = graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &give_up);
         begun.borrowing = Some(borrowing.clone());
         switched?;
@@ -323,12 +326,34 @@ impl SwapDisks {
             "daemon restarted; it watches the lease of the VM's borrowed memory again"
         );
         let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+        let wires = borrowing.parts.iter().map(|_| None).collect();
+        let unknown = borrowing.reached().map(|(part, _)| part).collect();
         let guard = Guard::new(machine.name(), borrowing, wires);
+        let mut state = guard.state.lock();
+        // The thread that watches the loan looks for the connections first.
+        state.unknown = unknown;
         // The time of the last renewal is unknown, so half of the lease's duration is assumed to be
         // left.
-        guard.state.lock().holds = Some(Instant::now() + ttl / 2 + RESUMED);
+        state.holds = Some(Instant::now() + ttl / 2 + RESUMED);
+        drop(state);
         self.watch(machine, &guard);
     }
+}
+
+/// Returns which part of the new disk has failed during the move, if QEMU has reported that. The
+/// move itself goes on with the other part, but the disk would then be without a second copy.
+fn failed_write(machine: &Machine, borrowing: &Borrowing) -> Option<String> {
+    let events = machine.monitor().take_events_named(&["QUORUM_REPORT_BAD"]);
+    let mut failed = events
+        .iter()
+        .filter_map(|event| graph::failed(event, borrowing));
+    Some(match failed.next()? {
+        Failed::Copy => "the copy on this host's disk cannot be written; free space there".into(),
+        Failed::Lent(part) => {
+            let lenders = borrowing.parts[part].lenders();
+            format!("the memory of lender {lenders} cannot be written")
+        }
+    })
 }
 
 /// Returns an endpoint that a relay can connect to. For a lender that exports by iSCSI, it is a
