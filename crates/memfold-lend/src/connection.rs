@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use memfold_vm::Process;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, Shutdown, SocketAddrUnix, getpeername, getsockname, shutdown, sockopt,
 };
@@ -72,11 +73,14 @@ impl Wire {
             let is_socket = std::fs::read_link(entry.path())
                 .is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"socket:"));
             let number = entry.file_name().to_str().and_then(|n| n.parse().ok());
-            let number = number.filter(|_| is_socket);
-            let socket = number.and_then(|number| {
-                pidfd_getfd(process.pidfd(), number, PidfdGetfdFlags::empty()).ok()
-            });
-            found.extend(socket.filter(&wanted).map(Self));
+            let Some(number) = number.filter(|_| is_socket) else {
+                continue;
+            };
+            match pidfd_getfd(process.pidfd(), number, PidfdGetfdFlags::empty()) {
+                Ok(socket) => found.extend(Some(socket).filter(&wanted).map(Self)),
+                Err(Errno::BADF) => {} // closed meanwhile
+                Err(error) => return Err(error.into()),
+            }
         }
         Ok(found)
     }

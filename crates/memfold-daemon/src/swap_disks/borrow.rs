@@ -1,6 +1,7 @@
 //! Moves a VM's swap disk from this host's disk to RAM that other hosts lend.
 
 use std::cell::Cell;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -296,8 +297,13 @@ impl SwapDisks {
         if self.guard(machine.name()).is_some() {
             return;
         }
-        let Ok(mut borrowing) = VmDirectory::read_json::<Borrowing>(&directory.borrowed()) else {
-            return;
+        let mut borrowing = match VmDirectory::read_json::<Borrowing>(&directory.borrowed()) {
+            Ok(borrowing) => borrowing,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return,
+            Err(error) => {
+                warn!(vm = machine.name(), %error, "cannot read which memory the VM has borrowed, so its leases are not renewed; if its swap disk is lent ('memfold leases'), fix the cause and restart the daemon within a minute");
+                return;
+            }
         };
         machine.use_generation(borrowing.generation);
         // If a move was in progress, QEMU's device shows how the move ended.
@@ -316,11 +322,6 @@ impl SwapDisks {
         borrowing.phase = top.map_or(Phase::Switching, |_| Phase::Lent);
         // Since the earlier daemon ended, no daemon has received events about failed writes.
         borrowing.copy_unwatched = borrowing.copy.is_some();
-        let find = |part: &Part| {
-            let wire = Wire::find(machine.vm().process(), &part.reached_at()).ok()?;
-            wire.filter(|_| !part.lost)
-        };
-        let wires = borrowing.parts.iter().map(find).collect();
         info!(
             vm = machine.name(),
             "daemon restarted; it watches the lease of the VM's borrowed memory again"

@@ -2,6 +2,8 @@
 //! whether the leases still hold. The thread that watches the loan and users' requests share this
 //! state.
 
+use std::collections::BTreeSet;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -12,6 +14,7 @@ use memfold_lend::relay::start::Running;
 use memfold_lend::relay::stripes::Stripes;
 use memfold_lend::waits::Waits;
 use memfold_lend::wire::Wire;
+use memfold_vm::Process;
 use parking_lot::Mutex;
 
 use crate::leases::lease_ttl;
@@ -30,6 +33,9 @@ pub(crate) struct Watched {
     pub borrowing: Borrowing,
     /// QEMU's connections to the relays of the loan, indexed by part.
     pub wires: Vec<Option<Wire>>,
+    /// Parts of which it is not known yet whether QEMU is still connected: an error kept this
+    /// daemon from looking.
+    pub unknown: BTreeSet<usize>,
     /// Number of the monitor connection on which QEMU's events were last received.
     pub heard_on: Option<u64>,
     /// Time until which all leases of the loan hold without renewal, according to the registry's
@@ -51,6 +57,7 @@ impl Guard {
             state: Mutex::new(Watched {
                 borrowing,
                 wires,
+                unknown: BTreeSet::new(),
                 heard_on: None,
                 holds: Some(Instant::now() + ttl),
                 doubt: None,
@@ -86,11 +93,27 @@ impl Guard {
         }
     }
 
+    /// Looks for QEMU's connections to those parts of which they are not known.
+    pub fn find_unknown(&self, qemu: &Process) -> io::Result<()> {
+        let unknown = self.state.lock().unknown.clone();
+        for part in unknown {
+            let address = self.borrowing().parts[part].reached_at();
+            let wire = Wire::find(qemu, &address)?;
+            let mut state = self.state.lock();
+            state.wires[part] = wire;
+            state.unknown.remove(&part);
+        }
+        Ok(())
+    }
+
     /// Returns the indexes of the loan's parts whose connection to QEMU has ended.
     pub fn ended(&self) -> Vec<usize> {
         let state = self.state.lock();
         let parts = state.borrowing.reached();
-        let has_ended = |part: &usize| state.wires[*part].as_ref().is_none_or(Wire::is_cut);
+        let has_ended = |part: &usize| {
+            let is_gone = || state.wires[*part].as_ref().is_none_or(Wire::is_cut);
+            !state.unknown.contains(part) && is_gone()
+        };
         parts.map(|(part, _)| part).filter(has_ended).collect()
     }
 

@@ -57,6 +57,11 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
             return;
         };
         let vm = &guard.vm;
+        if let Err(error) = guard.find_unknown(machine.vm().process()) {
+            if renewed.elapsed() >= RENEW {
+                warn!(vm, %error, "cannot look for QEMU's connections to the relays of the swap disk; retrying");
+            }
+        }
         for part in guard.ended() {
             if let Err(error) = disks.heal(&machine, guard, part) {
                 // The next check tries again. The monitor of a VM that ends fails, too.
