@@ -89,6 +89,14 @@ impl Habit {
         }
     }
 
+    /// Notes that an operator decides where the VM's swap disk is.
+    fn leave_to_operator(&mut self, now: Instant) {
+        self.by_itself = false;
+        self.last = None;
+        self.busy_looks = 0;
+        self.tries.rest(now + REST);
+    }
+
     /// Returns whether a move is in progress. If a move has ended, records its result.
     fn is_switching(&mut self, now: Instant) -> bool {
         if let Some(done) = self.tries.ended(now) {
@@ -128,11 +136,17 @@ impl SwapDisks {
 
     fn look_at_swapping(self: &Arc<Self>, habits: &mut BTreeMap<u32, Habit>) {
         let mut machines = self.registry.machines();
-        // VMs with an operator's request get no automatic loan.
-        machines.retain(|m| swap_directory(m).is_ok() && saved_request(m).is_none());
+        machines.retain(|m| swap_directory(m).is_ok());
         habits.retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
         for machine in machines {
             let vm = machine.name();
+            // VMs with an operator's request get no automatic loan, also for a while after the
+            // operator has withdrawn it.
+            if saved_request(&machine).is_some() {
+                let habit = habits.entry(machine.id()).or_default();
+                habit.leave_to_operator(Instant::now());
+                continue;
+            }
             let known = habits.get_mut(&machine.id());
             if known.is_some_and(|habit| habit.is_switching(Instant::now())) {
                 continue;
@@ -311,6 +325,16 @@ mod tests {
         for _ in 0..1000 {
             assert_eq!(operators.look(0, SwapPlace::Lent), None);
         }
+    }
+
+    #[test]
+    fn after_an_operators_return_automatic_borrowing_waits_for_ten_minutes() {
+        let mut vm = Vm::new();
+        vm.look(0, SwapPlace::OnDisk);
+        // The operator's loan: the VM is looked at, and left alone.
+        vm.habit.leave_to_operator(vm.now);
+        let looks = vm.until(Some(SwapMove::Borrow), 2 * MIB, SwapPlace::OnDisk);
+        assert!((300..=306).contains(&looks), "{looks}");
     }
 
     #[test]
