@@ -7,8 +7,7 @@ use std::net::IpAddr;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
-use anyhow::{anyhow, bail};
-use clap::Args;
+use clap::{Args, CommandFactory as _};
 
 use memfold_api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
 use memfold_lend::lvm::Volume;
@@ -61,6 +60,7 @@ pub(super) struct BorrowArguments {
     #[arg(value_name = "VM", required_unless_present = "lvm")]
     vm: Option<String>,
     /// Size to borrow: at least the size of the swap disk, which is the default
+    #[arg(conflicts_with = "lvm")]
     size: Option<ByteSize>,
     /// Move a swap volume of this host's LVM to lent RAM, instead of a VM's swap disk; the lender
     /// must export by iSCSI
@@ -157,14 +157,9 @@ fn lender(status: &LenderStatus) -> String {
 pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::Result<ExitCode> {
     let (vm, lvm) = (arguments.vm.as_deref(), arguments.lvm.as_ref());
     let mut size = arguments.size;
-    if let Some(volume) = lvm {
+    if lvm.is_some() {
         // With --lvm, the only positional argument is the size.
-        size = vm.map(size_alone).transpose()?;
-        if arguments.size.is_some() {
-            bail!(
-                "--lvm {volume} and a VM cannot be given together; run the command once for each"
-            );
-        }
+        size = vm.map(size_alone);
     }
     let place = swap_disk_path(vm, lvm, "borrow")?;
     let request = BorrowRequest {
@@ -185,9 +180,13 @@ fn swap_disk_path(vm: Option<&str>, lvm: Option<&Volume>, what: &str) -> anyhow:
     })
 }
 
-fn size_alone(word: &str) -> anyhow::Result<ByteSize> {
-    word.parse().map_err(|error| {
-        anyhow!("cannot parse '{word}' as a size ({error}); with --lvm, give no VM, only a size")
+fn size_alone(word: &str) -> ByteSize {
+    word.parse().unwrap_or_else(|error| {
+        let why = format!(
+            "cannot parse '{word}' as a size ({error}); with --lvm, give no VM, only a size"
+        );
+        let wrong = clap::error::ErrorKind::ValueValidation;
+        super::Cli::command().error(wrong, why).exit()
     })
 }
 

@@ -9,7 +9,7 @@ use memfold_vm::Qmp;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::support::{Daemon, code, err, out, refused, wait};
+use crate::support::{Daemon, code, err, out, refused, run, wait};
 
 const MIB: u64 = 1 << 20;
 
@@ -745,4 +745,16 @@ fn a_continuously_swapping_vm_borrows_memory_automatically() {
     }
     assert_eq!(vm.place(), "on_disk");
     vm.read(1, 60);
+}
+
+#[test]
+fn borrow_for_a_volume_with_a_vm_or_with_a_wrong_size_is_wrong_usage() {
+    for (words, said) in [
+        (&["vm1", "1G"][..], "cannot be used with"),
+        (&["nonsense"], "with --lvm, give no VM, only a size"),
+    ] {
+        let output = run(&[&["borrow", "--lvm", "vg/swap"], words].concat());
+        assert_eq!(code(&output), 2, "{}", err(&output));
+        assert!(err(&output).contains(said), "{}", err(&output));
+    }
 }
