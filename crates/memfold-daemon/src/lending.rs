@@ -44,7 +44,7 @@ pub struct Lending {
     /// Bytes that right-sizing wants back, and bytes that it wants to stay available.
     wanted_back: Arc<AtomicU64>,
     kept: Arc<AtomicU64>,
-    lender: Mutex<Option<Lender>>,
+    lender: Mutex<Option<Arc<Lender>>>,
 }
 
 /// The last lending request of an operator. Until the next boot, it takes precedence over the
@@ -141,7 +141,12 @@ impl Lending {
         check_server(request.transport)?;
         // If the registry cannot be used, this request fails instead of the lender's thread. The
         // lender is not locked meanwhile, so that status requests do not wait.
-        if self.lender.lock().as_ref().is_none_or(Lender::has_ended) {
+        if self
+            .lender
+            .lock()
+            .as_ref()
+            .is_none_or(|old| old.has_ended())
+        {
             self.leases.registry.picture()?;
         }
         let mut lender = self.lender.lock();
@@ -159,7 +164,8 @@ impl Lending {
         } else {
             // The new lender has exported nothing yet, and exports nothing if the registry refuses
             // it.
-            lender.insert(self.start_lender(request)?).status()
+            let new = Arc::new(self.start_lender(request)?);
+            lender.insert(new).status()
         };
         drop(lender);
         self.note_lending(Some(request));
@@ -249,7 +255,7 @@ impl Lending {
         if lender.is_none() && self.to_lend().as_ref() == Some(request) {
             // The registry may not answer yet: its daemon may start later. The lender's thread
             // retries.
-            *lender = Some(self.start_lender(request)?);
+            *lender = Some(Arc::new(self.start_lender(request)?));
         }
         Ok(())
     }
@@ -267,10 +273,13 @@ impl Lending {
     /// Ends lending because the daemon ends; the next daemon resumes lending. Borrowers get time to
     /// return the memory until `hurry` returns `true`.
     pub fn end(&self, hurry: &dyn Fn() -> bool) {
-        let lender = self.lender.lock().take();
+        // The lender stays known meanwhile. A second lender beside it would end the leases whose
+        // memory borrowers are still copying.
+        let lender = self.lender.lock().clone();
         if let Some(lender) = lender {
             lender.end_and_wait(hurry);
         }
+        self.shut_down();
     }
 
     /// Returns the lender's status; `None` if this host does not lend. If the lender ended because
@@ -280,13 +289,16 @@ impl Lending {
         // A lender that has ended stays only to report its problem: another daemon lends under this
         // host name.
         lender.take_if(|l| l.has_ended() && l.status().problem.is_none());
-        lender.as_ref().map(Lender::status)
+        lender.as_ref().map(|lender| lender.status())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use memfold_lend::SqliteRegistry;
+    use std::cell::Cell;
+
+    use memfold_lend::{Durability, SqliteRegistry, Want};
+    use memfold_testkit::{wait_for, wait_until};
 
     use super::*;
 
@@ -312,7 +324,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let request = request();
         let lending = lending(directory.path(), Some(request.clone()));
-        *lending.lender.lock() = Some(lending.start_lender(&request).unwrap());
+        *lending.lender.lock() = Some(Arc::new(lending.start_lender(&request).unwrap()));
         // The start of a lender empties this directory.
         let export = directory.path().join("lend/export");
         std::fs::write(&export, "").unwrap();
@@ -330,6 +342,37 @@ mod tests {
         let lending = lending(directory.path(), Some(request.clone()));
         assert_eq!(lending.stop(), None);
         lending.begin(&request).unwrap();
+        assert!(lending.status().is_none());
+    }
+
+    #[test]
+    fn while_borrowers_copy_lent_memory_home_at_the_daemons_end_no_second_lender_begins() {
+        let directory = tempfile::tempdir().unwrap();
+        let request = request();
+        let lending = lending(directory.path(), None);
+        lending.lend(&request).unwrap();
+        let want = Want {
+            borrower: "borrower".into(),
+            vm: "v".into(),
+            bytes: LEAST,
+            durability: Durability::None,
+            apart_from: Vec::new(),
+        };
+        let minute = Duration::from_secs(60);
+        // Other tests may press this host, so that it offers less for a moment.
+        wait_for("a lease", 2 * minute, || {
+            lending.leases.registry.take(&want, minute)
+        });
+        wait_until("the memory is lent", minute, || {
+            lending.status().is_some_and(|status| status.lent_bytes > 0)
+        });
+        let refused = Cell::new(false);
+        lending.end(&|| {
+            refused.set(lending.lend(&request).is_err());
+            assert!(lending.status().is_some());
+            true
+        });
+        assert!(refused.get());
         assert!(lending.status().is_none());
     }
 }
