@@ -68,6 +68,8 @@ install_agent() {
             systemctl --quiet enable memfold-agent.service memfold-segments.service
             if [ -d /run/systemd/system ]; then
                 systemctl daemon-reload
+                # systemd runs its ExecStop, which merges what was written, only if it was started.
+                systemctl start memfold-segments.service
                 if [ $changed = yes ]; then
                     systemctl restart memfold-agent.service
                 else
@@ -95,9 +97,30 @@ install_agent() {
     fi
 }
 
+# take_off_segments: merges what was written to laid directories, which would be lost without the
+# agent. The program is called directly: systemd does not run the ExecStop of a unit that was never
+# started, and 'systemctl stop' succeeds if ExecStop fails.
+take_off_segments() {
+    # A guest without the directory has had no segment.
+    if [ ! -d /var/lib/memfold/segments ] || [ ! -x "$program" ]; then
+        return
+    fi
+    # The host cannot lay a segment again meanwhile.
+    if [ -d /run/systemd/system ] && [ -e "$units/memfold-agent.service" ]; then
+        systemctl stop memfold-agent.service
+    fi
+    if ! "$program" --segment-shutdown >/dev/null; then
+        if [ -d /run/systemd/system ] && [ -e "$units/memfold-agent.service" ]; then
+            systemctl start memfold-agent.service
+        fi
+        echo "memfold-agent: not removed: what was written to laid directories cannot be merged yet, and would be lost. Fix the cause that the line above names, and run this again" >&2
+        exit 1
+    fi
+}
+
 uninstall_agent() {
+    take_off_segments
     if [ -d /run/systemd/system ]; then
-        # Stopping it also merges what was written to laid directories.
         for unit in memfold-agent memfold-segments; do
             [ ! -e "$units/$unit.service" ] || systemctl stop "$unit.service"
         done
