@@ -118,6 +118,15 @@ take_off_segments() {
     fi
 }
 
+# use_package: enables and starts the agent of the package memfold-agent, whose configuration stays.
+use_package() {
+    if have systemctl; then
+        systemctl --quiet enable memfold-agent.service memfold-segments.service
+        [ ! -d /run/systemd/system ] || systemctl start memfold-segments.service memfold-agent.service
+    fi
+    say "removed; the agent of the package memfold-agent stays, enabled"
+}
+
 uninstall_agent() {
     take_off_segments
     if [ -d /run/systemd/system ]; then
@@ -136,6 +145,11 @@ uninstall_agent() {
         rm -f "$script"
     fi
     rm -f "$program"
+    # The package's units had the same names as the archive's, which hid them.
+    if [ -e /usr/sbin/memfold-agent ]; then
+        use_package
+        return
+    fi
     # A configuration that the owner has written stays.
     if cmp -s "$here/agent.toml" "$configuration"; then
         rm "$configuration"
