@@ -139,7 +139,16 @@ fn the_apparmor_profile_compiles_and_grants_the_capabilities_that_the_daemon_kee
         .collect();
     // Only to give up the others.
     kept.insert("SETPCAP".into());
-    assert_eq!(granted(&read_to_string(&file).unwrap()), kept);
+    let profile = read_to_string(&file).unwrap();
+    assert_eq!(granted(&profile), kept);
+    // AppArmor sees the kernel's names of disks: ZFS, Ceph, DRBD, bcache, SD cards and others.
+    let mut lines = profile.lines().map(str::trim);
+    let disks = lines.find_map(|line| line.strip_prefix("/dev/{sd,")?.strip_suffix("}* rwk,"));
+    let disks: BTreeSet<&str> = disks.unwrap().split(',').collect();
+    for name in ["vd", "nvme", "zd", "rbd", "drbd", "bcache", "mmcblk"] {
+        assert!(disks.contains(name), "{name}");
+    }
+    assert!(profile.contains("    /usr/{,local/}{bin,libexec}/qemu-system-* mr,"));
 
     let mut parser = Command::new("apparmor_parser");
     parser.args(["--skip-kernel-load", "--skip-cache"]);
