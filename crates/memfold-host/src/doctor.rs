@@ -301,7 +301,7 @@ fn fold_budget(host: &HostFacts) -> Check {
     )
 }
 
-const INSTALL_QEMU: &str = "apt install qemu-system-x86 qemu-utils (on Debian 12 with -t bookworm-backports; in a checkout: make setup)";
+const INSTALL_QEMU: &str = "apt install qemu-system-x86 qemu-utils (on Debian 12 with -t bookworm-backports; on Proxmox VE: upgrade to Proxmox VE 9; in a checkout: make setup)";
 
 fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
     let qemu = &host.qemu;
