@@ -23,6 +23,35 @@ release_tree() {
     sign --detach-sign --output "$directory/SHA256SUMS.asc" "$directory/SHA256SUMS"
 }
 
+# replaceable DIRECTORY: stops here unless DIRECTORY is a release, is empty or does not exist.
+replaceable() {
+    [[ ! -e $1 || -d $1 ]] || cannot "$1 is a file. Name a directory"
+    [[ ! -d $1 || -z $(ls -A "$1") || (-e $1/SHA256SUMS && -e $1/apt/memfold.sources) ]] ||
+        cannot "$1 is not empty, and is no release of memfold (with SHA256SUMS and apt/memfold.sources), so it is not replaced. Name another directory"
+}
+
+# replace_release TREE DIRECTORY: copies TREE to DIRECTORY, perhaps on another file system. A
+# release that is there stays whole until the copy is complete; two renames replace it.
+replace_release() {
+    local tree=$1 directory=$2 new old
+    # Somebody may have written there since this began.
+    replaceable "$directory"
+    mkdir -p "${directory%/*}"
+    new=$(mktemp -d "$directory.new-XXXXXX")
+    cp -aT "$tree" "$new" || {
+        rm -rf "$new"
+        fail "the release could not be copied to ${directory%/*}"
+    }
+    if [[ -e $directory ]]; then
+        old=$(mktemp -d "$directory.old-XXXXXX")
+        mv -T "$directory" "$old"
+        mv -T "$new" "$directory"
+        rm -rf --one-file-system "$old"
+    else
+        mv -T "$new" "$directory"
+    fi
+}
+
 # agent_archive FILE VERSION AGENT [AGENT-ARM64]
 agent_archive() {
     local file=$1 version=$2 agent=$3 arm64=${4:-} work top
