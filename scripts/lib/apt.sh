@@ -84,17 +84,22 @@ apt_install() {
     fi
 }
 
+# A line of the file that apt_install_unstarted writes.
+apt_policy_marker="# Written by memfold's scripts while they install packages. Remove it if none of them runs."
+
 # apt_install_unstarted PACKAGE...: the same, and services that packages bring are not started
 # (invoke-rc.d(8)).
 apt_install_unstarted() {
     local policy=/usr/sbin/policy-rc.d
-    if [[ -e $policy ]]; then
+    # The administrator's own one decides. With the marker, a run that was killed left it: no
+    # service that is installed later would be started.
+    if [[ -e $policy ]] && ! grep -qxF "$apt_policy_marker" "$policy"; then
         apt_install "$@"
         return
     fi
     (
         trap 'rm -f "$policy"' EXIT
-        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        printf '#!/bin/sh\n%s\nexit 101\n' "$apt_policy_marker" >"$policy"
         chmod +x "$policy"
         apt_install "$@"
     )
