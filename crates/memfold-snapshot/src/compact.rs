@@ -34,7 +34,7 @@ use super::image::SUMS;
 use super::image::{CHUNK_PAGES, bytes, write_nonzero};
 use super::manifest::{Manifest, RAM, REFERENCES, References, SavedDisk, file_name};
 use super::portable::base_name;
-use super::rebase::{is_of_another, merge, split, used};
+use super::rebase::{is_in, is_of_another, merge, split, used};
 use super::refer::{self, Reference};
 use super::restore;
 use super::room::enough_room;
@@ -204,7 +204,7 @@ impl Layer<'_> {
         let (mut sources, mut numbers) = (Vec::new(), Vec::new());
         for path in all {
             // A path without a slash is a file of the snapshot.
-            let is_left = path.is_absolute() && !path.starts_with(self.shelf.root());
+            let is_left = path.is_absolute() && !is_in(path, self.shelf.root());
             numbers.push(is_left.then_some(u32::try_from(sources.len()).unwrap_or(u32::MAX)));
             sources.extend(is_left.then(|| path.clone()));
         }

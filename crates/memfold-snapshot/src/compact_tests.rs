@@ -11,7 +11,7 @@ use crate::image::{CHUNK_BYTES, ImageBlock, ImageCounts, pages_sum};
 use crate::manifest::{ParentName, disk_name, tests::manifest};
 use crate::own_disks::OwnDisks;
 use crate::pack;
-use crate::users::built_on;
+use crate::users::{below, built_on};
 
 /// Length of each image: two chunks.
 const PAGES: u64 = 2 * CHUNK_PAGES;
@@ -273,6 +273,23 @@ fn a_complete_layer_has_the_same_bytes_without_its_parent() {
     assert_eq!(made.manifest.own_bytes(), (2 + 8) * PAGE_SIZE);
     let of_disk = made.copied_bytes - 8 * PAGE_SIZE;
     assert!((64 << 10..256 << 10).contains(&of_disk), "{of_disk}");
+    assert_eq!(built_on(&place.shelf, "p").unwrap(), [""; 0]);
+    place.shelf.remove("p").unwrap();
+    place.check_complete();
+}
+
+#[test]
+fn a_layer_needs_its_parent_and_is_made_complete_by_another_spelling_of_the_directory() {
+    let mut place = Place::new();
+    let link = place.directory.path().join("link");
+    std::os::unix::fs::symlink(place.shelf.root(), &link).unwrap();
+    let mut spec = VmSpec::new("web", ByteSize::mib(4));
+    spec.disks = vec![DiskSpec::new(place.file("l", "disk0.qcow2"))];
+    place.shelf = Shelf::open(&link);
+    assert_eq!(below(&place.shelf, &spec), ["l", "p"]);
+    assert_eq!(built_on(&place.shelf, "p").unwrap(), ["l"]);
+    let made = place.compact().unwrap().manifest;
+    assert_eq!(made.references.unwrap().sources, [place.base()]);
     assert_eq!(built_on(&place.shelf, "p").unwrap(), [""; 0]);
     place.shelf.remove("p").unwrap();
     place.check_complete();

@@ -16,6 +16,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::error::{SnapshotError, failed};
 use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, RAM, hex, read_manifest};
+use super::rebase::real;
 
 /// How often, and after which pauses, a draft that comes from elsewhere is locked.
 const LOCK_TRIES: u32 = 20;
@@ -181,15 +182,18 @@ impl Draft {
 
     /// Returns the directories of the snapshots that this one needs.
     fn needed(&self, manifest: &Manifest) -> BTreeSet<PathBuf> {
-        let Some(root) = self.place.parent() else {
+        let Some(root) = self.place.parent().map(real) else {
             return BTreeSet::new();
         };
         let parent = manifest.parent.iter().map(|parent| root.join(&parent.name));
         let files = manifest.outside().into_iter();
-        let places = files.filter_map(|file| file.parent().map(Path::to_owned));
-        let of_shelf = places.filter(|place| place.parent() == Some(root));
-        let all = parent.chain(of_shelf);
-        all.filter(|place| *place != self.place).collect()
+        let places = files.filter_map(|file| real(&file).parent().map(Path::to_owned));
+        let of_shelf = places.filter(|place| place.parent() == Some(&root));
+        let own = real(&self.place);
+        parent
+            .chain(of_shelf)
+            .filter(|place| *place != own)
+            .collect()
     }
 
     /// Syncs the directory of all snapshots. A crash before this leaves a draft or a snapshot, and
@@ -377,6 +381,20 @@ mod tests {
         fill(&draft, &[RAM, "ram.sums", "devices"]);
         draft.replace(&manifest).unwrap();
         assert_ne!(inode(&place), before);
+    }
+
+    #[test]
+    fn a_draft_finds_the_snapshots_it_needs_by_another_spelling_of_the_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let (root, link) = (directory.path().join("root"), directory.path().join("link"));
+        fs::create_dir_all(root.join("p")).unwrap();
+        fs::write(root.join("p/kernel"), "").unwrap();
+        std::os::unix::fs::symlink(&root, &link).unwrap();
+        let mut manifest = manifest("a", ByteSize::mib(64));
+        manifest.spec.boot.kernel = Some(root.join("p/kernel"));
+        let draft = Draft::begin(&link, link.join("a"), "a").unwrap();
+        let needed = BTreeSet::from([real(&root.join("p"))]);
+        assert_eq!(draft.needed(&manifest), needed);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use super::disk_chain::{
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
 use super::manifest::disk_name;
+use super::rebase::real;
 
 /// A disk whose present overlay is frozen, or will be.
 #[derive(Debug)]
@@ -237,7 +238,7 @@ pub(super) fn lain(
                 break;
             };
             let named = header(&file).unwrap_or_default();
-            if named["backing-filename"].as_str().map(Path::new) == Some(&kept) {
+            if names_backing(&named, &kept) {
                 let path = next.file;
                 if !is_trusted(&path) {
                     break;
@@ -254,6 +255,12 @@ pub(super) fn lain(
         }
     }
     Ok(found)
+}
+
+/// Returns whether a disk's header from `qemu-img info` names a backing file, by whatever links.
+fn names_backing(header: &Value, file: &Path) -> bool {
+    let named = header["backing-filename"].as_str().map(Path::new);
+    named.is_some_and(|named| named == file || real(named) == real(file))
 }
 
 /// Returns whether a path is one that a temporary overlay of the VM `name` could have had: the name
@@ -332,6 +339,21 @@ pub(super) fn name_backing(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_header_names_a_backing_file_by_any_path_to_it_but_not_by_its_other_hard_link() {
+        let directory = tempfile::tempdir().unwrap();
+        let (root, link) = (directory.path().join("root"), directory.path().join("link"));
+        fs::create_dir(&root).unwrap();
+        fs::write(root.join("disk"), "").unwrap();
+        fs::hard_link(root.join("disk"), root.join("former")).unwrap();
+        std::os::unix::fs::symlink(&root, &link).unwrap();
+        let names =
+            |file: &Path| names_backing(&json!({ "backing-filename": file }), &link.join("disk"));
+        assert!(names(&link.join("disk")) && names(&root.join("disk")));
+        assert!(!names(&root.join("former")) && !names(&root.join("gone")));
+        assert!(!names_backing(&json!({}), &root.join("disk")));
+    }
 
     #[test]
     fn only_paths_of_the_vms_own_overlays_are_trusted_if_its_qemu_names_them() {

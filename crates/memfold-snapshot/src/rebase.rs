@@ -28,8 +28,12 @@ pub(super) fn is_of_another(shelf: &Shelf, place: &Path, path: &Path) -> bool {
 
 /// Returns whether a file is in a directory, whatever links lead to either.
 pub(super) fn is_in(path: &Path, directory: &Path) -> bool {
-    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
     path.starts_with(directory) || real(path).starts_with(real(directory))
+}
+
+/// Returns a path without links; the path itself if there is no such file.
+pub(super) fn real(path: &Path) -> PathBuf {
+    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
 /// Returns how many bytes of its file system a file uses.

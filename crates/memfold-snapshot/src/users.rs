@@ -12,14 +12,15 @@ use rustix::process::Pid;
 use super::disk_chain::{chain, identity};
 use super::error::{SnapshotError, failed};
 use super::manifest::{Manifest, RAM, SEALED, SavedDisk};
+use super::rebase::{is_in, real};
 use super::shelf::Shelf;
 
 /// Returns the names of the snapshots whose files are backing files of a VM's disks.
 #[must_use]
 pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     let chains = spec.disks.iter().filter_map(|disk| chain(&disk.path).ok());
-    let files: Vec<PathBuf> = chains.flatten().collect();
-    let holds = |place: PathBuf| files.iter().any(|file| file.starts_with(&place));
+    let files: Vec<PathBuf> = chains.flatten().map(|file| real(&file)).collect();
+    let holds = |place: PathBuf| files.iter().any(|file| is_in(file, &place));
     let mut names = shelf.names().unwrap_or_default();
     names.retain(|name| shelf.path(name).is_ok_and(holds));
     names
@@ -43,10 +44,6 @@ pub fn named_by(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     let mut names = shelf.names().unwrap_or_default();
     names.retain(|name| files.iter().any(|file| file.starts_with(root.join(name))));
     names
-}
-
-fn real(path: &Path) -> PathBuf {
-    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
 /// Returns the files that a VM's description names, and the backing files of its disks.
@@ -80,15 +77,10 @@ pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError>
         let builds = |disk: &SavedDisk| {
             !disk.read_only
                 && chain(&own.join(&disk.file.path))
-                    .is_ok_and(|files| files.iter().any(|file| file.starts_with(&place)))
+                    .is_ok_and(|files| files.iter().any(|file| is_in(file, &place)))
         };
         // Files of a pulled snapshot may be another one's kernel or read-only disk.
-        let names = || {
-            manifest
-                .outside()
-                .iter()
-                .any(|file| file.starts_with(&place))
-        };
+        let names = || manifest.outside().iter().any(|file| is_in(file, &place));
         if other != name && (manifest.disks.iter().any(builds) || names()) {
             found.push(other);
         }
