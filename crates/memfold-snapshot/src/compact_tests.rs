@@ -6,12 +6,13 @@ use memfold_units::{ByteSize, PAGE_BYTES};
 use memfold_vm::{DiskSpec, VmSpec};
 
 use super::*;
+use crate::built_on::built_on;
 use crate::file_facts::Stamp;
 use crate::image::{CHUNK_BYTES, ImageBlock, ImageCounts, pages_sum};
 use crate::manifest::{ParentName, disk_name, tests::manifest};
 use crate::own_disks::OwnDisks;
 use crate::pack;
-use crate::users::{below, built_on};
+use crate::users::below;
 
 /// Length of each image: two chunks.
 const PAGES: u64 = 2 * CHUNK_PAGES;

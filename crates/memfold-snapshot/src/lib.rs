@@ -11,6 +11,7 @@
 
 mod beside;
 mod block_job;
+mod built_on;
 mod candidates;
 mod chain_check;
 pub mod clock;

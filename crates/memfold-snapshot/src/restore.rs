@@ -44,10 +44,11 @@ use super::rebase::is_of_another;
 use super::refer::Reference;
 use super::shelf::{CheckedImage, Shelf};
 
+pub use super::built_on::built_on;
 pub use super::own_disks::OwnDisks;
 pub use super::users::{
-    below, built_on, disk_users, holders, holders_of_each, in_maps, named_by, names_files_of,
-    origin, users, users_of_each,
+    below, disk_users, holders, holders_of_each, in_maps, named_by, names_files_of, origin, users,
+    users_of_each,
 };
 
 /// Maximum number of views of an image in one RAM block. Each view takes two mappings (with the gap

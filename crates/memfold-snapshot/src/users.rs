@@ -1,5 +1,6 @@
 //! Finds out who uses a snapshot, because a used snapshot cannot be removed: processes that map its
-//! RAM image or its disks, and other snapshots whose disks have its disks as backing files.
+//! RAM image or its disks, and VMs whose disks have its disks as backing files. Other snapshots that
+//! need it: `built_on.rs`.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -11,7 +12,7 @@ use rustix::process::Pid;
 
 use super::disk_chain::{chain, identity};
 use super::error::{SnapshotError, failed};
-use super::manifest::{Manifest, RAM, SEALED, SavedDisk};
+use super::manifest::{Manifest, RAM, SEALED};
 use super::rebase::{is_in, real};
 use super::shelf::Shelf;
 
@@ -61,31 +62,6 @@ fn named_files(spec: &VmSpec) -> Vec<PathBuf> {
         }
     }
     files
-}
-
-/// Returns the names of the other snapshots that need files of snapshot `name`: as backing files of
-/// their disks, as read-only disks, or as kernels.
-pub fn built_on(shelf: &Shelf, name: &str) -> Result<Vec<String>, SnapshotError> {
-    let place = shelf.path(name)?;
-    let mut found = Vec::new();
-    for other in shelf.names().map_err(failed(shelf.root()))? {
-        // A broken snapshot is skipped, because its disks cannot be used.
-        let Ok(manifest) = shelf.manifest(&other) else {
-            continue;
-        };
-        let own = shelf.path(&other)?;
-        let builds = |disk: &SavedDisk| {
-            !disk.read_only
-                && chain(&own.join(&disk.file.path))
-                    .is_ok_and(|files| files.iter().any(|file| is_in(file, &place)))
-        };
-        // Files of a pulled snapshot may be another one's kernel or read-only disk.
-        let names = || manifest.outside().iter().any(|file| is_in(file, &place));
-        if other != name && (manifest.disks.iter().any(builds) || names()) {
-            found.push(other);
-        }
-    }
-    Ok(found)
 }
 
 /// Returns the processes that map the RAM image of snapshot `name`: the file `ram`, or the image
