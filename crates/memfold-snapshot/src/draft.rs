@@ -238,9 +238,9 @@ impl Draft {
     }
 }
 
-/// Returns whether the open directory is the one at `path` now.
-fn is_at(directory: &File, path: &Path) -> bool {
-    directory.metadata().is_ok_and(|held| {
+/// Returns whether the open file or directory is the one at `path` now.
+pub(super) fn is_at(open: &File, path: &Path) -> bool {
+    open.metadata().is_ok_and(|held| {
         fs::metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (held.dev(), held.ino()))
     })
 }

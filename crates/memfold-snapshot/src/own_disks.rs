@@ -4,7 +4,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use memfold_host::progress::Progress;
@@ -13,6 +13,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 use super::disk_chain::chain;
+use super::draft::is_at;
 use super::error::{SnapshotError, failed};
 use super::rebase::{is_in, merge, split, used};
 use super::room::enough_room;
@@ -159,17 +160,56 @@ fn copy(
 }
 
 /// Opens a file that only its owner can read. A file that a killed daemon left is overwritten, but
-/// a file that somebody writes now is refused.
+/// a file that somebody writes now is refused. A file that has another name, too, is a finished
+/// disk: the daemon was killed before it removed this name. Such a file is not touched.
 fn write_alone(path: &Path) -> io::Result<File> {
     let nofollow = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
     let mut options = File::options();
     options.write(true).create(true).truncate(false).mode(0o600);
-    let file = options.custom_flags(nofollow).open(path)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Err(Errno::WOULDBLOCK) => {
-            let why = "another restore is writing the disk";
-            Err(io::Error::new(ErrorKind::AlreadyExists, why))
+    options.custom_flags(nofollow);
+    loop {
+        let file = options.open(path)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => {
+                let why = "another restore is writing the disk";
+                return Err(io::Error::new(ErrorKind::AlreadyExists, why));
+            }
+            locked => locked?,
         }
-        other => Ok(other.map(|()| file)?),
+        if !is_at(&file, path) {
+            // Another restore has finished the file meanwhile, and it is a disk now.
+            continue;
+        }
+        if file.metadata()?.nlink() == 1 {
+            return Ok(file);
+        }
+        fs::remove_file(path)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_a_killed_restore_has_finished_is_not_overwritten_by_the_next_restore() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = |name: &str| directory.path().join(name);
+        fs::write(file("saved"), "saved").unwrap();
+        fs::write(file("disk0.qcow2"), "live").unwrap();
+        // The daemon was killed between the link and the removal of the other name, and then the
+        // disk was moved.
+        fs::hard_link(file("disk0.qcow2"), file("disk0.qcow2.part")).unwrap();
+        fs::rename(file("disk0.qcow2"), file("moved")).unwrap();
+        let (from, to) = (file("saved"), file("disk0.qcow2"));
+        copy(&from, &to, &Progress::default(), |_| Ok(())).unwrap();
+        assert_eq!(fs::read_to_string(file("moved")).unwrap(), "live");
+        assert_eq!(fs::read_to_string(&to).unwrap(), "saved");
+        assert!(!file("disk0.qcow2.part").exists());
+        // What is left of a copy that was not finished is overwritten.
+        fs::remove_file(&to).unwrap();
+        fs::write(file("disk0.qcow2.part"), "a part of something").unwrap();
+        copy(&from, &to, &Progress::default(), |_| Ok(())).unwrap();
+        assert_eq!(fs::read_to_string(&to).unwrap(), "saved");
     }
 }
