@@ -10,7 +10,7 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use memfold_vm::command_line::layer_nodes;
 use memfold_vm::{Qmp, VmSpec};
@@ -53,20 +53,11 @@ pub fn use_files(
             let here = format!("{remote}-here");
             // An earlier daemon may have added it.
             if find(&here).is_none() {
-                // A QEMU that runs as another user cannot open files in the snapshot's directory.
-                let filename = if spec.keeps_rights() {
-                    file.display().to_string()
-                } else {
-                    let opened = File::open(file).map_err(failed(file))?;
-                    qmp.lend(opened.as_fd())?.path()
-                };
-                qmp.execute_on_disks(
-                    "blockdev-add",
-                    json!({
-                        "driver": "file", "node-name": here, "filename": filename, "read-only": true,
-                        "discard": "unmap", "cache": cache, "aio": disk.aio.name(),
-                    }),
-                )?;
+                let node = json!({
+                    "driver": "file", "node-name": here, "read-only": true,
+                    "discard": "unmap", "cache": cache, "aio": disk.aio.name(),
+                });
+                add_file(qmp, spec, file, node)?;
             }
             let mut options = json!({
                 "driver": format, "node-name": node, "file": here, "read-only": true,
@@ -84,4 +75,121 @@ pub fn use_files(
         }
     }
     Ok(())
+}
+
+/// Adds the block node of a file to QEMU.
+fn add_file(
+    qmp: &mut Qmp,
+    spec: &VmSpec,
+    file: &Path,
+    mut node: Value,
+) -> Result<(), SnapshotError> {
+    // A QEMU that runs as another user cannot open files in the snapshot's directory.
+    let lent = if spec.keeps_rights() {
+        None
+    } else {
+        let opened = File::open(file).map_err(failed(file))?;
+        Some(qmp.lend(opened.as_fd())?)
+    };
+    node["filename"] = match &lent {
+        Some(lent) => lent.path().into(),
+        None => file.display().to_string().into(),
+    };
+    let added = qmp.execute_on_disks("blockdev-add", node);
+    if let Some(lent) = lent {
+        // A node has a descriptor of its own. After an error the caller tries again every second,
+        // and each try would leave a descriptor in QEMU.
+        qmp.take_back(&lent)?;
+    }
+    Ok(added.map(drop)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::{BufRead as _, BufReader, Write as _};
+    use std::os::unix::net::UnixListener;
+    use std::time::Duration;
+
+    use memfold_units::ByteSize;
+    use memfold_vm::DiskSpec;
+
+    use super::*;
+    use crate::manifest::{BackingFile, SavedDisk, tests::manifest};
+
+    /// Switches one disk to its file in a simulated QEMU, and returns the commands that QEMU got.
+    fn commands(refuses: &'static str) -> (Result<(), SnapshotError>, Vec<String>) {
+        let directory = tempfile::tempdir().unwrap();
+        let shelf = Shelf::open(directory.path());
+        let place = directory.path().join("warm");
+        fs::create_dir(&place).unwrap();
+        fs::write(place.join("disk0.raw"), "").unwrap();
+        let listener = UnixListener::bind(directory.path().join("qmp")).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let version = json!({ "qemu": { "major": 10, "minor": 0, "micro": 2 }, "package": "" });
+            let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
+            writeln!(stream, "{greeting}").unwrap();
+            let mut commands = Vec::new();
+            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+                let line: Value = serde_json::from_str(&line.unwrap()).unwrap();
+                let command = line["execute"].as_str().unwrap().to_owned();
+                let base = json!({ "node-name": "base0", "drv": "raw" });
+                let result = match &*command {
+                    "query-named-block-nodes" => {
+                        json!([base, { "node-name": "file0", "drv": "nbd" }])
+                    }
+                    "add-fd" => json!({ "fdset-id": 4, "fd": 9 }),
+                    _ => json!({}),
+                };
+                let error = json!({ "class": "GenericError", "desc": "no" });
+                let answer = if command == refuses {
+                    json!({ "error": error, "id": line["id"] })
+                } else {
+                    json!({ "return": result, "id": line["id"] })
+                };
+                writeln!(stream, "{answer}").unwrap();
+                commands.push(command);
+            }
+            commands
+        });
+        let mut qmp = Qmp::connect(&directory.path().join("qmp"), Duration::from_secs(10)).unwrap();
+        let mut spec = VmSpec::new("web", ByteSize::mib(64));
+        spec.user = Some("nobody".into());
+        spec.disks = vec![DiskSpec::new("disk0.raw")];
+        let mut manifest = manifest("warm", ByteSize::mib(64));
+        manifest.disks = vec![SavedDisk {
+            file: BackingFile {
+                path: "disk0.raw".into(),
+                bytes: 0,
+                modified_ns: 0,
+                device: None,
+            },
+            format: "raw".into(),
+            read_only: false,
+            xxh3_128: None,
+            backing: Vec::new(),
+        }];
+        let used = use_files(&mut qmp, &spec, &shelf, &manifest);
+        drop(qmp);
+        (used, server.join().unwrap())
+    }
+
+    #[test]
+    fn qemu_keeps_no_lent_descriptor_whether_it_adds_the_file_of_a_fetched_disk_or_not() {
+        let first = [
+            "qmp_capabilities",
+            "query-named-block-nodes",
+            "add-fd",
+            "blockdev-add",
+            "remove-fd",
+        ];
+        let (used, told) = commands("blockdev-add");
+        assert!(matches!(used, Err(SnapshotError::Qmp(_))), "{used:?}");
+        assert_eq!(told, first);
+        let (used, told) = commands("nothing");
+        used.unwrap();
+        assert_eq!(told[..first.len()], first);
+        assert_eq!(told[first.len()..], ["blockdev-reopen", "blockdev-del"]);
+    }
 }
