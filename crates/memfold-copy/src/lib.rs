@@ -30,6 +30,10 @@ const CONTENT: &str = "content";
 /// Name of the archive's last entry.
 const END: &str = "end";
 
+/// Most components of a path in an archive, with [`CONTENT`]. While a tree is packed or removed,
+/// each level takes a file descriptor, and a process often may have only 1,024 (`RLIMIT_NOFILE`).
+const MAX_DEPTH: usize = 256;
+
 /// What was copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
@@ -64,6 +68,17 @@ pub enum CopyError {
     Exists(PathBuf),
     #[error("{0} exists and is not a directory; remove it, or copy to another place")]
     NoDirectory(PathBuf),
+    #[error(
+        "the tree is deeper than {MAX_DEPTH} directories; make an archive of it, such as with tar, and copy the archive"
+    )]
+    Deep,
+    #[error("{error}; the temporary directory {path} is left, remove it by hand")]
+    Left {
+        error: Box<CopyError>,
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
     #[error("cannot write the archive")]
     Write(#[source] io::Error),
     #[error("cannot read the archive")]

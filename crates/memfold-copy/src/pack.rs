@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 use tar::{Builder, EntryType, Header};
 
-use crate::{CONTENT, CopyError, END, Summary, failed};
+use crate::{CONTENT, CopyError, END, MAX_DEPTH, Summary, failed};
 
 /// Writes the file or directory `source` to `out` as an archive. If `source` itself is a symbolic
 /// link, the link's target is copied.
@@ -59,6 +59,9 @@ fn mtime(found: &Metadata) -> u64 {
 
 impl<W: Write> Packer<W> {
     fn add(&mut self, at: &Place, name: &Path, found: &Metadata) -> Result<(), CopyError> {
+        if name.components().count() > MAX_DEPTH {
+            return Err(CopyError::Deep);
+        }
         let kind = found.file_type();
         if kind.is_dir() {
             self.add_directory(at, name, found)

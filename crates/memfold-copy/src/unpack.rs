@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use tar::{Archive, Entry, EntryType};
 
-use crate::{CONTENT, CopyError, END, Summary, failed};
+use crate::{CONTENT, CopyError, END, MAX_DEPTH, Summary, failed};
 
 /// Longest path or link text in an archive, in bytes (Linux `PATH_MAX`).
 const MAX_PATH: u64 = 4096;
@@ -106,9 +106,27 @@ impl Destination {
 /// # Errors
 ///
 /// [`CopyError`]; the destination is then unchanged, and the temporary directory is removed.
+/// [`CopyError::Left`] if it cannot be removed.
 pub fn unpack(archive: impl Read, destination: &Destination) -> Result<Summary, CopyError> {
     let temporary = Temporary::new(&destination.directory)?;
-    let content = temporary.0.join(CONTENT);
+    let unpacked = unpack_in(&temporary.0, archive, destination);
+    unpacked.map_err(|error| match temporary.remove() {
+        Ok(()) => error,
+        Err(source) => CopyError::Left {
+            error: Box::new(error),
+            path: temporary.0.clone(),
+            source,
+        },
+    })
+}
+
+/// Unpacks an archive in a temporary directory, and moves the copy to its destination.
+fn unpack_in(
+    temporary: &Path,
+    archive: impl Read,
+    destination: &Destination,
+) -> Result<Summary, CopyError> {
+    let content = temporary.join(CONTENT);
     let mut unpacker = Unpacker {
         content: &content,
         destination,
@@ -193,16 +211,25 @@ impl Temporary {
             }
         }
     }
+
+    /// Removes the directory, unless it is removed already.
+    fn remove(&self) -> io::Result<()> {
+        // Files cannot be removed from a directory that its owner may not write.
+        if fs::remove_dir_all(&self.0).is_ok() {
+            return Ok(());
+        }
+        make_writable(&self.0);
+        match fs::remove_dir_all(&self.0) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => removed,
+        }
+    }
 }
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // Files cannot be removed from a directory that its owner may not write. If the removal
-        // fails, the directory's name tells what it is.
-        if fs::remove_dir_all(&self.0).is_err() {
-            make_writable(&self.0);
-            let _ = fs::remove_dir_all(&self.0);
-        }
+        // If the removal fails, the directory's name tells what it is.
+        let _ = self.remove();
     }
 }
 
@@ -321,6 +348,9 @@ impl Unpacker<'_> {
             && name.as_os_str().len() as u64 <= MAX_PATH;
         if !is_plain {
             return Err(CopyError::Archive("it has a path that leads elsewhere"));
+        }
+        if name.components().count() > MAX_DEPTH {
+            return Err(CopyError::Deep);
         }
         let below = name.strip_prefix(CONTENT).unwrap_or(Path::new(""));
         Ok(if below.as_os_str().is_empty() {

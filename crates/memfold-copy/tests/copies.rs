@@ -155,6 +155,74 @@ fn a_copy_that_is_cut_short_anywhere_leaves_nothing_behind() {
     assert_eq!(names(&into), ["tree"]);
 }
 
+/// Returns the archive of a tree whose deepest path has this many components.
+fn deep(components: usize) -> Vec<u8> {
+    let name = |components: usize| ["content", &"/d".repeat(components - 1)].concat();
+    let mut builder = Builder::new(Vec::new());
+    for components in 1..=components {
+        let mut header = Header::new_gnu();
+        header.set_entry_type(EntryType::Directory);
+        header.set_mode(0o755);
+        header.set_mtime(7);
+        header.set_size(0);
+        let added = builder.append_data(&mut header, name(components), &[][..]);
+        added.unwrap();
+    }
+    builder.into_inner().unwrap()
+}
+
+#[test]
+fn a_tree_of_many_nested_directories_is_refused_and_leaves_nothing_behind() {
+    let place = TempDir::new().unwrap();
+    let into = place.path().join("into");
+    fs::create_dir(&into).unwrap();
+    // Without its last entry, the archive is cut off.
+    let error = unpack(&deep(1900)[..], &to("tree", &into)).unwrap_err();
+    assert!(matches!(error, CopyError::Deep), "{error}");
+    assert_eq!(names(&into), [""; 0]);
+    let error = unpack(&deep(256)[..], &to("tree", &into)).unwrap_err();
+    assert!(
+        matches!(error, CopyError::Cut | CopyError::Read(_)),
+        "{error}"
+    );
+    assert_eq!(names(&into), [""; 0]);
+    // The top is a component, too.
+    let tree = place.path().join("tree");
+    fs::create_dir_all(tree.join("d/".repeat(255))).unwrap();
+    unpack(&packed(&tree)[..], &to("tree", &into)).unwrap();
+    fs::create_dir(tree.join("d/".repeat(256))).unwrap();
+    let error = pack(&tree, Vec::new()).unwrap_err();
+    assert!(matches!(error, CopyError::Deep), "{error}");
+}
+
+/// An archive whose reader makes the directory of the copies unwritable, and then ends.
+struct Closes<'a>(&'a [u8], &'a Path);
+
+impl std::io::Read for Closes<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let read = self.0.read(buffer)?;
+        if read == 0 {
+            fs::set_permissions(self.1, Permissions::from_mode(0o555))?;
+        }
+        Ok(read)
+    }
+}
+
+#[test]
+fn a_temporary_directory_that_cannot_be_removed_is_named_in_the_error() {
+    let place = TempDir::new().unwrap();
+    let into = place.path().join("into");
+    fs::create_dir(&into).unwrap();
+    let bytes = archive(&[TOP]);
+    let destination = to("tree", &into);
+    let error = as_user(|| unpack(Closes(&bytes[..512], &into), &destination)).unwrap_err();
+    let left = names(&into);
+    fs::set_permissions(&into, Permissions::from_mode(0o755)).unwrap();
+    assert_eq!(left.len(), 1);
+    assert!(matches!(&error, CopyError::Left { path, .. } if *path == into.join(&left[0])));
+    assert!(error.to_string().contains("remove it by hand"), "{error}");
+}
+
 #[test]
 fn a_hostile_archive_writes_nothing_outside_its_destination() {
     let place = TempDir::new().unwrap();
