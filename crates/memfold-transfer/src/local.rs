@@ -14,13 +14,23 @@ use parking_lot::Mutex;
 use super::error::{TransferError, failed, files};
 
 /// The directory of a store.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct LocalStore {
+    /// The store's own directory, which exists.
+    root: PathBuf,
     /// Directories that have names which are not synced yet.
     unsynced: Mutex<BTreeSet<PathBuf>>,
 }
 
 impl LocalStore {
+    /// Returns the store whose objects are below `root`.
+    pub fn new(root: &object_store::path::Path) -> Result<Self, TransferError> {
+        Ok(Self {
+            root: Self::file(root)?,
+            unsynced: Mutex::default(),
+        })
+    }
+
     /// Returns the file of an object.
     pub fn file(path: &object_store::path::Path) -> Result<PathBuf, TransferError> {
         let file = LocalFileSystem::new().path_to_filesystem(path);
@@ -35,7 +45,11 @@ impl LocalStore {
 
     fn try_write(&self, file: &Path, bytes: &[u8], replace: bool) -> io::Result<bool> {
         let directory = file.parent().unwrap_or(Path::new("/"));
-        self.create(directory)?;
+        // Chunks are memory of guests.
+        DirBuilder::new()
+            .mode(0o700)
+            .recursive(true)
+            .create(directory)?;
         let (part, mut open) = new_part(file)?;
         let written = open
             .write_all(bytes)
@@ -53,21 +67,8 @@ impl LocalStore {
             // A part that stays is no object: lists leave it out.
             let _ = fs::remove_file(&part);
         }
-        self.unsynced.lock().insert(directory.to_owned());
+        self.touched(file);
         written
-    }
-
-    /// Creates a directory, and notes those whose names must be synced.
-    fn create(&self, directory: &Path) -> io::Result<()> {
-        let missing = directory.ancestors().take_while(|place| !place.exists());
-        let missing: Vec<&Path> = missing.collect();
-        let parents = missing.iter().filter_map(|place| place.parent());
-        self.unsynced.lock().extend(parents.map(Path::to_owned));
-        // Chunks are memory of guests.
-        DirBuilder::new()
-            .mode(0o700)
-            .recursive(true)
-            .create(directory)
     }
 
     /// Syncs the names of all objects that were written or removed.
@@ -81,11 +82,13 @@ impl LocalStore {
         Ok(())
     }
 
-    /// Notes that the object's name must be synced: it was removed, or another push, which may have
-    /// been killed since, has written it.
+    /// Notes that the object's name must be synced: it was written or removed, or another push,
+    /// which may have been killed since, has written it. Such a push may also have made the
+    /// directories above it, so their names are synced, too.
     pub fn touched(&self, file: &Path) {
-        let directory = file.parent().map(Path::to_owned);
-        self.unsynced.lock().extend(directory);
+        let above = file.ancestors().skip(1);
+        let inside = above.take_while(|place| place.starts_with(&self.root));
+        self.unsynced.lock().extend(inside.map(Path::to_owned));
     }
 }
 
@@ -115,7 +118,7 @@ mod tests {
     #[test]
     fn an_object_of_a_directory_is_written_replaced_or_kept_and_no_part_of_it_is_left() {
         let directory = tempfile::tempdir().unwrap();
-        let store = LocalStore::default();
+        let store = store(directory.path());
         let file = directory.path().join("chunks/aa/object");
         assert!(store.write(&file, b"first", false).unwrap());
         assert!(!store.write(&file, b"second", false).unwrap());
@@ -131,17 +134,36 @@ mod tests {
         let mut names: Vec<_> = names.map(|entry| entry.file_name()).collect();
         names.sort();
         assert_eq!(names, ["object", "object#1"]);
-        let unsynced = store.unsynced.lock().clone();
-        let place = directory.path();
-        assert_eq!(
-            unsynced,
-            BTreeSet::from([
-                place.to_owned(),
-                place.join("chunks"),
-                place.join("chunks/aa")
-            ])
-        );
+        check_unsynced(&store);
         store.sync().unwrap();
         assert!(store.unsynced.lock().is_empty());
+    }
+
+    #[test]
+    fn the_names_of_directories_that_a_failed_push_has_made_are_synced_by_the_next_push() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("chunks/aa/object");
+        let failed = store(directory.path());
+        assert!(failed.write(&file, b"first", false).unwrap());
+        drop(failed);
+        let writes = store(directory.path());
+        let other = file.with_file_name("other");
+        assert!(writes.write(&other, b"second", false).unwrap());
+        check_unsynced(&writes);
+        let finds = store(directory.path());
+        finds.touched(&file);
+        check_unsynced(&finds);
+    }
+
+    fn store(root: &Path) -> LocalStore {
+        let root = object_store::path::Path::from_absolute_path(root).unwrap();
+        LocalStore::new(&root).unwrap()
+    }
+
+    /// Checks that all directories down to `chunks/aa` will be synced, and none outside the store.
+    fn check_unsynced(store: &LocalStore) {
+        let place = |below: &str| store.root.join(below);
+        let all = BTreeSet::from([store.root.clone(), place("chunks"), place("chunks/aa")]);
+        assert_eq!(*store.unsynced.lock(), all);
     }
 }

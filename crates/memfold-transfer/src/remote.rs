@@ -162,12 +162,16 @@ impl Remote {
             .enable_all()
             .build()
             .map_err(|error| bad(error.to_string()))?;
+        let local = match parsed.scheme() {
+            "file" => Some(Arc::new(LocalStore::new(&root)?)),
+            _ => None,
+        };
         Ok(Self {
             store: store.into(),
             root,
             url: url.trim_end_matches('/').to_owned(),
             runtime,
-            local: (parsed.scheme() == "file").then(Arc::default),
+            local,
         })
     }
 
