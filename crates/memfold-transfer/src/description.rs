@@ -23,6 +23,9 @@ const MOST_CHUNKS: u64 = 4 << 20;
 /// Most files of a snapshot.
 const MOST_FILES: usize = 1024;
 
+/// Most disks of a snapshot. The work of a pull grows with their number.
+const MOST_DISKS: usize = 64;
+
 /// Most bytes of QEMU's device state, and of RAM blocks other than the VM's memory: firmware, video
 /// memory.
 const MOST_BESIDE_RAM: u64 = 1 << 30;
@@ -136,6 +139,7 @@ impl Description {
         if let Some(why) = manifest.misplaced() {
             return Err(why);
         }
+        check_disks(manifest)?;
         let most = manifest.spec.largest_memory().0.saturating_mul(2);
         if manifest.ram_bytes > most.saturating_add(MOST_BESIDE_RAM) {
             return Err(format!("its RAM image has {} bytes", manifest.ram_bytes));
@@ -173,5 +177,117 @@ impl Description {
     /// Returns the hash of the index.
     pub(crate) fn index_hash(&self) -> Result<blake3::Hash, String> {
         blake3::Hash::from_hex(&self.index).map_err(|_| "its index has no valid name".to_owned())
+    }
+}
+
+/// Checks the numbers of disks, backing files, media and other files that a manifest names, and
+/// that no two disks are one file of the snapshot. A pull reads the file of each disk as a whole.
+pub(crate) fn check_disks(manifest: &Manifest) -> Result<(), String> {
+    let disks = &manifest.disks;
+    if disks.len().max(manifest.spec.disks.len()) > MOST_DISKS {
+        let count = disks.len().max(manifest.spec.disks.len());
+        return Err(format!(
+            "it has {count} disks, and at most {MOST_DISKS} are allowed"
+        ));
+    }
+    let foreign = manifest.spec.foreign.iter();
+    let of_disks: usize = disks.iter().map(|disk| disk.files().count()).sum();
+    let of_spec = manifest.spec.files.len() + foreign.map(|of| of.files.len()).sum::<usize>();
+    let others = manifest.files.len().max(of_spec);
+    let count = of_disks
+        .saturating_add(others)
+        .saturating_add(manifest.media.len());
+    if count > MOST_FILES {
+        return Err(format!(
+            "its manifest names {count} files, and at most {MOST_FILES} are allowed"
+        ));
+    }
+    let mut names = HashSet::new();
+    let own = disks.iter().map(|disk| &disk.file.path);
+    match own
+        .filter(|path| path.is_relative())
+        .find(|path| !names.insert(*path))
+    {
+        Some(path) => Err(format!(
+            "two of its disks are the file {:?}",
+            path.to_string_lossy()
+        )),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_snapshot::image::ImageCounts;
+    use memfold_snapshot::manifest::{BackingFile, SavedDisk};
+    use memfold_units::ByteSize;
+    use memfold_vm::{DiskSpec, VmSpec};
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn file(path: &str) -> BackingFile {
+        BackingFile {
+            path: path.into(),
+            bytes: 7,
+            modified_ns: 0,
+            device: None,
+        }
+    }
+
+    /// Returns the manifest of a snapshot with `count` disks of its own.
+    fn manifest(count: usize) -> Value {
+        let mut spec = VmSpec::new("web", ByteSize::mib(64));
+        spec.disks = vec![DiskSpec::new("disk.qcow2"); count];
+        let disk = |number: usize| SavedDisk {
+            file: file(&format!("disk{number}.qcow2")),
+            format: "qcow2".into(),
+            read_only: false,
+            xxh3_128: None,
+            backing: Vec::new(),
+        };
+        let none = json!({ "bytes": 0, "xxh3_128": "" });
+        json!({
+            "format": 3, "name": "warm", "vm": "web", "created_s": 1, "memfold": "0.1.0",
+            "keep": "none", "spec": spec, "qemu": [10, 0, 2], "machine": "q35", "accel": "tcg",
+            "blocks": [], "counts": ImageCounts::default(), "ram_bytes": 0, "sums": none,
+            "devices": none, "disks": (0..count).map(disk).collect::<Vec<_>>(), "pause_ms": 1.0,
+            "save_ms": 1.0,
+        })
+    }
+
+    /// Parses the description of a snapshot with this manifest.
+    fn parse(manifest: &Value) -> Result<Description, String> {
+        let entry = |name: &str| json!({ "name": name, "bytes": 0 });
+        let files = ["ram", "ram.sums", "devices"].map(entry);
+        let description = json!({
+            "format": FORMAT, "name": "warm", "chunk_bytes": chunk::CHUNK_BYTES, "stored_bytes": 0,
+            "index": blake3::hash(b"").to_hex().to_string(), "manifest": manifest,
+            "files": files,
+        });
+        Description::parse(description.to_string().as_bytes(), "warm")
+    }
+
+    #[test]
+    fn a_description_with_too_many_disks_or_files_or_one_file_for_two_disks_is_refused() {
+        parse(&manifest(MOST_DISKS)).unwrap();
+        let refused = |manifest: &Value, why: &str| {
+            let told = parse(manifest).unwrap_err();
+            assert!(told.contains(why), "no '{why}' in: {told}");
+        };
+        refused(&manifest(MOST_DISKS + 1), "65 disks");
+        let mut twice = manifest(2);
+        twice["disks"][1]["path"] = "disk0.qcow2".into();
+        refused(&twice, "two of its disks are the file");
+        // Disks may have a file from outside the snapshot in common.
+        for disk in 0..2 {
+            twice["disks"][disk]["path"] = "/iso".into();
+        }
+        parse(&twice).unwrap();
+        let mut many = manifest(2);
+        many["disks"][0]["backing"] = json!(vec![file("/base"); MOST_FILES - 2]);
+        parse(&many).unwrap();
+        many["media"] = json!([file("/cd")]);
+        refused(&many, "1025 files");
     }
 }

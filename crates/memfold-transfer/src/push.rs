@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
-use memfold_snapshot::{Manifest, Shelf, portable};
+use memfold_snapshot::{Manifest, Shelf, SnapshotError, portable};
 use object_store::path::Path;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
@@ -16,7 +16,7 @@ use tokio::task::spawn_blocking;
 use utoipa::ToSchema;
 
 use super::chunk::{self, CHUNK_BYTES, ChunkName};
-use super::description::{Description, FORMAT, FileEntry};
+use super::description::{Description, FORMAT, FileEntry, check_disks};
 use super::error::TransferError;
 use super::first_pages::PartEntry;
 use super::gather;
@@ -87,8 +87,12 @@ pub fn push(
 ) -> Result<PushReport, TransferError> {
     let began = Instant::now();
     memfold_vm::check_name("snapshot", &request.to)
-        .map_err(|error| memfold_snapshot::SnapshotError::Name(error.to_string()))?;
+        .map_err(|error| SnapshotError::Name(error.to_string()))?;
     let manifest = shelf.manifest(&request.name)?;
+    check_disks(&manifest).map_err(|why| {
+        let why = format!("snapshot '{}' cannot be pushed: {why}", request.name);
+        SnapshotError::Impossible(why)
+    })?;
     let members = portable::members(shelf, &manifest)?;
     let taken = || TransferError::Taken {
         name: request.to.clone(),
