@@ -136,6 +136,11 @@ impl Draft {
         std::os::unix::fs::symlink(name, &self.place).map_err(failed(&self.place))
     }
 
+    /// Takes back what [`Draft::show`] has done.
+    pub fn hide(&self) -> Result<(), SnapshotError> {
+        hide(&self.place, &self.path).map_err(failed(&self.place))
+    }
+
     /// Returns a function that adds the path of one of the draft's files to an I/O error.
     pub(super) fn failed(&self, part: &str) -> impl Fn(io::Error) -> SnapshotError + use<> {
         let path = self.path.join(part);
@@ -209,7 +214,7 @@ impl Draft {
     /// Turns the draft into a snapshot. After an error, there is no snapshot.
     pub fn commit(mut self, manifest: &Manifest) -> Result<(), SnapshotError> {
         self.write(manifest)?;
-        hide(&self.place, &self.path).map_err(failed(&self.place))?;
+        self.hide()?;
         if self.place.exists() {
             // A pull and a save of one name have run side by side.
             return Err(SnapshotError::Taken(manifest.name.clone()));
@@ -255,6 +260,38 @@ pub(super) fn remove_leftover(path: &Path, name: &str) -> Result<(), SnapshotErr
         return Err(taken());
     }
     fs::remove_dir_all(path).map_err(failed(path))
+}
+
+/// Removes what daemons that have died have left in the directory of all snapshots: drafts of
+/// saves, and links to pulls that no daemon will finish.
+pub(super) fn clean_up(root: &Path) {
+    for entry in fs::read_dir(root).into_iter().flatten().flatten() {
+        let (path, name) = (entry.path(), entry.file_name());
+        let name = name.to_string_lossy();
+        let hidden = name.strip_prefix('.');
+        // A draft on which another daemon works is locked.
+        let lock = |dir| flock(dir, FlockOperation::NonBlockingLockExclusive).is_ok();
+        let is_unused = || File::open(&path).is_ok_and(lock);
+        let saved = hidden.and_then(|name| name.strip_suffix(".draft"));
+        if saved.is_some() && is_unused() {
+            if let Err(error) = fs::remove_dir_all(&path) {
+                tracing::warn!(path = %path.display(), %error, "cannot remove the draft directory of an interrupted snapshot; remove the directory by hand");
+            }
+        }
+        let pulled = hidden.and_then(|name| name.strip_suffix(".pull"));
+        let will_end = |name: &str| stream_request(root, name).exists();
+        if let Some(pulled) = pulled.filter(|name| !will_end(name) && is_unused()) {
+            // The name would be taken by a snapshot that is not listed.
+            if let Err(error) = hide(&root.join(pulled), &path) {
+                tracing::warn!(snapshot = pulled, %error, "cannot remove the link to an interrupted pull; remove the link by hand, because no snapshot can have its name");
+            }
+        }
+    }
+}
+
+/// Returns the file that says how a snapshot, which VMs use already, is fetched further.
+pub(super) fn stream_request(root: &Path, name: &str) -> PathBuf {
+    root.join(format!(".{name}.stream"))
 }
 
 /// Returns whether `place` is the link to the draft at `path` that [`Draft::show`] has made.
@@ -419,6 +456,28 @@ mod tests {
         let why = Draft::resume(root, place.clone(), "a").unwrap_err();
         assert!(matches!(why, SnapshotError::Taken(_)), "{why}");
         assert!(fs::symlink_metadata(&place).is_ok());
+    }
+
+    #[test]
+    fn the_link_of_a_pull_that_no_daemon_will_finish_is_removed_at_the_next_start() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let begin = |name: &str| {
+            let draft = Draft::resume(root, root.join(name), name).unwrap();
+            draft.show().unwrap();
+            draft
+        };
+        drop(begin("lost"));
+        drop(begin("resumed"));
+        fs::write(stream_request(root, "resumed"), "{}").unwrap();
+        let _running = begin("running");
+        clean_up(root);
+        let is_taken = |name: &str| fs::symlink_metadata(root.join(name)).is_ok();
+        assert!(is_taken("resumed") && is_taken("running"));
+        assert!(!is_taken("lost"));
+        // What has arrived need not be fetched again.
+        assert!(Draft::of_pull(root, "lost").exists());
+        Draft::begin(root, root.join("lost"), "lost").unwrap();
     }
 
     #[test]

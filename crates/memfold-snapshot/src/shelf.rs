@@ -13,6 +13,8 @@
 //!     devices              QEMU's device state
 //!     disk0.qcow2 ...      frozen disks
 //!   SHELF/.NAME.pull/      a running or interrupted pull from an object store
+//!   SHELF/.NAME.stream     request of a pull whose files VMs use already
+//!   SHELF/NAME             link to .NAME.pull of such a pull; never without .NAME.stream
 //!   SHELF/.bases/ID        disks that several pulled snapshots have in common
 //!   SHELF/.NAME.draft/     a running save (locked), or an interrupted one (removed by the next daemon)
 //! ```
@@ -32,7 +34,7 @@ use rustix::fs::{FlockOperation, flock};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::candidates::SourceFile;
-use super::draft::{Draft, remove_leftover, sync_fork};
+use super::draft::{Draft, clean_up, remove_leftover, stream_request, sync_fork};
 use super::encryption::{self, DataKey, HeaderError, SealedPages};
 use super::error::{SnapshotError, failed};
 use super::file_facts::{Stamp, facts};
@@ -103,7 +105,7 @@ const LAID_OUT_PERCENT: u64 = 90;
 
 impl Shelf {
     /// Opens the snapshot directory `root`, which need not exist yet. Removes unfinished saves of
-    /// daemons that have died.
+    /// daemons that have died, and links to pulls that no daemon will finish.
     pub fn open(root: &Path) -> Self {
         let shelf = Self {
             // The path is used in headers of disks and in QEMU's options, so it must be absolute.
@@ -113,18 +115,7 @@ impl Shelf {
             laid_out: Arc::default(),
             letting_go: Arc::default(),
         };
-        for entry in fs::read_dir(root).into_iter().flatten().flatten() {
-            let name = entry.file_name();
-            let name = name.to_string_lossy();
-            let is_draft = name.starts_with('.') && name.ends_with(".draft");
-            // A draft on which another daemon works is locked.
-            let lock = |dir| flock(dir, FlockOperation::NonBlockingLockExclusive).is_ok();
-            if is_draft && File::open(entry.path()).is_ok_and(lock) {
-                if let Err(error) = fs::remove_dir_all(entry.path()) {
-                    tracing::warn!(path = %entry.path().display(), %error, "cannot remove the draft directory of an interrupted snapshot; remove the directory by hand");
-                }
-            }
-        }
+        clean_up(&shelf.root);
         shelf
     }
 
@@ -197,6 +188,13 @@ impl Shelf {
     pub fn pull_place(&self, name: &str) -> Result<PathBuf, SnapshotError> {
         self.path(name)?;
         Ok(Draft::of_pull(&self.root, name))
+    }
+
+    /// Returns the file that says how snapshot `name`, which VMs use already, is fetched further.
+    /// The file is there before [`Draft::show`] makes the snapshot's files visible.
+    pub fn stream_request(&self, name: &str) -> Result<PathBuf, SnapshotError> {
+        self.path(name)?;
+        Ok(stream_request(&self.root, name))
     }
 
     /// Returns the directory for disks that several pulled snapshots have in common, `.bases`.

@@ -100,8 +100,8 @@ pub struct StreamStatus {
 }
 
 impl StreamedSnapshot {
-    /// Begins to fetch a snapshot, and returns when a VM can be started from it. Then [`Self::run`]
-    /// has to be called, on another thread. `expected`: the [`Self::identity`] of the snapshot that
+    /// Begins to fetch a snapshot, and returns when its files have what a VM needs to start. Then
+    /// [`Self::show`] has to be called, and [`Self::run`] on another thread. `expected`: the [`Self::identity`] of the snapshot that
     /// an earlier daemon began to fetch. Its fetch goes on although the store is gone.
     pub fn begin(
         shelf: &Shelf,
@@ -155,7 +155,6 @@ impl StreamedSnapshot {
         let opened = File::open(draft.join(memfold_snapshot::manifest::DEVICES));
         let devices = opened.map_err(TransferError::Local)?;
         begun.described.keep(&draft)?;
-        begun.draft.show()?;
         let entries = &begun.described.description.first_pages;
         let shared = Shared {
             of_pieces: of_pieces(&manifest, &files),
@@ -176,6 +175,20 @@ impl StreamedSnapshot {
         };
         shared.find_work(&draft, &at_once);
         Ok(Self(Arc::new(shared)))
+    }
+
+    /// Makes the snapshot's files visible at their final paths, so that VMs can be started from it.
+    /// The snapshot's name is taken then. So a file from which the next daemon goes on
+    /// ([`Shelf::stream_request`]) has to be there before.
+    pub fn show(&self) -> Result<(), SnapshotError> {
+        let begun = self.0.begun.lock();
+        begun.as_ref().map_or(Ok(()), |begun| begun.draft.show())
+    }
+
+    /// Takes back what [`Self::show`] has done, if [`Self::run`] cannot be called.
+    pub fn hide(&self) -> Result<(), SnapshotError> {
+        let begun = self.0.begun.lock();
+        begun.as_ref().map_or(Ok(()), |begun| begun.draft.hide())
     }
 
     /// Returns a complete snapshot in the same form, for VMs that began to run from it while it was

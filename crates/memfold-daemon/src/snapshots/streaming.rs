@@ -84,11 +84,18 @@ impl Snapshots {
                 snapshot: stream.identity().clone(),
             };
             let written = write_json(&path, &saved);
-            written.map_err(|source| SnapshotError::Files {
+            let written = written.map_err(|source| SnapshotError::Files {
                 path: path.clone(),
                 source,
-            })?;
-            self.begin_fetching(name, &stream).inspect_err(|_| {
+            });
+            // The name is taken from here on: the next daemon must know why.
+            let begun = written
+                .and_then(|()| stream.show())
+                .map_err(DaemonError::from)
+                .and_then(|()| self.begin_fetching(name, &stream));
+            begun.inspect_err(|_| {
+                // If the link stays, the next daemon removes it.
+                let _ = stream.hide();
                 let _ = fs::remove_file(&path);
             })?;
         }
@@ -140,8 +147,7 @@ impl Snapshots {
     }
 
     fn saved_request(&self, name: &str) -> Result<PathBuf, SnapshotError> {
-        self.below.snapshots.path(name)?;
-        Ok(self.below.snapshots.root().join(format!(".{name}.stream")))
+        self.below.snapshots.stream_request(name)
     }
 
     /// Refuses to save or fetch a snapshot under the name of one that is being fetched while VMs
@@ -420,6 +426,7 @@ impl Snapshots {
                     // A removal holds this lock while it removes the file and stops the stream.
                     let _starting = this.streams.starting.lock();
                     if path.exists() {
+                        stream.show()?;
                         this.begin_fetching(&name, &stream)?;
                     }
                     Ok(())

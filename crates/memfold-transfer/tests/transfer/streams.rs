@@ -35,6 +35,15 @@ fn begin(
     hosts: &Hosts,
     expected: Option<&FetchedSnapshot>,
 ) -> Result<StreamedSnapshot, TransferError> {
+    let stream = begin_hidden(hosts, expected)?;
+    stream.show()?;
+    Ok(stream)
+}
+
+fn begin_hidden(
+    hosts: &Hosts,
+    expected: Option<&FetchedSnapshot>,
+) -> Result<StreamedSnapshot, TransferError> {
     StreamedSnapshot::begin(&hosts.there, hosts.remote(), &request("warm"), expected)
 }
 
@@ -83,6 +92,22 @@ fn a_fetch_that_was_stopped_goes_on_later_and_ends_with_a_whole_snapshot() {
     let here = fs::read(hosts.here.path("warm").unwrap().join("ram")).unwrap();
     assert!(there == here);
     assert!(StreamedSnapshot::complete(&hosts.there, "warm").is_ok());
+}
+
+#[test]
+fn a_fetch_takes_the_name_of_its_snapshot_only_while_it_is_shown() {
+    let hosts = Hosts::new();
+    hosts.save("warm", 2, |_| {});
+    hosts.push("warm");
+    let is_taken = || fs::symlink_metadata(hosts.there.path("warm").unwrap()).is_ok();
+    let stream = begin_hidden(&hosts, None).unwrap();
+    assert!(!is_taken());
+    stream.show().unwrap();
+    assert!(is_taken());
+    stream.hide().unwrap();
+    assert!(!is_taken());
+    drop(stream);
+    hosts.pull("warm").unwrap();
 }
 
 #[test]
