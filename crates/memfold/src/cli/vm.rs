@@ -3,20 +3,21 @@
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 
 use memfold_api::{
-    AttachRequest, Client, ClientError, RebootRequest, StopReport, StopRequest, VmInfo,
+    AttachRequest, Client, ClientError, DEFAULT_SOCKET, DEFAULT_STATE, RebootRequest, StopReport,
+    StopRequest, VmInfo,
 };
 use memfold_units::ByteSize;
 use memfold_vm::{
     DiskFormat, DiskSpec, Forward, MacAddress, MergeChoice, Network, Permission, SegmentSpec,
-    SizingSpec, VmSpec,
+    SizingSpec, Vm, VmSpec,
 };
 
 use super::console;
@@ -44,6 +45,10 @@ pub(super) enum Arguments {
         /// Stop all VMs that memfold has started, at the same time; attached VMs keep running
         #[arg(long, conflicts_with = "names")]
         all: bool,
+        /// With --all, if no daemon answers: stop the VMs of this state directory without one; by
+        /// default, those of the default socket's daemon
+        #[arg(long, value_name = "DIR", requires = "all")]
+        state: Option<PathBuf>,
         /// Seconds that the guest has to shut down; 0 switches the VM off at once
         #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
         timeout: f64,
@@ -298,10 +303,13 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
         Arguments::Stop {
             names,
             all,
+            state,
             timeout,
         } => {
             let (reports, errors) = if all {
-                stop_all(&client, timeout)?
+                let is_default = context.socket == Path::new(DEFAULT_SOCKET);
+                let default = is_default.then(|| PathBuf::from(DEFAULT_STATE));
+                stop_all(&client, timeout, state.or(default))?
             } else {
                 failure::separate(names.iter().map(|name| stop(&client, name, timeout)))
             };
@@ -384,10 +392,12 @@ fn print_stopped(context: &Context, reports: &[StopReport]) -> anyhow::Result<Ex
 
 /// Stops all VMs that memfold started, at the same time, so that a host's shutdown waits only for
 /// the slowest VM; and those that were started meanwhile. Returns the reports of the stopped VMs,
-/// and the errors of the others. A VM that has ended by itself meanwhile is in neither.
+/// and the errors of the others. A VM that has ended by itself meanwhile is in neither. `state`: the
+/// state directory whose VMs are stopped if there is no daemon.
 fn stop_all(
     client: &Client,
     timeout_s: f64,
+    state: Option<PathBuf>,
 ) -> anyhow::Result<(Vec<StopReport>, Vec<anyhow::Error>)> {
     let stop_own = |name: &String| {
         let stopped = stop(client, name, timeout_s);
@@ -405,6 +415,10 @@ fn stop_all(
             Err(ClientError::NoDaemon { .. } | ClientError::Http(_)) if !tried.is_empty() => {
                 Vec::new()
             }
+            Err(error @ ClientError::NoDaemon { .. }) => match &state {
+                Some(state) => return stop_all_alone(state, timeout_s),
+                None => return Err(error.into()),
+            },
             vms => vms?,
         };
         let own = vms.into_iter().filter(|vm| vm.origin == "started");
@@ -422,6 +436,43 @@ fn stop_all(
             results.extend(ends.flatten());
         });
     }
+}
+
+/// Stops all VMs of a state directory, at the same time, without a daemon. VMs outlive their daemon;
+/// if it cannot start, a host that shuts down must not switch them off.
+fn stop_all_alone(
+    state: &Path,
+    timeout_s: f64,
+) -> anyhow::Result<(Vec<StopReport>, Vec<anyhow::Error>)> {
+    let timeout = Duration::try_from_secs_f64(timeout_s).context("--timeout")?;
+    let look = || {
+        format!(
+            "no daemon answers, and cannot look for VMs in {}",
+            state.display()
+        )
+    };
+    let vms = Vm::discover(state).with_context(look)?;
+    let stop = |vm: &Vm| {
+        let stopped = vm.end(timeout, &|| false, None);
+        let stopped = stopped.with_context(|| format!("cannot stop VM '{}'", vm.name()))?;
+        let how = serde_json::to_value(stopped.kind)?;
+        anyhow::Ok(StopReport {
+            name: vm.name().to_owned(),
+            how: how.as_str().unwrap_or_default().to_owned(),
+            overdue: stopped.overdue,
+            took_s: stopped.took.as_secs_f64(),
+            why: stopped.why,
+        })
+    };
+    std::thread::scope(|scope| {
+        let stops = vms.iter().map(|vm| scope.spawn(move || stop(vm)));
+        let stops: Vec<_> = stops.collect();
+        // The panic of a thread was already reported.
+        let ends = stops
+            .into_iter()
+            .flat_map(std::thread::ScopedJoinHandle::join);
+        Ok(failure::separate(ends))
+    })
 }
 
 /// Returns what the list shows of a guest's agent: the kernel, and what the owner does not allow.

@@ -498,8 +498,16 @@ fn when_a_qemu_started_by_hand_is_attached_missing_requirements_for_folding_are_
         2,
         &["cannot be used with"],
     );
-    // A new daemon knows the attached VMs, and forgets one that has ended.
+    daemon.paused_vm("three", &[]);
     daemon.terminate();
+    // Without a daemon, VMs are stopped only if it is certain which are meant.
+    refused(&daemon.run(&all), 1, &["memfold serve"]);
+    let state = daemon.state();
+    let alone = [&all[..], &["--state", state.to_str().unwrap()]].concat();
+    for stopped in [json!(["three"]), json!([])] {
+        assert_eq!(daemon.json(&alone)["stopped"], stopped);
+    }
+    // A new daemon knows the attached VMs, and forgets one that has ended.
     drop(folded);
     daemon.start_again();
     support::wait("only the living is attached", || {
