@@ -41,9 +41,9 @@ const UNDER_WAY: u64 = 4 << 20;
 /// request, and none while there are no requests.
 const SOON: Duration = Duration::from_micros(250);
 
-/// Longest wait while no lender is asked. A new time limit then reaches the connections before the
-/// kernel ends them by the old one, which is at least 3 s.
-const IDLE: Duration = Duration::from_secs(1);
+/// Longest wait of the relay. A new time limit then reaches the connections before the kernel ends
+/// them by the old one, which is at least 3 s.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 const BLOCK_BYTES: u64 = BLOCK as u64;
 
@@ -111,8 +111,8 @@ pub struct Relay {
     sums: Arc<Sums>,
     waiting: Vec<Waiting>,
     bytes_under_way: u64,
-    /// Time limit for a lender's answer. `told` is the limit that this value has given to the
-    /// connections' options.
+    /// Time limit for a lender's answer. `told`: the limit that was last set as the
+    /// connections' TCP timeout.
     patience: Arc<Patience>,
     told: Duration,
     next: u64,
@@ -216,8 +216,8 @@ impl Relay {
         let oldest = oldest.map(|piece| piece.asked).min();
         self.patience.note_oldest(oldest);
         let patience = self.patience.get();
-        let left = oldest.map_or(IDLE, |asked| patience.saturating_sub(asked.elapsed()));
-        // A time that is too long for the kernel is a wait without a limit.
+        let left = oldest.map_or(LOOK_AGAIN, |asked| patience.saturating_sub(asked.elapsed()));
+        let left = left.min(LOOK_AGAIN);
         let left = Timespec::try_from(left).ok();
         let began = Instant::now();
         let soon = &mut self.soon[usize::from(oldest.is_some())];
