@@ -27,6 +27,7 @@ use crate::swap_disks::note::{
     note, remove_note, save_request, saved_request, swap_directory, write_note,
 };
 use crate::swap_disks::relays::{connect, hear_end_of};
+use crate::swap_disks::renew::waited;
 
 /// Who asks for a loan of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -275,10 +276,13 @@ impl SwapDisks {
         let ids = begun.leases.iter().map(|lease| lease.id);
         let patience = patience(borrowing.durability, 0);
         let silent = self.leases.silent_parts(borrowing, patience);
-        let silent = silent.first().map(|part| {
-            let lenders = borrowing.parts[*part].lenders();
-            format!("a lender is silent ({lenders})")
-        });
+        let silent = silent.first().map(|part| &borrowing.parts[*part]);
+        let is_late = |part: &&Part| {
+            let waited = part.relay.as_ref().and_then(waited);
+            waited.is_some_and(|waited| waited >= patience)
+        };
+        let silent = silent.or_else(|| begun.parts.iter().find(is_late));
+        let silent = silent.map(|part| format!("a lender is silent ({})", part.lenders()));
         let why = self.leases.keep(ids, ttl, false).or(silent);
         if why.is_some() {
             begun.cut();

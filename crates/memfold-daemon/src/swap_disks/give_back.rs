@@ -17,6 +17,7 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{forget_request, note, swap_directory};
+use crate::swap_disks::renew::cut_late_copy;
 
 impl SwapDisks {
     /// Moves a VM's swap disk back to this host's disk, and deletes the operator's request.
@@ -121,6 +122,8 @@ impl SwapDisks {
                     let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
                     let leases = parts.map(|stripe| stripe.lease);
                     self.leases.keep(leases, ttl, borrowing.copy_failed);
+                    // The thread that watches the loan may be the caller, too.
+                    cut_late_copy(guard);
                 }
                 None
             };

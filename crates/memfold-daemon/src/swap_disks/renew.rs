@@ -26,6 +26,9 @@ const SILENT: &str = "lender's daemon does not report, and no other complete cop
 /// ends an idle connection after [`PATIENCE`].
 const LATE: Duration = Duration::from_secs(5);
 
+/// Time limit for a relay, which runs on this host, to answer a question.
+const RELAY_ANSWER: Duration = Duration::from_millis(200);
+
 /// Renews the leases of a loan once. Returns whether a lender wants its memory back.
 pub(super) fn renew_leases(leases: &Leases, guard: &Guard) -> bool {
     let vm = &guard.vm;
@@ -89,8 +92,17 @@ pub(super) fn renew_leases(leases: &Leases, guard: &Guard) -> bool {
 
 /// Cuts off the second lender of a replica if it lets QEMU wait and the first lender does not. If
 /// both are silent, this host's own network may be away: the first lender is then given up after
-/// 3 s, and the second one is the only copy. `waited`: for how long QEMU has waited for a relay.
-pub(super) fn cut_late_copy(guard: &Guard, waited: impl Fn(&Running) -> Option<Duration>) {
+/// 3 s, and the second one is the only copy.
+pub(super) fn cut_late_copy(guard: &Guard) {
+    cut_late(guard, waited);
+}
+
+/// Returns for how long QEMU has waited for a relay; `None` if the relay does not say it.
+pub(super) fn waited(relay: &Running) -> Option<Duration> {
+    relay.waited(RELAY_ANSWER).ok()
+}
+
+fn cut_late(guard: &Guard, waited: impl Fn(&Running) -> Option<Duration>) {
     let borrowing = guard.borrowing();
     let reached: Vec<_> = borrowing.reached().collect();
     let [(_, first), (late, second)] = reached[..] else {
@@ -333,7 +345,7 @@ mod tests {
                     socket: format!("/relay-{part}").into(),
                 });
             }
-            cut_late_copy(&fixture.guard, |relay| {
+            cut_late(&fixture.guard, |relay| {
                 Some(waits[usize::from(relay.socket.ends_with("relay-1"))])
             });
             let ended: &[usize] = if is_cut { &[1] } else { &[] };

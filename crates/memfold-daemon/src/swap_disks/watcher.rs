@@ -21,9 +21,6 @@ use crate::threads;
 /// Time between two checks of the connections to relays.
 const WATCH: Duration = Duration::from_millis(100);
 
-/// Time limit for a relay, which runs on this host, to answer a question.
-const RELAY_ANSWER: Duration = Duration::from_millis(200);
-
 /// Pause before a failed move away from a single lender is repeated.
 const MOVE_AGAIN: Duration = Duration::from_secs(15);
 
@@ -78,11 +75,14 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         } else {
             is_stop_told = false;
         }
+        // The monitor may wait for the relay that has to be cut off.
+        if renewed.elapsed() >= RENEW {
+            cut_late_copy(guard);
+        }
         hear(&machine, guard);
         comparison.step(&machine, guard);
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
-            cut_late_copy(guard, |relay| relay.waited(RELAY_ANSWER).ok());
             if let Err(error) = disks.reconcile_alone(&machine, guard) {
                 warn!(
                     vm,
