@@ -121,8 +121,10 @@ impl Guard {
     /// on this host's disk, if that is known to be complete, or in another copy on lent RAM.
     pub fn is_elsewhere(&self, part: usize) -> bool {
         let (ended, borrowing) = (self.ended(), self.borrowing());
+        let unknown = self.state.lock().unknown.clone();
+        let is_there = |other: usize| !ended.contains(&other) && !unknown.contains(&other);
         let mut others = borrowing.reached().filter(|(other, _)| *other != part);
-        borrowing.has_whole_copy() || others.any(|(other, _)| !ended.contains(&other))
+        borrowing.has_whole_copy() || others.any(|(other, _)| is_there(other))
     }
 
     /// Returns the reason to move the lent data to a local disk now; `None` if the data is safe.

@@ -46,7 +46,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     let mut renewed = Instant::now();
     let mut moved: Option<Instant> = None;
     let mut comparison = Comparison::default();
-    let mut is_stop_told = false;
+    let (mut is_stop_told, mut is_search_told) = (false, false);
     // The watch ends when no lent part is left.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
@@ -55,8 +55,8 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         };
         let vm = &guard.vm;
         if let Err(error) = guard.find_unknown(machine.vm().process()) {
-            if renewed.elapsed() >= RENEW {
-                warn!(vm, %error, "cannot look for QEMU's connections to the relays of the swap disk; retrying");
+            if !std::mem::replace(&mut is_search_told, true) {
+                warn!(vm, %error, "cannot look for QEMU's connections to the relays of the swap disk, so a lost lender is not noticed; retrying until it succeeds");
             }
         }
         for part in guard.ended() {
