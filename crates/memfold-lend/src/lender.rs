@@ -54,6 +54,7 @@ impl Lender {
             },
             announced: false,
             is_superseded: false,
+            name_taken_since: None,
             judge: Judge::new(options.max_bytes),
             begun: Instant::now(),
             exports: BTreeMap::new(),

@@ -34,8 +34,8 @@ const GLANCE: Duration = Duration::from_millis(50);
 const OFFER_TTL: Duration = Duration::from_secs(10);
 
 /// Time without a repetition after which the offer of another daemon under this host's name counts
-/// as that of an earlier daemon of this host, which has ended. Lenders repeat their offers at least
-/// once a second.
+/// as that of an earlier daemon of this host, which has ended. Lenders repeat their offers about
+/// once a second, unless the registry is slow.
 const OTHER_SILENT: Duration = Duration::from_secs(3);
 
 /// How long to wait for a killed export to free its memory.
@@ -69,6 +69,8 @@ pub(super) struct Work {
     pub(super) announced: bool,
     /// Whether another daemon has begun to lend under this host's name.
     pub(super) is_superseded: bool,
+    /// When this lender first found another daemon's offer under this host's name.
+    pub(super) name_taken_since: Option<Instant>,
     pub(super) judge: Judge,
     pub(super) begun: Instant,
     pub(super) exports: BTreeMap<LeaseId, Lent>,
@@ -80,7 +82,8 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// Does one round. Returns whether the lender is done, which can be only while it is ending.
+    /// Does one round. Returns whether the lender is done, which can be only while it is ending or
+    /// superseded.
     pub(super) fn tick(&mut self) -> bool {
         self.bury();
         if self.is_superseded {
@@ -93,7 +96,7 @@ impl Work {
             }
             Ok(false) => None,
             Err(error @ RegistryError::Superseded { .. }) => {
-                warn!(%error, "lender stopped: another daemon lends under this host name; give each host its own --host");
+                warn!(%error, "lender offers nothing more: another daemon lends under this host name; give each host its own --host");
                 self.is_superseded = true;
                 self.set(|status| {
                     status.problem = Some(error.to_string());
@@ -121,8 +124,8 @@ impl Work {
         false
     }
 
-    /// Offers nothing more, and serves what is exported until the leases' deadlines: the registry no
-    /// longer knows these leases, but the memory may be the only copy of a VM's bytes. Returns
+    /// Offers nothing more, and serves what is exported until the leases' deadlines: the registry
+    /// no longer knows these leases, but the memory may be the only copy of a VM's bytes. Returns
     /// whether nothing is exported any more.
     fn run_out(&mut self) -> bool {
         let verdict = self.judge();
@@ -197,8 +200,8 @@ impl Work {
     }
 
     /// Chooses an incarnation later than that of the previous daemon, even if the clock was set
-    /// back. Returns `false` while another daemon lends under this host's name: its leases would
-    /// end.
+    /// back. Returns `false` while another daemon lends under this host's name: an offer of this
+    /// daemon would end the other one's leases.
     pub(super) fn follow_on(&mut self) -> Result<bool, RegistryError> {
         if self.announced {
             return Ok(true);
@@ -218,11 +221,13 @@ impl Work {
         Ok(true)
     }
 
-    /// Says why nothing is lent yet. An earlier daemon of this host has ended, and its offer with
-    /// it after [`OFFER_TTL`]; what is repeated longer comes from another host.
-    fn wait_for_name(&self) {
+    /// Says why nothing is lent yet. The offer of an earlier daemon of this host ends within
+    /// [`OFFER_TTL`]. An offer that is still repeated after that comes from another daemon.
+    fn wait_for_name(&mut self) {
+        let since = *self.name_taken_since.get_or_insert_with(Instant::now);
+        let is_other = since.elapsed() >= OFFER_TTL;
         let host = &self.options.host;
-        let why = if self.begun.elapsed() < OFFER_TTL {
+        let why = if !is_other {
             "waiting for the end of an earlier daemon's offer".to_owned()
         } else {
             format!(
@@ -230,7 +235,7 @@ impl Work {
             )
         };
         let before = self.set(|status| std::mem::replace(&mut status.why, why.clone()));
-        if before != why && self.begun.elapsed() >= OFFER_TTL {
+        if before != why && is_other {
             warn!(
                 host,
                 "another daemon lends under this host's name, so this one lends nothing; give each host its own --host"
