@@ -2,6 +2,7 @@
 //! in guests.
 
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -45,8 +46,8 @@ pub(super) enum Arguments {
         /// Stop all VMs that memfold has started, at the same time; attached VMs keep running
         #[arg(long, conflicts_with = "names")]
         all: bool,
-        /// With --all, if no daemon answers: stop the VMs of this state directory without one; by
-        /// default, those of the default socket's daemon
+        /// With --all, if no daemon answers: stop the VMs of this state directory by their power
+        /// buttons; by default, those of the default socket's daemon
         #[arg(long, value_name = "DIR", requires = "all")]
         state: Option<PathBuf>,
         /// Seconds that the guest has to shut down; 0 switches the VM off at once
@@ -309,7 +310,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let (reports, errors) = if all {
                 let is_default = context.socket == Path::new(DEFAULT_SOCKET);
                 let default = is_default.then(|| PathBuf::from(DEFAULT_STATE));
-                stop_all(&client, timeout, state.or(default))?
+                stop_all(&client, timeout, (state, default))?
             } else {
                 failure::separate(names.iter().map(|name| stop(&client, name, timeout)))
             };
@@ -392,12 +393,12 @@ fn print_stopped(context: &Context, reports: &[StopReport]) -> anyhow::Result<Ex
 
 /// Stops all VMs that memfold started, at the same time, so that a host's shutdown waits only for
 /// the slowest VM; and those that were started meanwhile. Returns the reports of the stopped VMs,
-/// and the errors of the others. A VM that has ended by itself meanwhile is in neither. `state`: the
-/// state directory whose VMs are stopped if there is no daemon.
+/// and the errors of the others. A VM that has ended by itself meanwhile is in neither. `state`:
+/// the state directory whose VMs are stopped if there is no daemon, as it was named and by default.
 fn stop_all(
     client: &Client,
     timeout_s: f64,
-    state: Option<PathBuf>,
+    state: (Option<PathBuf>, Option<PathBuf>),
 ) -> anyhow::Result<(Vec<StopReport>, Vec<anyhow::Error>)> {
     let stop_own = |name: &String| {
         let stopped = stop(client, name, timeout_s);
@@ -415,10 +416,21 @@ fn stop_all(
             Err(ClientError::NoDaemon { .. } | ClientError::Http(_)) if !tried.is_empty() => {
                 Vec::new()
             }
-            Err(error @ ClientError::NoDaemon { .. }) => match &state {
-                Some(state) => return stop_all_alone(state, timeout_s),
-                None => return Err(error.into()),
-            },
+            Err(error) if is_gone(&error) => {
+                let (named, default) = state;
+                let Some(place) = named.as_ref().or(default.as_ref()) else {
+                    return Err(error.into());
+                };
+                let (stopped, errors) = stop_all_alone(place, timeout_s)?;
+                if named.is_none() && stopped.is_empty() && errors.is_empty() {
+                    let why = format!(
+                        "no VM runs from {}; if the daemon has another --state, name it",
+                        place.display()
+                    );
+                    return Err(anyhow::Error::from(error).context(why));
+                }
+                return Ok((stopped, errors));
+            }
             vms => vms?,
         };
         let own = vms.into_iter().filter(|vm| vm.origin == "started");
@@ -427,24 +439,18 @@ fn stop_all(
         if names.is_empty() {
             return Ok(failure::separate(results));
         }
-        std::thread::scope(|scope| {
-            let stops = names.iter().map(|name| scope.spawn(move || stop_own(name)));
-            let stops: Vec<_> = stops.collect();
-            // The panic of a thread was already reported.
-            let ends = stops.into_iter();
-            let ends = ends.flat_map(std::thread::ScopedJoinHandle::join);
-            results.extend(ends.flatten());
-        });
+        results.extend(at_once(&names, stop_own).into_iter().flatten());
     }
 }
 
-/// Stops all VMs of a state directory, at the same time, without a daemon. VMs outlive their daemon;
-/// if it cannot start, a host that shuts down must not switch them off.
+/// Stops all VMs of a state directory, at the same time, without a daemon. VMs outlive their
+/// daemon; if it cannot start, a host that shuts down must not switch them off.
 fn stop_all_alone(
     state: &Path,
     timeout_s: f64,
 ) -> anyhow::Result<(Vec<StopReport>, Vec<anyhow::Error>)> {
-    let timeout = Duration::try_from_secs_f64(timeout_s).context("--timeout")?;
+    let timeout = Duration::try_from_secs_f64(timeout_s)
+        .with_context(|| format!("cannot use --timeout {timeout_s}: give seconds, 0 or more"))?;
     let look = || {
         format!(
             "no daemon answers, and cannot look for VMs in {}",
@@ -464,14 +470,24 @@ fn stop_all_alone(
             why: stopped.why,
         })
     };
+    Ok(failure::separate(at_once(&vms, stop)))
+}
+
+/// Returns whether there is no daemon at the socket. The socket of a daemon may also be closed to
+/// this user.
+fn is_gone(error: &ClientError) -> bool {
+    matches!(error, ClientError::NoDaemon { source, .. }
+        if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused))
+}
+
+/// Does `work` for all items at the same time. The panic of a thread was already reported.
+fn at_once<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
-        let stops = vms.iter().map(|vm| scope.spawn(move || stop(vm)));
-        let stops: Vec<_> = stops.collect();
-        // The panic of a thread was already reported.
-        let ends = stops
-            .into_iter()
-            .flat_map(std::thread::ScopedJoinHandle::join);
-        Ok(failure::separate(ends))
+        let work = &work;
+        let threads = items.iter().map(|item| scope.spawn(move || work(item)));
+        let threads: Vec<_> = threads.collect();
+        let ends = threads.into_iter();
+        ends.flat_map(std::thread::ScopedJoinHandle::join).collect()
     })
 }
 
