@@ -52,6 +52,8 @@ pub struct Snapshots {
     sharing: Mutex<BTreeMap<String, JoinHandle<()>>>,
     /// Layers of forks from which this daemon has started VMs.
     started: Mutex<BTreeSet<String>>,
+    /// Why the last unused layer of forks could not be removed, as it was logged.
+    unremovable: Mutex<String>,
     streams: Streams,
 }
 
@@ -64,6 +66,7 @@ impl Snapshots {
             disk_speed: Mutex::default(),
             sharing: Mutex::default(),
             started: Mutex::default(),
+            unremovable: Mutex::default(),
             streams: Streams::default(),
         }
     }

@@ -21,7 +21,7 @@ use memfold_fold::Command;
 use memfold_snapshot::{Manifest, Progress, SnapshotError, restore, shelf};
 use memfold_units::PAGE_SIZE;
 use memfold_vm::overlay;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
@@ -178,12 +178,29 @@ impl Snapshots {
                 Err(DaemonError::Snapshot(
                     SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
                 )) => {}
+                // What a snapshot without a readable manifest needs is unknown, until somebody
+                // removes that one.
+                Err(DaemonError::Snapshot(error @ SnapshotError::Impossible(_))) => {
+                    self.note_unremovable(&error.to_string());
+                }
                 Err(error) => {
                     debug!(snapshot = name, %error, "cannot remove an unused layer that forks started from");
                 }
             }
         }
         is_any_removed
+    }
+
+    /// Logs why unused layers stay, unless that was logged before.
+    fn note_unremovable(&self, error: &str) {
+        let mut told = self.unremovable.lock();
+        if *told != error {
+            warn!(
+                error,
+                "cannot remove unused layers of forks; remove the snapshot that the error names first"
+            );
+            error.clone_into(&mut told);
+        }
     }
 }
 
