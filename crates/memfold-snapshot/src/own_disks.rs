@@ -180,7 +180,8 @@ fn write_alone(path: &Path) -> io::Result<File> {
             // Another restore has finished the file meanwhile, and it is a disk now.
             continue;
         }
-        if file.metadata()?.nlink() == 1 {
+        // Some network file systems tell 0.
+        if file.metadata()?.nlink() <= 1 {
             return Ok(file);
         }
         fs::remove_file(path)?;
