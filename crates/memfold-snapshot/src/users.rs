@@ -1,6 +1,6 @@
 //! Finds out who uses a snapshot, because a used snapshot cannot be removed: processes that map its
-//! RAM image or its disks, and VMs whose disks have its disks as backing files. Other snapshots that
-//! need it: `built_on.rs`.
+//! RAM image or its disks, and VMs whose disks have its disks as backing files. Other snapshots
+//! that need it: `built_on.rs`.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};

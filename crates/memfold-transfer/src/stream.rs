@@ -101,8 +101,9 @@ pub struct StreamStatus {
 
 impl StreamedSnapshot {
     /// Begins to fetch a snapshot, and returns when its files have what a VM needs to start. Then
-    /// [`Self::show`] has to be called, and [`Self::run`] on another thread. `expected`: the [`Self::identity`] of the snapshot that
-    /// an earlier daemon began to fetch. Its fetch goes on although the store is gone.
+    /// [`Self::show`] has to be called, and [`Self::run`] on another thread. `expected`: the
+    /// [`Self::identity`] of the snapshot that an earlier daemon began to fetch. Its fetch goes on
+    /// although the store is gone.
     pub fn begin(
         shelf: &Shelf,
         remote: Remote,
