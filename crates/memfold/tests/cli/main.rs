@@ -498,22 +498,29 @@ fn when_a_qemu_started_by_hand_is_attached_missing_requirements_for_folding_are_
         2,
         &["cannot be used with"],
     );
-    daemon.paused_vm("three", &[]);
-    daemon.terminate();
-    // Without a daemon, VMs are stopped only if it is certain which are meant.
-    refused(&daemon.run(&all), 1, &["memfold serve"]);
-    let state = daemon.state();
-    let alone = [&all[..], &["--state", state.to_str().unwrap()]].concat();
-    for stopped in [json!(["three"]), json!([])] {
-        assert_eq!(daemon.json(&alone)["stopped"], stopped);
-    }
     // A new daemon knows the attached VMs, and forgets one that has ended.
+    daemon.terminate();
     drop(folded);
     daemon.start_again();
     support::wait("only the living is attached", || {
         let vms = daemon.json(&["vm", "list"]);
         vms.as_array().unwrap().len() == 1 && vms[0]["name"] == "plain"
     });
+}
+
+#[test]
+fn without_a_daemon_vm_stop_all_stops_the_vms_of_the_state_directory_that_is_named() {
+    let mut daemon = Daemon::start();
+    daemon.paused_vm("one", &[]);
+    daemon.terminate();
+    let all = ["vm", "stop", "--all", "--timeout", "0"];
+    // The socket is not the default one, so it is not known which VMs are meant.
+    refused(&daemon.run(&all), 1, &["memfold serve"]);
+    let state = daemon.state();
+    let alone = [&all[..], &["--state", state.to_str().unwrap()]].concat();
+    for stopped in [json!(["one"]), json!([])] {
+        assert_eq!(daemon.json(&alone)["stopped"], stopped);
+    }
 }
 
 #[test]
