@@ -176,7 +176,8 @@ fn unless_ended<T>(target: &Target, found: io::Result<T>) -> Result<Option<T>, E
     }
 }
 
-fn has_ended(error: &io::Error) -> bool {
+/// Returns whether a file of a process in `/proc` could not be read because the process has ended.
+pub(super) fn has_ended(error: &io::Error) -> bool {
     let ended = rustix::io::Errno::SRCH.raw_os_error();
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ended)
 }

@@ -9,6 +9,7 @@ use rustix::process::Pid;
 
 use super::error::EstimateError;
 use super::facts::{FileRun, KnownVm, VmFacts};
+use super::look::has_ended;
 
 /// A range of a QEMU process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,7 +140,7 @@ pub fn find(
                 free_bytes: known.and_then(|vm| vm.free_bytes),
             }),
             // The VM has ended meanwhile.
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) if has_ended(&error) => {}
             Err(source) => return Err(EstimateError::of(pid, source)),
         }
     }
