@@ -25,8 +25,14 @@ pub(crate) struct LocalStore {
 impl LocalStore {
     /// Returns the store whose objects are below `root`.
     pub fn new(root: &object_store::path::Path) -> Result<Self, TransferError> {
+        // The object store has no name for `/` itself.
+        let is_top = root.parts().next().is_none();
         Ok(Self {
-            root: Self::file(root)?,
+            root: if is_top {
+                PathBuf::from("/")
+            } else {
+                Self::file(root)?
+            },
             unsynced: Mutex::default(),
         })
     }
@@ -153,6 +159,12 @@ mod tests {
         let finds = store(directory.path());
         finds.touched(&file);
         check_unsynced(&finds);
+    }
+
+    #[test]
+    fn the_top_directory_can_be_a_store() {
+        let store = store(Path::new("/"));
+        assert_eq!(store.root, Path::new("/"));
     }
 
     fn store(root: &Path) -> LocalStore {
