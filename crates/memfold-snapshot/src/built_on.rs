@@ -18,8 +18,8 @@ use serde_json::Value;
 use super::disk_chain::chain;
 use super::error::{SnapshotError, failed};
 use super::image::SUMS;
+use super::links::{is_in, real};
 use super::manifest::{FORMATS, MANIFEST};
-use super::rebase::{is_in, real};
 use super::shelf::Shelf;
 
 /// What an operator does about a snapshot whose manifest is lost.

@@ -15,8 +15,8 @@ use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::error::{SnapshotError, failed};
+use super::links::real;
 use super::manifest::{MANIFEST, MANIFEST_SUM, Manifest, RAM, hex, read_manifest};
-use super::rebase::real;
 
 /// How often, and after which pauses, a draft that comes from elsewhere is locked.
 const LOCK_TRIES: u32 = 20;

@@ -17,8 +17,8 @@ use super::disk_chain::{
 };
 use super::draft::Draft;
 use super::error::{SnapshotError, failed};
+use super::links::real;
 use super::manifest::disk_name;
-use super::rebase::real;
 
 /// A disk whose present overlay is frozen, or will be.
 #[derive(Debug)]

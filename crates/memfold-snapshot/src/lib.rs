@@ -35,6 +35,7 @@ mod host_memory;
 pub mod identity;
 pub mod image;
 pub mod keys;
+mod links;
 pub mod manifest;
 mod merge_overlays;
 mod own_disks;

@@ -15,7 +15,8 @@ use rustix::io::Errno;
 use super::disk_chain::chain;
 use super::draft::is_at;
 use super::error::{SnapshotError, failed};
-use super::rebase::{is_in, merge, split, used};
+use super::links::is_in;
+use super::rebase::{merge, split, used};
 use super::room::enough_room;
 use super::shelf::Shelf;
 

@@ -12,6 +12,7 @@ use memfold_host::helper;
 
 use super::disk_chain::header;
 use super::error::{SnapshotError, failed};
+use super::links::is_in;
 use super::room::enough_room;
 use super::shelf::Shelf;
 
@@ -24,16 +25,6 @@ const CHECK_LIMIT: Duration = Duration::from_secs(3600);
 /// Returns whether a file belongs to another snapshot than the one at `place`.
 pub(super) fn is_of_another(shelf: &Shelf, place: &Path, path: &Path) -> bool {
     is_in(path, shelf.root()) && !is_in(path, place)
-}
-
-/// Returns whether a file is in a directory, whatever links lead to either.
-pub(super) fn is_in(path: &Path, directory: &Path) -> bool {
-    path.starts_with(directory) || real(path).starts_with(real(directory))
-}
-
-/// Returns a path without links; the path itself if there is no such file.
-pub(super) fn real(path: &Path) -> PathBuf {
-    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
 /// Returns how many bytes of its file system a file uses.

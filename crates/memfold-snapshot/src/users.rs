@@ -12,8 +12,8 @@ use rustix::process::Pid;
 
 use super::disk_chain::{chain, identity};
 use super::error::{SnapshotError, failed};
+use super::links::{is_in, real};
 use super::manifest::{Manifest, RAM, SEALED};
-use super::rebase::{is_in, real};
 use super::shelf::Shelf;
 
 /// Returns the names of the snapshots whose files are backing files of a VM's disks.

@@ -61,6 +61,12 @@ pub enum EstimateError {
     Interrupted,
 }
 
+/// Returns whether a file of a process in `/proc` could not be read because the process has ended.
+pub(super) fn has_ended(error: &io::Error) -> bool {
+    let ended = Errno::SRCH.raw_os_error();
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ended)
+}
+
 impl EstimateError {
     /// Makes the error of a file of process `pid` in `/proc`, or of a system call on it.
     pub(super) fn of(pid: i32, source: io::Error) -> Self {

@@ -23,7 +23,7 @@ use memfold_units::{Hva, PAGE_SIZE};
 use rustix::process::Pid;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::error::EstimateError;
+use super::error::{EstimateError, has_ended};
 use super::options::Options;
 use super::pace::{Pace, Told};
 use super::sample::{Again, Frequent, Sample, Seen};
@@ -174,12 +174,6 @@ fn unless_ended<T>(target: &Target, found: io::Result<T>) -> Result<Option<T>, E
         Err(error) if has_ended(&error) => Ok(None),
         Err(source) => Err(EstimateError::of(target.pid, source)),
     }
-}
-
-/// Returns whether a file of a process in `/proc` could not be read because the process has ended.
-pub(super) fn has_ended(error: &io::Error) -> bool {
-    let ended = rustix::io::Errno::SRCH.raw_os_error();
-    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(ended)
 }
 
 /// Counts a VM's pages, and lists the pages to be read. Returns `None` if the VM has ended.

@@ -7,9 +7,8 @@ use memfold_ksm::{processes, ranges};
 use memfold_vm::endpoints;
 use rustix::process::Pid;
 
-use super::error::EstimateError;
+use super::error::{EstimateError, has_ended};
 use super::facts::{FileRun, KnownVm, VmFacts};
-use super::look::has_ended;
 
 /// A range of a QEMU process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::process::ExitCode;
 use std::time::SystemTime;
 
-use clap::{Args, CommandFactory as _};
+use clap::Args;
 
 use memfold_api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
 use memfold_lend::lvm::Volume;
@@ -183,10 +183,9 @@ fn swap_disk_path(vm: Option<&str>, lvm: Option<&Volume>, what: &str) -> anyhow:
 fn size_alone(word: &str) -> ByteSize {
     word.parse().unwrap_or_else(|error| {
         let why = format!(
-            "cannot parse '{word}' as a size ({error}); with --lvm, give no VM, only a size"
+            "cannot parse '{word}' as a size ({error}); with --lvm, give no VM, only a size\n"
         );
-        let wrong = clap::error::ErrorKind::ValueValidation;
-        super::Cli::command().error(wrong, why).exit()
+        clap::Error::raw(clap::error::ErrorKind::ValueValidation, why).exit()
     })
 }
 
