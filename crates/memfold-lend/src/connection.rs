@@ -130,7 +130,7 @@ impl Wire {
 pub const fn patience(durability: Durability, copy: usize) -> Duration {
     match (durability, copy) {
         (Durability::Disk, _) | (Durability::Replica, 0) => PATIENCE,
-        (Durability::Replica, _) | (Durability::None, _) => LAST_PATIENCE,
+        (Durability::Replica | Durability::None, _) => LAST_PATIENCE,
     }
 }
 

@@ -227,12 +227,12 @@ impl Work {
         let since = *self.name_taken_since.get_or_insert_with(Instant::now);
         let is_other = since.elapsed() >= OFFER_TTL;
         let host = &self.options.host;
-        let why = if !is_other {
-            "waiting for the end of an earlier daemon's offer".to_owned()
-        } else {
+        let why = if is_other {
             format!(
                 "another daemon lends under the host name '{host}'; give each host its own name (memfold serve --host)"
             )
+        } else {
+            "waiting for the end of an earlier daemon's offer".to_owned()
         };
         let before = self.set(|status| std::mem::replace(&mut status.why, why.clone()));
         if before != why && is_other {

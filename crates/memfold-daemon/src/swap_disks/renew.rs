@@ -362,10 +362,10 @@ mod tests {
         state.unknown.insert(0);
         drop(state);
         assert!(guard.ended().is_empty());
-        let two = self::fixture(Durability::Replica).guard;
-        assert!(two.is_elsewhere(0));
-        two.state.lock().unknown.insert(1);
-        assert!(!two.is_elsewhere(0));
+        let two = self::fixture(Durability::Replica);
+        assert!(two.guard.is_elsewhere(0));
+        two.guard.state.lock().unknown.insert(1);
+        assert!(!two.guard.is_elsewhere(0));
         // This process is connected to the part's address.
         guard.find_unknown(&own_process()).unwrap();
         assert!(guard.ended().is_empty());
