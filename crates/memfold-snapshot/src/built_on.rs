@@ -268,20 +268,15 @@ mod tests {
         let of = |name: &str| shelf.path(name).unwrap().join(MANIFEST);
         fs::write(of("l"), &fs::read(of("l")).unwrap()[..40]).unwrap();
         fs::remove_file(of("x")).unwrap();
-        let told = why(&shelf, "p");
-        assert!(
-            told.contains("'l'") && told.contains("remove that snapshot first"),
-            "{told}"
-        );
-        assert_eq!(built_on(&shelf, "l").unwrap(), [""; 0]);
-        shelf.remove("l").unwrap();
-        let told = why(&shelf, "p");
-        assert!(
-            told.contains("'x'") && told.contains("is missing"),
-            "{told}"
-        );
-        assert_eq!(built_on(&shelf, "x").unwrap(), [""; 0]);
-        shelf.remove("x").unwrap();
+        for (lost, cause) in [("l", "is damaged"), ("x", "is missing")] {
+            let told = why(&shelf, "p");
+            let named = format!("snapshot '{lost}'");
+            for words in [&*named, cause, "remove that snapshot first"] {
+                assert!(told.contains(words), "no '{words}' in: {told}");
+            }
+            assert_eq!(built_on(&shelf, lost).unwrap(), [""; 0]);
+            shelf.remove(lost).unwrap();
+        }
         assert_eq!(built_on(&shelf, "p").unwrap(), [""; 0]);
         // What is left of a manifest may still tell.
         save(&shelf, "y", None);

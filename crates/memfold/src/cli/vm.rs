@@ -424,7 +424,7 @@ fn stop_all(
                 let (stopped, errors) = stop_all_alone(place, timeout_s)?;
                 if named.is_none() && stopped.is_empty() && errors.is_empty() {
                     let why = format!(
-                        "no VM runs from {}; if the daemon has another --state, name it",
+                        "no VM runs from {}; if the daemon has another state directory, name it (vm stop --all --state DIR)",
                         place.display()
                     );
                     return Err(anyhow::Error::from(error).context(why));
