@@ -113,25 +113,33 @@ impl Vm {
     }
 
     /// Opens all VMs that still run and have their files below the state directory `state`, sorted
-    /// by name. Removes the directories of ended VMs. Logs a directory that cannot be read, and
-    /// leaves it unchanged.
+    /// by name, as [`Vm::look_for_all`] does. Logs a VM whose files cannot be read.
     pub fn discover(state: &Path) -> io::Result<Vec<Self>> {
+        let readable = |(name, vm): (String, Result<Self, MachineError>)| {
+            let unreadable = |error: &MachineError| {
+                tracing::warn!(
+                    vm = name,
+                    error = error as &dyn std::error::Error,
+                    "cannot read the files of a VM that may be running; they are left unchanged"
+                );
+            };
+            vm.inspect_err(unreadable).ok()
+        };
+        let all = Self::look_for_all(state)?.into_iter();
+        Ok(all.filter_map(readable).collect())
+    }
+
+    /// Opens all VMs that still run and have their files below the state directory `state`, sorted
+    /// by name. A VM whose files cannot be read may be running, too: it is in the list with the
+    /// reason. Removes the directories of ended VMs.
+    pub fn look_for_all(state: &Path) -> io::Result<Vec<(String, Result<Self, MachineError>)>> {
         let mut found = Vec::new();
         for directory in VmDirectory::all(state)? {
-            match Self::open(&directory) {
-                Ok(vm) => found.push(vm),
-                Err(MachineError::NotFound { .. }) => {
-                    if let Err(error) = Self::clear_if_stale(&directory) {
-                        tracing::warn!(vm = directory.name(), %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(
-                        vm = directory.name(),
-                        error = &error as &dyn std::error::Error,
-                        "cannot inspect the QEMU process of an earlier daemon's trial start; kill the process by hand"
-                    );
-                }
+            let vm = Self::open(&directory);
+            if !matches!(vm, Err(MachineError::NotFound { .. })) {
+                found.push((directory.name(), vm));
+            } else if let Err(error) = Self::clear_if_stale(&directory) {
+                tracing::warn!(vm = directory.name(), %error, "cannot remove the files of a VM that ended; the daemon tries again at its next start");
             }
         }
         Ok(found)

@@ -457,8 +457,16 @@ fn stop_all_alone(
             state.display()
         )
     };
-    let vms = Vm::discover(state).with_context(look)?;
-    let stop = |vm: &Vm| {
+    let vms = Vm::look_for_all(state).with_context(look)?;
+    // VMs are stopped by threads that share the list, and an error cannot be cloned.
+    let vms: Vec<(String, Result<Vm, String>)> = vms
+        .into_iter()
+        .map(|(name, vm)| (name, vm.map_err(|error| memfold_host::chain(&error))))
+        .collect();
+    let stop = |(name, vm): &(String, Result<Vm, String>)| {
+        let vm = vm.as_ref().map_err(|why| {
+            anyhow::anyhow!("cannot stop VM '{name}': {why}; if its QEMU still runs, shut the guest down from within")
+        })?;
         let stopped = vm.end(timeout, &|| false, None);
         let stopped = stopped.with_context(|| format!("cannot stop VM '{}'", vm.name()))?;
         let how = serde_json::to_value(stopped.kind)?;

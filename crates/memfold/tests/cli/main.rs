@@ -511,14 +511,22 @@ fn when_a_qemu_started_by_hand_is_attached_missing_requirements_for_folding_are_
 #[test]
 fn without_a_daemon_vm_stop_all_stops_the_vms_of_the_state_directory_that_is_named() {
     let mut daemon = Daemon::start();
-    daemon.paused_vm("one", &[]);
+    for name in ["one", "two"] {
+        daemon.paused_vm(name, &[]);
+    }
     daemon.terminate();
     let all = ["vm", "stop", "--all", "--timeout", "0"];
     // The socket is not the default one, so it is not known which VMs are meant.
     refused(&daemon.run(&all), 1, &["memfold serve"]);
     let state = daemon.state();
     let alone = [&all[..], &["--state", state.to_str().unwrap()]].concat();
-    for stopped in [json!(["one"]), json!([])] {
+    // As a newer memfold has written it.
+    let spec = memfold_vm::VmDirectory::of(&state, "two").spec();
+    let good = std::fs::read_to_string(&spec).unwrap();
+    std::fs::write(&spec, good.replacen('{', "{ \"of_tomorrow\": 1,", 1)).unwrap();
+    refused(&daemon.run(&alone), 1, &["VM 'two'", "of_tomorrow"]);
+    std::fs::write(&spec, good).unwrap();
+    for stopped in [json!(["two"]), json!([])] {
         assert_eq!(daemon.json(&alone)["stopped"], stopped);
     }
 }
