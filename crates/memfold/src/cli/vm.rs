@@ -134,17 +134,17 @@ pub(super) struct RunArguments {
     /// Disk image; several allowed, in order. Without a format: qcow2 if the name ends so, else raw
     #[arg(long = "disk", value_name = "PATH[,format=raw|qcow2]", value_parser = disk)]
     disks: Vec<DiskSpec>,
-    /// Write to temporary overlays instead of the disks of --disk
+    /// Write to temporary overlays instead of the disks
     #[arg(long)]
     snapshot: bool,
     /// Kernel to boot, instead of the disk's own boot loader
     #[arg(long, value_name = "PATH")]
     kernel: Option<PathBuf>,
     /// Initial RAM disk of the kernel
-    #[arg(long, value_name = "PATH", requires = "kernel")]
+    #[arg(long, value_name = "PATH")]
     initrd: Option<PathBuf>,
     /// Command line of the kernel
-    #[arg(long, value_name = "TEXT", requires = "kernel")]
+    #[arg(long, value_name = "TEXT")]
     cmdline: Option<String>,
     /// User that QEMU switches to after it has opened its files [default: a user of its own, with
     /// no other rights]; 'root' keeps the daemon's rights
@@ -161,7 +161,7 @@ pub(super) struct RunArguments {
     segments: Vec<String>,
     /// Segment to boot from as the root file system; writes go to the first disk that is not
     /// read-only, or to memory
-    #[arg(long, value_name = "NAME[@GENERATION]", requires = "kernel")]
+    #[arg(long, value_name = "NAME[@GENERATION]")]
     root_segment: Option<String>,
     /// Number of slots for segments, including --segment: the most that the VM can map while it
     /// runs
@@ -240,15 +240,14 @@ impl RunArguments {
         spec.vcpus = self.vcpus.unwrap_or(spec.vcpus);
         spec.cpu = self.cpu.or(spec.cpu);
         spec.domain = self.domain.or(spec.domain);
-        for mut disk in self.disks {
-            disk.snapshot = self.snapshot;
-            spec.disks.push(disk);
+        spec.disks.extend(self.disks);
+        for disk in spec.disks.iter_mut().filter(|disk| !disk.read_only) {
+            disk.snapshot |= self.snapshot;
         }
-        if self.kernel.is_some() {
-            spec.boot.kernel = self.kernel;
-            spec.boot.initrd = self.initrd;
-            spec.boot.cmdline = self.cmdline;
-        }
+        let boot = &mut spec.boot;
+        boot.kernel = self.kernel.or(boot.kernel.take());
+        boot.initrd = self.initrd.or(boot.initrd.take());
+        boot.cmdline = self.cmdline.or(boot.cmdline.take());
         spec.swap = self.swap.or(spec.swap);
         spec.user = self.user.or(spec.user);
         if let Some(name) = self.root_segment {
@@ -557,4 +556,41 @@ fn overview(vms: &[VmInfo]) -> String {
     });
     let vms = table("NAME  STATE  DOMAIN  >PID  >RAM  AGENT  FOLDING", rows);
     vms + &still.chain(costs).collect::<String>()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        run: RunArguments,
+    }
+
+    #[test]
+    fn flags_of_vm_run_override_the_values_of_its_file_and_leave_the_others() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("web.toml");
+        let text = "name = 'web'\nmemory = '64M'\n[[disks]]\npath = '/disk'\n[[disks]]\npath = '/seed'\n\
+                    read_only = true\n[boot]\nkernel = '/old'\ninitrd = '/initrd'\ncmdline = 'quiet'\n";
+        std::fs::write(&file, text).unwrap();
+        let spec = |more: &[&str]| {
+            let words = [&["run", "--file", file.to_str().unwrap()], more].concat();
+            Line::try_parse_from(words).unwrap().run.spec().unwrap()
+        };
+        let new = spec(&["--snapshot", "--kernel", "/new", "--disk", "/more"]);
+        let snapshots: Vec<bool> = new.disks.iter().map(|disk| disk.snapshot).collect();
+        assert_eq!(snapshots, [true, false, true]);
+        let boot = |spec: VmSpec| {
+            let path = |path: Option<PathBuf>| path.unwrap().display().to_string();
+            let boot = spec.boot;
+            (path(boot.kernel), path(boot.initrd), boot.cmdline.unwrap())
+        };
+        let of = |kernel: &str, cmdline: &str| (kernel.into(), "/initrd".into(), cmdline.into());
+        assert_eq!(boot(new), of("/new", "quiet"));
+        assert_eq!(boot(spec(&["--cmdline", "debug"])), of("/old", "debug"));
+    }
 }
