@@ -28,30 +28,18 @@ pub(crate) struct FirstPages {
     /// Directory on this host in which the parts are kept, so that the next daemon knows which
     /// pages VMs have seen.
     place: PathBuf,
-    /// For each file, the number of pages in which first pages may lie.
+    /// Number of whole pages of each file. First pages may also lie in files that are fetched
+    /// before VMs run: such a page is only compared.
     file_pages: Vec<u64>,
 }
 
 impl FirstPages {
-    /// `lazy`: numbers of the files that are fetched while VMs run.
-    pub(crate) fn new(
-        entries: &[PartEntry],
-        draft: &Path,
-        arriving: &[Arriving],
-        lazy: &[usize],
-    ) -> Self {
-        let pages = |(number, file): (usize, &Arriving)| {
-            let is_lazy = lazy.contains(&number);
-            if is_lazy {
-                file.entry.bytes / PAGE_SIZE
-            } else {
-                0
-            }
-        };
+    pub(crate) fn new(entries: &[PartEntry], draft: &Path, arriving: &[Arriving]) -> Self {
+        let pages = |file: &Arriving| file.entry.bytes / PAGE_SIZE;
         Self {
             entries: entries.to_vec(),
             place: draft.join(kept::PLACE).join(FIRST_PAGES),
-            file_pages: arriving.iter().enumerate().map(pages).collect(),
+            file_pages: arriving.iter().map(pages).collect(),
         }
     }
 

@@ -159,7 +159,7 @@ impl StreamedSnapshot {
         let entries = &begun.described.description.first_pages;
         let shared = Shared {
             of_pieces: of_pieces(&manifest, &files),
-            first: FirstPages::new(entries, &draft, &files, &lazy),
+            first: FirstPages::new(entries, &draft, &files),
             is_new,
             remote: Some(remote),
             request: request.clone(),
@@ -448,8 +448,9 @@ fn obstacle(manifest: &Manifest) -> Option<&'static str> {
         .then_some("memfold did not start its VM, so the VM's disks have options of their own")
 }
 
-/// Returns the numbers of the files that are fetched while VMs run: memory, and disks that VMs
-/// write to. A file that QEMU opens itself is fetched before.
+/// Returns the numbers of the files that are fetched while VMs run: memory, files that the memory
+/// refers to (such as that of the layer below), and disks that VMs write to. A file that QEMU opens
+/// itself is fetched before.
 fn lazy_files(manifest: &Manifest, begun: &Begun) -> Vec<usize> {
     let bases = begun.described.description.bases();
     let disks = manifest.disks.iter().filter(|disk| !disk.read_only);
@@ -458,7 +459,9 @@ fn lazy_files(manifest: &Manifest, begun: &Begun) -> Vec<usize> {
         Some(name) => Some(name.clone()),
         None => file_name(path),
     };
-    let names = files.filter_map(|file| name_of(&file.path));
+    let sources = manifest.references.iter().flat_map(|refs| &refs.sources);
+    let files = files.map(|file| &file.path).chain(sources);
+    let names = files.filter_map(&name_of);
     let spec = &manifest.spec;
     let boot = [&spec.boot.kernel, &spec.boot.initrd, &spec.boot.firmware];
     let of_boot = boot.into_iter().flatten().chain(&spec.files);

@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use memfold_host::progress::Progress;
+use memfold_snapshot::refer::{self, Reference};
 use memfold_snapshot::{Manifest, Shelf};
 use memfold_transfer::{
     PullReport, PullRequest, PushReport, PushRequest, Remote, TransferError, pull, push,
 };
+use memfold_units::PAGE_SIZE;
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -60,6 +62,18 @@ impl Hosts {
     /// Saves a snapshot of a VM whose disk is an overlay over `base.img`. `seed` decides about the
     /// bytes of its memory.
     pub fn save(&self, name: &str, seed: u64, change: impl Fn(&mut Value)) -> Manifest {
+        self.save_layer(name, seed, None, change)
+    }
+
+    /// Saves such a snapshot whose first 2 MiB of random bytes are references to pages of the RAM
+    /// image of `parent`, which was saved with the same `seed`.
+    pub fn save_layer(
+        &self,
+        name: &str,
+        seed: u64,
+        parent: Option<&str>,
+        change: impl Fn(&mut Value),
+    ) -> Manifest {
         let base = self.path("base.img");
         if !base.exists() {
             let file = File::create(&base).unwrap();
@@ -69,8 +83,8 @@ impl Hosts {
         let draft = self.here.draft(name).unwrap();
         let ram = draft.file("ram").unwrap();
         ram.set_len(64 * MIB).unwrap();
-        ram.write_all_at(&random(seed, 2 * MIB), 5 * MIB + 4096)
-            .unwrap();
+        let (bytes, at) = (random(seed, 2 * MIB), 5 * MIB + 4096);
+        ram.write_all_at(&bytes, at).unwrap();
         ram.write_all_at(&random(1, 2 * MIB), 40 * MIB).unwrap();
         let part = |part: &str, bytes: &[u8]| {
             draft.file(part).unwrap().write_all_at(bytes, 0).unwrap();
@@ -82,6 +96,18 @@ impl Hosts {
             .flat_map(|chunk| xxh3_128(chunk).to_le_bytes());
         let of_chunks: Vec<u8> = of_chunks.collect();
         let (sums, devices) = (part("ram.sums", &of_chunks), part("devices", b"devices"));
+        let refers = parent.map(|parent| {
+            ram.write_all_at(&vec![0; bytes.len()], at).unwrap();
+            let reference = Reference {
+                page: at / PAGE_SIZE,
+                pages: 512,
+                file: 0,
+                block: at / PAGE_SIZE,
+            };
+            let table = part("ram.refs", &refer::encode(&[reference]));
+            let source = self.here.path(parent).unwrap().join("ram");
+            json!({ "table": table, "sources": [source], "pages": 512 })
+        });
         let disk = draft.path().join("disk0.qcow2");
         overlay(&disk, &base, "raw");
         let mut saved = facts(&disk);
@@ -100,6 +126,9 @@ impl Hosts {
             "spec": { "name": "web1", "memory": "64MiB",
                       "disks": [{ "path": base, "format": "raw", "snapshot": true }] },
         });
+        if let Some(refers) = refers {
+            manifest["references"] = refers;
+        }
         change(&mut manifest);
         let manifest: Manifest = serde_json::from_value(manifest).unwrap();
         draft.commit(&manifest).unwrap();

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::Write;
 use std::net::Shutdown;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, channel};
@@ -210,6 +210,43 @@ fn a_fetch_goes_on_while_the_store_is_gone_with_the_description_that_was_kept_an
     let ram = |place: PathBuf| fs::read(place.join("ram")).unwrap();
     assert!(ram(place.clone()) == ram(hosts.here.path("warm").unwrap()));
     assert!(!place.join(".store").exists(), "not a part of the snapshot");
+}
+
+#[test]
+fn the_memory_of_a_layer_s_parent_is_fetched_while_vms_run_the_pages_that_they_touch_first() {
+    let hosts = Hosts::new();
+    hosts.save("parent", 2, |_| {});
+    let saved = hosts.save_layer("warm", 2, Some("parent"), |_| {});
+    let first = 5 * MIB / 4096 + 1;
+    let soonest = json!([[first + 3, 20]]);
+    let set = json!({ "image": saved.sums.xxh3_128, "runs": soonest, "soonest": soonest });
+    let place = hosts.here.path("warm").unwrap();
+    fs::write(place.join("working-set"), set.to_string()).unwrap();
+    hosts.push("warm");
+    let stream = begin(&hosts, None).unwrap();
+    let draft = hosts.path("there/.warm.pull");
+    let parent = (0..9)
+        .map(|number| draft.join(format!("base{number}")))
+        .find(|base| fs::metadata(base).is_ok_and(|facts| facts.len() == 64 * MIB));
+    let fetched = fs::metadata(parent.unwrap()).unwrap().blocks() * 512;
+    assert!(fetched <= MIB, "{fetched} bytes of the parent's RAM");
+    let bytes = random(2, 2 * MIB);
+    let mut page = [0; 4096];
+    std::thread::scope(|scope| {
+        scope.spawn(|| assert!(stream.run(&hosts.there, &Progress::default()).unwrap()));
+        assert_eq!(stream.wait_first(), 20);
+        let source = &stream.image().sources[0];
+        for number in [3, 22, 400] {
+            let at = (first + number) * 4096;
+            stream.wait(1, at..at + 4096).unwrap();
+            source.read_exact_at(&mut page, at).unwrap();
+            let of = usize::try_from(number * 4096).unwrap();
+            assert!(page == bytes[of..of + 4096], "page {number}");
+        }
+    });
+    let manifest = hosts.there.manifest("warm").unwrap();
+    let image = hosts.there.checked_image(&manifest, &Progress::default());
+    assert_eq!(image.unwrap().references[0].pages, 512);
 }
 
 #[test]
