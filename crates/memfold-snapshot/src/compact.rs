@@ -40,6 +40,7 @@ use super::refer::{self, Reference};
 use super::restore;
 use super::room::enough_room;
 use super::shelf::{DEVICES, Shelf};
+use super::sparse_copy::copy_file;
 use super::working_set;
 
 /// Returns whether a snapshot needs no other snapshot.
@@ -278,8 +279,7 @@ impl Layer<'_> {
             return Ok(0);
         }
         let to = self.draft.path().join(&name);
-        // A sparse copy, which shares blocks with the original if the file system can.
-        fs::copy(&from, &to).map_err(failed(&to))?;
+        copy_file(&from, &to).map_err(failed(&to))?;
         merge(&to, merged, left)?;
         disk.file = backing_file(&to, &path)?;
         disk.xxh3_128 = is_own.then_some(facts_at(&to)?.xxh3_128);

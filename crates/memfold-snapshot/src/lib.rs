@@ -57,6 +57,7 @@ mod room;
 pub mod save;
 mod saved_disks;
 pub mod shelf;
+mod sparse_copy;
 mod still;
 pub mod stored;
 mod subject;

@@ -3,7 +3,7 @@
 //! remain.
 
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind, Seek as _, SeekFrom};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -19,9 +19,7 @@ use super::links::is_in;
 use super::rebase::{merge, split, used};
 use super::room::enough_room;
 use super::shelf::Shelf;
-
-/// Number of bytes of a disk that one call copies.
-const COPY_BYTES: u64 = 64 << 20;
+use super::sparse_copy::copy_data;
 
 /// Disks and other files that were copied for one VM. Dropping this value removes the copies,
 /// unless [`OwnDisks::keep`] was called.
@@ -122,8 +120,7 @@ fn chain_of(disk: &DiskSpec) -> Result<Vec<PathBuf>, SnapshotError> {
     }
 }
 
-/// Copies a file to a new one, and shares blocks if the file system can (`copy_file_range`). The
-/// copy gets its name when `complete` has changed it. A killed daemon leaves a file that ends in
+/// Copies a file to a new one ([`copy_data`]). The copy gets its name when `complete` has changed it. A killed daemon leaves a file that ends in
 /// `.part`, which is not used as a disk.
 fn copy(
     from: &Path,
@@ -136,16 +133,11 @@ fn copy(
     }
     let part = to.with_extension("qcow2.part");
     let source = File::open(from).map_err(failed(from))?;
-    let mut file = write_alone(&part).map_err(failed(&part))?;
-    let mut copy_bytes = || -> io::Result<()> {
+    let file = write_alone(&part).map_err(failed(&part))?;
+    let copy_bytes = || -> io::Result<()> {
         file.set_len(0)?;
-        loop {
-            let copied = io::copy(&mut (&source).take(COPY_BYTES), &mut file)?;
-            if copied == 0 {
-                return Ok(());
-            }
-            progress.add(copied);
-        }
+        let length = (&source).seek(SeekFrom::End(0))?;
+        copy_data(&source, &file, length, |bytes| progress.add(bytes))
     };
     let copied = copy_bytes()
         .map_err(failed(to))

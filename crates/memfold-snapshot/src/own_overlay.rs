@@ -6,7 +6,7 @@
 //! otherwise the snapshot gets a copy.
 
 use std::fs::{File, Permissions};
-use std::io::{self, Read as _, Seek as _, SeekFrom};
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::Path;
@@ -15,6 +15,8 @@ use memfold_sys::lease;
 use memfold_vm::QemuUser;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
+
+use super::sparse_copy::copy_data;
 
 /// Extended attribute with a file's access list (`acl(5)`), which its owner can set.
 const ACCESS_LIST: &str = "system.posix_acl_access";
@@ -102,18 +104,11 @@ fn link(file: &File, to: &Path) -> io::Result<bool> {
 }
 
 /// Copies the first `length` bytes of a file. Holes stay holes.
-fn copy(mut from: &File, to: &Path, length: u64) -> io::Result<()> {
+fn copy(from: &File, to: &Path, length: u64) -> io::Result<()> {
     let mut options = File::options();
     options.write(true).create_new(true).mode(0o600);
-    let mut to = options.open(to)?;
-    to.set_len(length)?;
-    for range in memfold_store::data_ranges(from)? {
-        from.seek(SeekFrom::Start(range.start))?;
-        to.seek(SeekFrom::Start(range.start))?;
-        let bytes = range.end.min(length).saturating_sub(range.start);
-        // The copy shares blocks with the original if the file system can.
-        io::copy(&mut from.take(bytes), &mut to)?;
-    }
+    let to = options.open(to)?;
+    copy_data(from, &to, length, |_| {})?;
     to.sync_all()
 }
 

@@ -16,6 +16,7 @@ use super::file_facts::{backing_file, backing_files, facts_at};
 use super::freeze::Frozen;
 use super::manifest::{SavedDisk, disk_name};
 use super::own_overlay;
+use super::sparse_copy::copy_file;
 
 /// Gives frozen overlays a name in the draft, and returns the file of every disk.
 pub(super) fn take_over(
@@ -84,7 +85,7 @@ fn most_bytes(disk: &DiskSpec) -> u64 {
 /// Gives a file that nobody writes any more a second name, or copies it to another file system.
 fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
-        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => fs::copy(from, to).map(drop),
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => copy_file(from, to),
         other => other,
     }
 }
