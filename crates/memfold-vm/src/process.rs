@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
@@ -72,12 +73,12 @@ pub struct Process {
 
 impl Process {
     /// Opens the process with this ID and start time. Fails with `NotFound` if the process has
-    /// ended, even if another process has its ID now.
+    /// ended, even if another process has its ID now. Any other error says nothing about that.
     pub fn open(identity: Identity) -> io::Result<Self> {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
         let pid = Pid::from_raw(identity.pid).ok_or_else(gone)?;
         let handle = pidfd_open(pid, PidfdFlags::empty()).map_err(|e| match e {
-            rustix::io::Errno::SRCH => gone(),
+            Errno::SRCH => gone(),
             e => e.into(),
         })?;
         let process = Self {
@@ -89,7 +90,9 @@ impl Process {
         // has not ended, the handle is the right one.
         match Identity::of(pid) {
             Ok(now) if now == identity && !process.has_exited()? => Ok(process),
-            _ => Err(gone()),
+            Ok(_) => Err(gone()),
+            Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => Err(gone()),
+            Err(error) => Err(error),
         }
     }
 
@@ -144,6 +147,8 @@ impl Process {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    use std::os::fd::AsRawFd as _;
     use std::process::Command;
 
     #[test]
@@ -151,6 +156,26 @@ mod tests {
         let stat = "7 (a) b (c)) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 8 9";
         assert_eq!(start_ticks(stat), Some(4711));
         assert_eq!(start_ticks("7 (a"), None);
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_looked_at_does_not_count_as_ended() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let identity = Identity::of(Pid::from_child(&child)).unwrap();
+        let next = fs::File::open("/dev/null").unwrap().as_raw_fd();
+        let limit = getrlimit(Resource::Nofile);
+        let few = Rlimit {
+            current: Some(u64::try_from(next).unwrap() + 1),
+            ..limit
+        };
+        // The descriptor of the process is the last one that may be open.
+        setrlimit(Resource::Nofile, few).unwrap();
+        let opened = Process::open(identity);
+        setrlimit(Resource::Nofile, limit).unwrap();
+        let error = opened.unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(Errno::MFILE.raw_os_error()));
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]
