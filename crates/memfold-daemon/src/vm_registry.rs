@@ -16,6 +16,7 @@ use rustix::process::Pid;
 
 use crate::arrivals::{Arrivals, Entry, Way};
 use crate::error::{DaemonError, state_error};
+use crate::json_file;
 use crate::locks::{NoStarts, StartRight};
 use crate::machine::Machine;
 
@@ -50,7 +51,8 @@ impl VmRegistry {
     pub fn open(state: &Path) -> Result<Self, DaemonError> {
         let files = state_error(state);
         std::fs::create_dir_all(state).map_err(files)?;
-        let lock = File::create(state.join("daemon.lock")).map_err(files)?;
+        // A user who could open it could lock it, too, and no daemon would start any more.
+        let lock = json_file::private(&state.join("daemon.lock")).map_err(files)?;
         rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| DaemonError::StateTaken(state.to_owned()))?;
         Ok(Self {
@@ -134,8 +136,15 @@ impl VmRegistry {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    pub fn insert(&self, machine: Arc<Machine>) {
-        self.vms.lock().insert(machine.name().to_owned(), machine);
+    /// Adds a VM to the table, unless its QEMU is there by another name. Returns that VM then.
+    pub fn insert(&self, machine: Arc<Machine>) -> Result<(), Arc<Machine>> {
+        let mut vms = self.vms.lock();
+        let known = vms.values().find(|vm| vm.pid() == machine.pid());
+        if let Some(known) = known.filter(|known| known.name() != machine.name()) {
+            return Err(known.clone());
+        }
+        vms.insert(machine.name().to_owned(), machine);
+        Ok(())
     }
 
     /// Removes a VM from the table, unless another VM has its name by now.

@@ -66,7 +66,10 @@ impl Vms {
         };
         let machine =
             Machine::take_on(vm, role, self.below.folding.commands(), self.agents.clone())?;
-        self.below.registry.insert(machine.clone());
+        if let Err(known) = self.below.registry.insert(machine.clone()) {
+            let _ = self.below.folding.tell(Command::Remove(machine.id()));
+            return Err(attach::known_as(&known));
+        }
         let (watched, vms) = (machine.clone(), Arc::downgrade(self));
         let begun = threads::begin("vm-watch", move || {
             watched.watch();
