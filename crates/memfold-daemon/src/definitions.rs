@@ -161,6 +161,7 @@ impl Definitions {
     pub fn start(&self, name: &str, despite_brake: bool) -> Result<VmInfo, DaemonError> {
         let started = self.launch(self.files.read(name)?, despite_brake)?;
         self.forget_problem(name);
+        self.no_longer_waits(name);
         Ok(started)
     }
 
@@ -316,12 +317,23 @@ impl Definitions {
             problem_of(&name, &error)
         });
         let mut autostart = self.autostart.lock();
-        autostart.waiting.remove(0);
+        autostart.waiting.retain(|waiting| *waiting != name);
         autostart
             .problems
             .extend(problem.map(|problem| (name, problem)));
         self.write(&autostart);
         true
+    }
+
+    /// Leaves out a VM that somebody has started or stopped since the host's boot: what an operator
+    /// does counts more than the start that was planned.
+    pub fn no_longer_waits(&self, name: &str) {
+        let mut autostart = self.autostart.lock();
+        let before = autostart.waiting.len();
+        autostart.waiting.retain(|waiting| waiting != name);
+        if autostart.waiting.len() < before {
+            self.write(&autostart);
+        }
     }
 
     /// Starts a VM, unless it runs, or its definition has been removed or changed since the boot.

@@ -59,6 +59,7 @@ pub(super) async fn stop(
 ) -> Answered<StopReport> {
     blocking(daemon, move |d| {
         let stopped = d.vms().stop(&name, seconds(request.timeout_s)?)?;
+        d.definitions().no_longer_waits(&name);
         let how = serde_json::to_value(stopped.kind).unwrap_or_default();
         Ok(StopReport {
             name: name.0,

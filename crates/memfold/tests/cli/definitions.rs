@@ -299,6 +299,39 @@ fn a_daemon_that_died_during_the_starts_is_continued_by_the_next_one() {
     assert_states(&daemon, &wanted);
 }
 
+#[test]
+fn a_vm_that_is_started_and_stopped_by_hand_while_others_start_after_a_boot_stays_off() {
+    let empty = Path::new("/dev/null");
+    let mut daemon = Daemon::start_with_words(empty);
+    define(&daemon, "slow", "autostart = true\norder = 1");
+    define(&daemon, "b", "autostart = true\norder = 2");
+    daemon.terminate();
+    // QEMU of 'slow' starts when the gate is open.
+    let gate = daemon.directory.path().join("gate");
+    let wait_for_gate = format!("until [ -e {} ]; do sleep 0.05; done", gate.display());
+    let script = format!(
+        "#!/bin/sh\ncase \"$*\" in *slow*) {wait_for_gate};; esac\nexec qemu-system-x86_64 \"$@\"\n"
+    );
+    fs::write(daemon.directory.path().join("qemu"), script).unwrap();
+    let read = |daemon: &Daemon| -> Value {
+        serde_json::from_slice(&fs::read(autostart_file(daemon)).unwrap()).unwrap()
+    };
+    let mut said = read(&daemon);
+    said["boot"] = "another".into();
+    fs::write(autostart_file(&daemon), said.to_string()).unwrap();
+    daemon.start_again();
+    wait("'slow' is being started", || {
+        states(&daemon).contains(&("slow".into(), "starting".into()))
+    });
+    assert_eq!(read(&daemon)["waiting"], json!(["slow", "b"]));
+    daemon.json(&["vm", "start", "b"]);
+    daemon.json(&["vm", "stop", "b", "--timeout", "0"]);
+    assert_eq!(read(&daemon)["waiting"], json!(["slow"]));
+    fs::write(gate, "").unwrap();
+    wait("no VM waits", || read(&daemon)["waiting"] == json!([]));
+    assert_states(&daemon, &[("b", "off"), ("slow", "prelaunch")]);
+}
+
 fn set_reserve(config: &Path, reserve: &str) {
     fs::write(config, format!("reserve = \"{reserve}\"\n")).unwrap();
 }
