@@ -13,6 +13,7 @@ use memfold_vm::{Definition, LaunchError, SizingSpec};
 
 use super::Definitions;
 use crate::error::{DaemonError, refused};
+use crate::machine::Machine;
 use crate::machine::settings::Settings;
 use crate::rightsizing::Rightsizing;
 
@@ -74,27 +75,42 @@ impl Definitions {
             Some(definition) => Some(self.changed(definition, request)?),
             None => None,
         };
-        // The running VM may refuse the change, and a definition that was checked can be written.
+        if let (Some(machine), Some(changed)) = (&live, changed) {
+            Rightsizing::check_sizing(machine, changed.sizing.into())?;
+        }
+        let written = match (defined, new) {
+            (Some(definition), Some(new)) => Some(self.write_definition(definition, new, request)?),
+            _ => None,
+        };
         if let (Some(machine), Some(before), Some(changed)) = (&live, before, changed) {
             let is_own = |one: &ChangedSetting| one.now && !one.name.starts_with(LIMITS);
-            Rightsizing::check_sizing(machine, changed.sizing.into())?;
-            if settings.iter().any(is_own) {
-                machine.change_settings(changed.settings)?;
+            let is_own = settings.iter().any(is_own);
+            if let Err(error) = change_running(rightsizing, machine, (before, changed), is_own) {
+                if let Some((before, now)) = written {
+                    self.files.replace(&now, &before)?;
+                }
+                return Err(error);
             }
-            if changed.sizing != before.sizing {
-                rightsizing.replace_sizing(machine, changed.sizing.into())?;
-            }
-        }
-        if let (Some(mut definition), Some(mut new)) = (defined, new) {
-            while !self.files.replace(&definition, &new)? {
-                // Another request has changed other settings meanwhile, and they stay.
-                definition = self.files.read(name)?;
-                new = self.changed(&definition, request)?;
-            }
-            self.forget_problem(name);
         }
         let name = name.to_owned();
         Ok(SetReport { name, settings })
+    }
+
+    /// Writes the changed definition. Returns what it was, and what it is now.
+    fn write_definition(
+        &self,
+        mut definition: Definition,
+        mut new: Definition,
+        request: &SetRequest,
+    ) -> Result<(Definition, Definition), DaemonError> {
+        let name = definition.vm.name.clone();
+        while !self.files.replace(&definition, &new)? {
+            // Another request has changed other settings meanwhile, and they stay.
+            definition = self.files.read(&name)?;
+            new = self.changed(&definition, request)?;
+        }
+        self.forget_problem(&name);
+        Ok((definition, new))
     }
 
     /// Returns the definition with the settings of the request. The result was checked.
@@ -110,6 +126,26 @@ impl Definitions {
         self.check_snapshot(&new)?;
         Ok(new)
     }
+}
+
+/// Changes a running VM, or leaves it as it was. `is_own`: settings beside the limits change.
+fn change_running(
+    rightsizing: &Rightsizing,
+    machine: &Machine,
+    (before, changed): (Live, Live),
+    is_own: bool,
+) -> Result<(), DaemonError> {
+    if is_own {
+        machine.change_settings(changed.settings)?;
+    }
+    if changed.sizing == before.sizing {
+        return Ok(());
+    }
+    let replaced = rightsizing.replace_sizing(machine, changed.sizing.into());
+    if replaced.is_err() && is_own {
+        machine.change_settings(before.settings)?;
+    }
+    replaced
 }
 
 /// What can change while a VM runs.
