@@ -134,9 +134,13 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
     };
     let keys = ["root=", "rootfstype=", "rootflags="];
     let is_root = |word: &&str| keys.iter().any(|key| word.starts_with(key));
+    // What follows `--` is not for the kernel, but for the program that it starts.
+    let given: Vec<&str> = given.unwrap_or_default().split_ascii_whitespace().collect();
+    let end = given.iter().position(|word| *word == "--");
+    let (given, of_init) = given.split_at(end.unwrap_or(given.len()));
     let mut words: Vec<String> = given
-        .unwrap_or_default()
-        .split_ascii_whitespace()
+        .iter()
+        .copied()
         .filter(|word| root.is_none() || !is_root(word))
         .map(str::to_owned)
         .collect();
@@ -174,6 +178,7 @@ pub fn cmdline(spec: &VmSpec) -> Option<String> {
             words.push(default.into());
         }
     }
+    words.extend(of_init.iter().map(|word| (*word).to_owned()));
     Some(words.join(" "))
 }
 
@@ -271,6 +276,11 @@ mod tests {
         let own = "swiotlb=4096 page_reporting.page_reporting_order=9";
         asked.boot.cmdline = Some(own.into());
         assert_eq!(cmdline(&asked).unwrap(), format!("{own} memfold.lay=web"));
+        asked.boot.cmdline = Some(format!("{own} -- single"));
+        assert_eq!(
+            cmdline(&asked).unwrap(),
+            format!("{own} memfold.lay=web -- single")
+        );
     }
 
     #[test]
