@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use memfold_host::UsersError;
 use memfold_ksm::KsmError;
 use memfold_ledger::ReadError;
 use memfold_ledger::estimate::EstimateError;
@@ -14,7 +15,7 @@ use memfold_segment::SegmentError;
 use memfold_snapshot::SnapshotError;
 use memfold_transfer::TransferError;
 use memfold_vm::balloon::BalloonError;
-use memfold_vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
+use memfold_vm::{AgentError, LaunchError, MachineError, QmpError, RamError, UserError};
 
 /// The reason why the daemon refused a request or could not carry it out.
 #[derive(Debug, thiserror::Error)]
@@ -146,6 +147,9 @@ impl DaemonError {
                         | LaunchError::Qemu(_)
                         | LaunchError::Kvm { .. }
                         | LaunchError::Library(_)
+                        | LaunchError::User(UserError::Allot(
+                            UsersError::Range(_) | UsersError::Unmapped { .. }
+                        ))
                 )
         )
     }
