@@ -40,7 +40,7 @@ pub(crate) fn of(directory: &Shelf, machine: &Machine) -> Result<Manifest, Daemo
     };
     if !directory.path(&name)?.exists() {
         return Err(none(
-            "start the VM with --boot-snapshot, and wait until 'vm list --json' shows the snapshot as ready",
+            "start the VM with --boot-snapshot, and wait until 'vm list --json' shows the snapshot as ready; it is not saved if the daemon ends before",
         ));
     }
     let manifest = directory.manifest(&name)?;

@@ -17,11 +17,12 @@ use memfold_wire::order::GuestOrder;
 use tracing::{info, warn};
 
 use crate::boot_snapshot::{self, mark, name_of};
+use crate::boot_work;
 use crate::error::DaemonError;
 use crate::machine::settings::Settings;
 use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
-use crate::segments::in_guest::{lay_all, lay_when_booted};
+use crate::segments::in_guest::lay_all;
 use crate::snapshots::{SaveKind, Snapshots};
 use crate::threads;
 use crate::vms::Vms;
@@ -33,9 +34,6 @@ const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit for a short command in the guest, and for the removal of an ended VM from the
 /// daemon's table.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Time limit for a guest to activate its swap disk.
-const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Starts and reboots VMs, and saves boot snapshots.
 #[derive(Debug)]
@@ -74,11 +72,11 @@ impl Boots {
         let Ok(machine) = self.below.registry.machine(&name) else {
             return Ok(info);
         };
-        swap_on_when_booted(&machine);
+        boot_work::enable_swap(&machine);
         if boots {
             self.save_when_booted(&machine);
         } else {
-            lay_when_booted(&machine);
+            boot_work::lay_segments(&machine);
         }
         Ok(machine.info())
     }
@@ -237,28 +235,6 @@ fn check_segments(spec: &VmSpec) -> Result<(), DaemonError> {
         let why = format!("segments: '{name}' is named twice");
         Err(DaemonError::BadRequest(why))
     })
-}
-
-/// Has a guest activate its swap disk as soon as its agent answers.
-fn swap_on_when_booted(machine: &Arc<Machine>) {
-    if machine.vm().spec().is_none_or(|spec| spec.swap.is_none()) {
-        return;
-    }
-    machine.on_agent_ready("swap-on", |machine| {
-        let vm = machine.name();
-        let said = match machine.run(GuestOrder::SwapOn, SWAP_ON_TIMEOUT) {
-            Ok(done) if done.code == 0 => {
-                info!(vm, "swap disk enabled in the guest");
-                return;
-            }
-            Ok(done) => text(&done.stderr),
-            Err(error) => chain(&error),
-        };
-        warn!(
-            vm,
-            said, "swap disk not enabled in the guest; run 'swapon LABEL=memfold-swap' there"
-        );
-    });
 }
 
 /// Makes the guest reboot, and waits until its agent reports a new boot id.

@@ -32,6 +32,7 @@ mod advice;
 mod arrivals;
 mod backoff;
 mod boot_snapshot;
+mod boot_work;
 mod boots;
 mod daemon;
 mod debt;

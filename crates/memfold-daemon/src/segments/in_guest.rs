@@ -104,13 +104,6 @@ fn answer(machine: &Machine, done: &CommandResult) -> Result<serde_json::Value, 
     }
 }
 
-/// Has a guest that boots mount the VM's segments over its files, unless the guest did so itself.
-pub(crate) fn lay_when_booted(machine: &Arc<Machine>) {
-    if machine.vm().segments().iter().any(|segment| !segment.root) {
-        machine.on_agent_ready("segments", lay_all);
-    }
-}
-
 /// Asks a guest that was booted under an earlier daemon for its mounted segments, and removes a
 /// disk for copying files that the earlier daemon has left.
 pub(crate) fn recall_segments(machine: &Arc<Machine>) {

@@ -15,7 +15,7 @@ use crate::error::DaemonError;
 use crate::machine::Origin;
 use crate::segments::in_guest::recall_segments;
 use crate::vms::Vms;
-use crate::{boot_snapshot, interrupted_save, threads};
+use crate::{boot_snapshot, boot_work, interrupted_save, threads};
 
 /// Pauses between two attempts to adopt a VM: the first, and the longest.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
@@ -123,6 +123,7 @@ impl Vms {
         boot_snapshot::find(&self.below.snapshots, &machine);
         self.below.swap_disks.resume(&machine);
         recall_segments(&machine);
+        boot_work::resume(&machine);
         let state = self.below.registry.state();
         if interrupted_save::is_cut_off(state, &machine) {
             interrupted_save::undo_soon(state.to_owned(), machine);
