@@ -1,8 +1,10 @@
 //! Addresses of exports. An export is the network disk by which a lending host serves the RAM of
 //! one lease. Its address consists of the place where the lender listens, the protocol and the key.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::{fmt, io};
 
 use clap::ValueEnum;
@@ -169,13 +171,51 @@ pub struct TcpListen {
     pub ports: Option<(u16, u16)>,
 }
 
+/// Addresses that were chosen for servers which bind them later.
+static PROMISED: Mutex<BTreeSet<SocketAddr>> = Mutex::new(BTreeSet::new());
+
+fn promised() -> MutexGuard<'static, BTreeSet<SocketAddr>> {
+    PROMISED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An address that no other export of this process gets until this value is dropped.
+#[derive(Debug)]
+pub(super) struct Promised(pub SocketAddr);
+
+impl Drop for Promised {
+    fn drop(&mut self) {
+        promised().remove(&self.0);
+    }
+}
+
 impl TcpListen {
     pub(super) fn bind(&self) -> io::Result<TcpListener> {
+        self.bind_free(&promised())
+    }
+
+    /// Chooses a free address for a server that binds it itself.
+    pub(super) fn promise(&self) -> io::Result<Promised> {
+        let mut promised = promised();
+        let address = self.bind_free(&promised)?.local_addr()?;
+        promised.insert(address);
+        Ok(Promised(address))
+    }
+
+    fn bind_free(&self, promised: &BTreeSet<SocketAddr>) -> io::Result<TcpListener> {
         let Some((first, last)) = self.ports else {
-            return TcpListener::bind(SocketAddr::new(self.ip, 0));
+            loop {
+                let listener = TcpListener::bind(SocketAddr::new(self.ip, 0))?;
+                if !promised.contains(&listener.local_addr()?) {
+                    return Ok(listener);
+                }
+            }
         };
         for port in first..=last {
-            match TcpListener::bind(SocketAddr::new(self.ip, port)) {
+            let address = SocketAddr::new(self.ip, port);
+            if promised.contains(&address) {
+                continue;
+            }
+            match TcpListener::bind(address) {
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
                 bound => return bound,
             }
@@ -276,6 +316,29 @@ mod tests {
         );
         refused(unix("run/x"), "absolute path");
         refused(unix(&format!("/{}", "x".repeat(200))), "limit of length");
+    }
+
+    #[test]
+    fn a_port_that_was_promised_to_an_export_is_given_to_no_other_until_the_export_has_ended() {
+        // Two free ports in a row, which nobody else takes meanwhile but by accident.
+        let free = |port: u16| TcpListener::bind(("127.0.0.9", port)).is_ok();
+        let first = (20_000..32_000).find(|&port| free(port) && free(port + 1));
+        let first = first.unwrap();
+        let tcp = TcpListen {
+            ip: [127, 0, 0, 9].into(),
+            announce: None,
+            ports: Some((first, first + 1)),
+        };
+        let one = tcp.promise().unwrap();
+        let other = tcp.promise().unwrap();
+        assert_eq!((one.0.port(), other.0.port()), (first, first + 1));
+        let told = tcp.promise().unwrap_err().to_string();
+        assert!(told.contains("are in use"), "{told}");
+        tcp.bind().unwrap_err();
+        drop(one);
+        let listener = tcp.bind().unwrap();
+        assert_eq!(listener.local_addr().unwrap().port(), first);
+        drop(other);
     }
 
     #[test]

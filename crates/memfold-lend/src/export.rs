@@ -34,7 +34,7 @@ use memfold_vm::Process;
 use memfold_vm::process::is_stopped;
 use rustix::pipe::{PipeFlags, pipe_with};
 
-use super::endpoint::{Endpoint, Key, Transport};
+use super::endpoint::{Endpoint, Key, Promised, Transport};
 use super::files::{self, Removed};
 use super::iscsi::target;
 use super::lease::LeaseId;
@@ -115,6 +115,9 @@ pub struct Export {
     /// For iSCSI, the files of the helper process `target`, and tgtd itself once the export is
     /// ready.
     iscsi: Option<(target::Files, Option<Process>)>,
+    /// For iSCSI, the port of tgtd.
+    #[allow(dead_code)] // held
+    port: Option<Promised>,
     /// Time by which the export must be ready.
     deadline: Instant,
     stopped_looks: u32,
@@ -170,7 +173,7 @@ impl Export {
         let log = log.map_err(failed(&log_file))?;
         let pipe = pipe_with(PipeFlags::CLOEXEC).map_err(io::Error::from);
         let (theirs, alive) = pipe.map_err(failed("a pipe"))?;
-        let mut server = None;
+        let (mut server, mut port) = (None, None);
         let (endpoint, child) = match listen {
             Listen::Unix => {
                 let listener = UnixListener::bind(&socket).map_err(failed(&socket))?;
@@ -194,12 +197,14 @@ impl Export {
             Listen::Iscsi(tcp) => {
                 // tgtd binds the port itself. If another process takes the port first, tgtd reports
                 // an error and ends.
-                let (_, portal) = bound(tcp)?;
+                let promised = tcp.promise().map_err(failed(tcp.ip.to_string()))?;
+                let portal = promised.0;
                 let key = new_key(id, &key_file)?;
                 let child = target::command(bytes, portal, &iscsi)
                     .and_then(|mut command| command.stdin(theirs).stderr(log).spawn())
                     .map_err(failed("the program memfold itself"))?;
                 server = Some((iscsi, None));
+                port = Some(promised);
                 (tcp.endpoint(portal.port(), key, Transport::Iscsi), child)
             }
         };
@@ -212,6 +217,7 @@ impl Export {
             bytes,
             log: log_file,
             iscsi: server,
+            port,
             deadline: Instant::now() + limit,
             stopped_looks: 0,
             heard: 0,
