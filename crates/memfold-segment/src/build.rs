@@ -10,7 +10,7 @@
 //! their pages directly (DAX). Builds are reproducible: the same files give the same bytes.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -268,15 +268,23 @@ fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError>
     Ok(tops)
 }
 
+/// Writes the mark into `files`, the copied tree. The source may contain a link of the mark's name,
+/// and the build runs as root. So the name is removed first: a write through a symbolic link would
+/// overwrite a file of the host, and through a hard link another file of the segment.
 fn write_mark(files: &Path, name: &str, generation: u32, lay: &[String]) -> io::Result<()> {
     let mut text = format!("format {FORMAT}\nname {name}\ngeneration {generation}\n");
     text.extend(lay.iter().map(|directory| format!("lay {directory}\n")));
     let place = files.join(MARK);
-    fs::write(&place, text)?;
+    match fs::remove_file(&place) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut mark = File::options().write(true).create_new(true).open(&place)?;
+    mark.write_all(text.as_bytes())?;
     let times = fs::FileTimes::new()
         .set_modified(SystemTime::UNIX_EPOCH)
         .set_accessed(SystemTime::UNIX_EPOCH);
-    File::options().write(true).open(&place)?.set_times(times)?;
+    mark.set_times(times)?;
     // The time of the root directory is that of the build, so it is replaced.
     File::open(files)?.set_times(times)
 }
@@ -485,5 +493,55 @@ mod tests {
         let (manifest, _) = build(&shelf, &all, &Progress::default()).unwrap();
         assert!(manifest.root && manifest.lay.is_empty() && manifest.files == 3);
         shelf.unprotect();
+    }
+
+    /// Makes a link to `target`.
+    fn link(target: &Path, place: &Path, is_symbolic: bool) {
+        let made = if is_symbolic {
+            std::os::unix::fs::symlink(target, place)
+        } else {
+            fs::hard_link(target, place)
+        };
+        made.unwrap();
+    }
+
+    #[test]
+    fn a_source_with_a_link_named_like_the_mark_does_not_make_a_build_write_through_the_link() {
+        if !has_mkfs() {
+            return;
+        }
+        let outside = tempfile::tempdir().unwrap();
+        let canary = outside.path().join("canary");
+        fs::write(&canary, "canary").unwrap();
+        for is_symbolic in [true, false] {
+            let from = source();
+            link(&canary, &from.path().join(MARK), is_symbolic);
+            let place = tempfile::tempdir().unwrap();
+            let shelf = Shelf::open(place.path(), &place.path().join("run"));
+            let mut whole = request(from.path());
+            whole.root = true;
+            build(&shelf, &whole, &Progress::default()).unwrap();
+            shelf.unprotect();
+            let bytes = fs::read_to_string(&canary).unwrap();
+            assert_eq!(bytes, "canary", "symbolic: {is_symbolic}");
+        }
+    }
+
+    #[test]
+    fn the_mark_replaces_a_link_in_the_copied_tree_and_the_links_target_is_unchanged() {
+        for is_symbolic in [true, false] {
+            let files = tempfile::tempdir().unwrap();
+            let (canary, mark) = (files.path().join("canary"), files.path().join(MARK));
+            fs::write(&canary, "canary").unwrap();
+            link(&canary, &mark, is_symbolic);
+            write_mark(files.path(), "web", 3, &["/usr".to_owned()]).unwrap();
+            let bytes = fs::read_to_string(&canary).unwrap();
+            assert_eq!(bytes, "canary", "symbolic: {is_symbolic}");
+            let facts = fs::symlink_metadata(&mark).unwrap();
+            assert!(facts.is_file(), "symbolic: {is_symbolic}");
+            assert_eq!(facts.modified().unwrap(), SystemTime::UNIX_EPOCH);
+            let text = fs::read_to_string(&mark).unwrap();
+            assert_eq!(text, "format 1\nname web\ngeneration 3\nlay /usr\n");
+        }
     }
 }
