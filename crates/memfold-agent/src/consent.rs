@@ -29,10 +29,12 @@ impl Consent {
     /// Reads the configuration file.
     #[must_use]
     pub fn read() -> Self {
-        Self::of(Path::new(CONFIGURATION))
+        Self::read_from(Path::new(CONFIGURATION))
     }
 
-    fn of(file: &Path) -> Self {
+    /// Reads the configuration file at another path. A missing file allows the defaults.
+    #[must_use]
+    pub fn read_from(file: &Path) -> Self {
         match fs::read_to_string(file) {
             Ok(text) => Self::parse(&text, file),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Self::defaults(),
@@ -120,13 +122,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("agent.toml");
         fs::write(&file, text).unwrap();
-        let consent = Consent::of(&file);
+        let consent = Consent::read_from(&file);
         (consent.words().collect(), consent.problems)
     }
 
     #[test]
     fn without_a_list_the_agent_allows_all_but_commands_and_copies() {
-        let none = Consent::of(Path::new("/nonexistent/agent.toml"));
+        let none = Consent::read_from(Path::new("/nonexistent/agent.toml"));
         assert!(!none.allows(Permission::Exec) && !none.allows(Permission::Copy));
         assert_eq!(none.words().count(), Permission::ALL.len() - 2);
         assert_eq!(parsed("# no list\n").0.len(), Permission::ALL.len() - 2);
@@ -154,7 +156,7 @@ mod tests {
             assert!(problems[0].contains(line), "{problems:?}");
         }
         let directory = tempfile::tempdir().unwrap();
-        let unreadable = Consent::of(directory.path());
+        let unreadable = Consent::read_from(directory.path());
         assert_eq!(unreadable.words().count(), 0);
         assert!(unreadable.problems[0].contains("cannot be read"));
     }

@@ -11,6 +11,7 @@ use super::error::{Error, Result};
 use super::json::Object;
 use super::state::Places;
 use super::{device, lay, list, manifest, parse_reference, settle, take_off};
+use crate::consent::Consent;
 
 /// Part of the text of `--help`: the agent's options for segments.
 pub const HELP: &str = "\
@@ -42,7 +43,7 @@ pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
         "--segment-shutdown" => none(rest).and_then(|()| take_off::take_off_all(&places)),
         "--segment-settle" => none(rest).map(|()| {
             let command_line = std::fs::read_to_string("/proc/cmdline").unwrap_or_default();
-            let settled = settle::settle(&places, &command_line);
+            let settled = settle::settle(&places, &command_line, &Consent::read());
             for problem in &settled.problems {
                 say!("memfold-agent: {problem}");
             }

@@ -4,11 +4,14 @@
 //! If the guest went down while a segment was mounted, files that were written meanwhile are still
 //! in the overlay's upper layer. So the agent first moves them into the guest's own directories,
 //! and then mounts the recorded segments again. A failure must not keep the guest from booting, so
-//! it is reported and skipped.
+//! it is reported and skipped. If the guest's owner does not allow segments, the files are merged,
+//! but no segment is mounted.
 
 use std::collections::HashSet;
 use std::fs;
 use std::process::Command;
+
+use memfold_wire::permission::{CONFIGURATION, Permission};
 
 use super::device::{Segment, devices, load_modules, open, protect, run_quietly};
 use super::error::Result;
@@ -19,6 +22,7 @@ use super::manifest::Manifest;
 use super::mount_table::MountTable;
 use super::state::Places;
 use super::take_off::in_short;
+use crate::consent::Consent;
 
 /// Result of merging and mounting segments at boot.
 #[derive(Debug, Default)]
@@ -46,15 +50,21 @@ impl Settled {
 }
 
 /// Merges written files and mounts segments at boot. `command_line` is the kernel's command line.
-pub fn settle(places: &Places, command_line: &str) -> Settled {
+/// Without the permission `segments` in `consent`, mounts nothing.
+pub fn settle(places: &Places, command_line: &str, consent: &Consent) -> Settled {
     let mut settled = Settled::default();
-    if let Err(e) = try_settle(places, command_line, &mut settled) {
+    if let Err(e) = try_settle(places, command_line, consent, &mut settled) {
         settled.problems.push(in_short(&e));
     }
     settled
 }
 
-fn try_settle(places: &Places, command_line: &str, settled: &mut Settled) -> Result<()> {
+fn try_settle(
+    places: &Places,
+    command_line: &str,
+    consent: &Consent,
+    settled: &mut Settled,
+) -> Result<()> {
     // This includes a segment that is the root file system and is mounted over nothing.
     for device in devices(places) {
         let _ = protect(&device);
@@ -71,6 +81,14 @@ fn try_settle(places: &Places, command_line: &str, settled: &mut Settled) -> Res
             settled.problems.push(format!("{name}: {}", in_short(&e)));
             failed.insert(name.clone());
         }
+    }
+    if !consent.allows(Permission::Segments) {
+        let is_recorded = known.iter().any(|name| places.record(name).is_some());
+        if is_recorded || !wanted.is_nothing() {
+            settled.problems.extend(consent.problems.iter().cloned());
+            settled.problems.push(not_allowed());
+        }
+        return Ok(());
     }
     let mut requests: Vec<Request> = Vec::new();
     let images = images(places, &mut settled.problems);
@@ -107,6 +125,15 @@ fn try_settle(places: &Places, command_line: &str, settled: &mut Settled) -> Res
         }
     }
     Ok(())
+}
+
+/// Returns the message for segments that are not mounted, because the guest's owner does not allow
+/// it.
+fn not_allowed() -> String {
+    format!(
+        "no segment is mounted, because the guest's owner does not allow it; to allow it, add \"{}\" to 'allow' in {CONFIGURATION}",
+        Permission::Segments.word()
+    )
 }
 
 fn merge_left_over(places: &Places, name: &str, settled: &mut Settled) -> Result<()> {

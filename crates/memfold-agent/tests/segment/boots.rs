@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
+use memfold_agent::consent::Consent;
 use memfold_agent::segment::compare::compare;
 use memfold_agent::segment::layers::Layer;
 use memfold_agent::segment::mount_table::MountTable;
@@ -58,7 +59,7 @@ fn after_a_crash_at_any_step_of_a_segment_mount_the_next_boot_removes_all_traces
             .prepare(&own, &MountTable::read().unwrap())
             .and_then(|()| layer.build(&plan, &own));
         guest.places.steps = Steps::default();
-        let settled = settle(&guest.places, "");
+        let settled = guest.settle("");
         assert!(settled.problems.is_empty(), "{:?}", settled.problems);
         assert_eq!(settled.merged, 0);
         assert!(guest.is_clean(), "step {step}");
@@ -108,11 +109,11 @@ fn after_a_crash_while_a_segment_is_unmounted_the_next_boot_restores_all_written
         // The following boots crash as well.
         for again in [1, 4] {
             guest.places.steps = Steps::ending_at(again);
-            settle(&guest.places, "");
+            guest.settle("");
             guest.cut_power();
         }
         guest.places.steps = Steps::default();
-        let settled = settle(&guest.places, "");
+        let settled = guest.settle("");
         assert!(
             settled.problems.is_empty(),
             "step {step}: {:?}",
@@ -144,7 +145,7 @@ fn after_a_reboot_files_written_over_a_segment_are_kept_and_it_is_mounted_again(
     guest.cut_power();
     assert_ne!(picture(&guest.opt(), Times::All), seen);
     guest.plug_in();
-    let settled = settle(&guest.places, "quiet");
+    let settled = guest.settle("quiet");
     assert!(settled.problems.is_empty(), "{:?}", settled.problems);
     assert!(settled.merged > 5 && settled.laid.len() == 1);
     assert!(guest.is_laid());
@@ -152,7 +153,7 @@ fn after_a_reboot_files_written_over_a_segment_are_kept_and_it_is_mounted_again(
     let report: serde_json::Value = serde_json::from_str(&settled.report()).unwrap();
     assert_eq!(report["laid"][0]["name"], "web");
     // On a running system, settling does nothing.
-    let settled = settle(&guest.places, "quiet");
+    let settled = guest.settle("quiet");
     assert_eq!((settled.merged, settled.problems.len()), (0, 0));
     assert!(guest.is_laid());
 
@@ -161,7 +162,7 @@ fn after_a_reboot_files_written_over_a_segment_are_kept_and_it_is_mounted_again(
     assert!(guest.places.record("web").is_some());
     assert_eq!(picture(&guest.opt(), Times::All), seen);
     // The guest also boots without the segment.
-    let settled = settle(&guest.places, "memfold.lay=*");
+    let settled = guest.settle("memfold.lay=*");
     assert!(settled.problems.is_empty() && settled.laid.is_empty());
     guest.take_off().unwrap();
     assert!(guest.is_clean());
@@ -173,15 +174,49 @@ fn a_segment_named_on_the_kernel_command_line_is_mounted_at_boot() {
         return;
     }
     let guest = usual();
-    assert!(settle(&guest.places, "memfold.lay=other").laid.is_empty());
+    assert!(guest.settle("memfold.lay=other").laid.is_empty());
     assert!(!guest.is_laid());
     // 2 of 9 files differ.
-    let settled = settle(&guest.places, "memfold.lay=db,web");
+    let settled = guest.settle("memfold.lay=db,web");
     assert_eq!(
         (settled.laid.len(), settled.problems.len()),
         (1, 0),
         "{:?}",
         settled.problems
     );
+    assert!(guest.is_laid());
+}
+
+#[test]
+fn without_the_owners_permission_a_boot_merges_written_files_and_mounts_no_segment() {
+    if !private_mounts() {
+        return;
+    }
+    let guest = usual();
+    let file = guest.places.root.with_file_name("owner.toml");
+    let boot = |text: &str| {
+        fs::write(&file, text).unwrap();
+        settle(&guest.places, "memfold.lay=*", &Consent::read_from(&file))
+    };
+    guest.lay().unwrap();
+    write_to(&guest.opt());
+    let seen = picture(&guest.opt(), Times::All);
+    guest.cut_power();
+    guest.plug_in();
+    let settled = boot("allow = [\"trim\"]");
+    assert!(settled.merged > 5 && settled.laid.is_empty());
+    assert_eq!(settled.problems.len(), 1, "{:?}", settled.problems);
+    let problem = &settled.problems[0];
+    assert!(problem.contains("\"segments\""), "{problem}");
+    assert!(problem.contains("/etc/memfold/agent.toml"), "{problem}");
+    assert!(!guest.is_laid());
+    assert_eq!(picture(&guest.opt(), Times::All), seen);
+    // A wrong file allows nothing; the reason is reported, too.
+    let settled = boot("alow = []");
+    assert_eq!((settled.laid.len(), settled.problems.len()), (0, 2));
+    assert!(settled.problems[0].contains("owner.toml"));
+    // The record was kept, so the segment is mounted as soon as the owner allows it.
+    let settled = boot("allow = [\"segments\"]");
+    assert_eq!((settled.laid.len(), settled.problems.len()), (1, 0));
     assert!(guest.is_laid());
 }

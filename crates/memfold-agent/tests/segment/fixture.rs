@@ -10,9 +10,11 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use memfold_agent::consent::Consent;
 use memfold_agent::segment::error::Result;
 use memfold_agent::segment::lay::{Request, lay};
 use memfold_agent::segment::mount_table::MountTable;
+use memfold_agent::segment::settle::{Settled, settle};
 use memfold_agent::segment::state::Places;
 use memfold_agent::segment::take_off::take_off;
 use memfold_agent::segment::tree;
@@ -116,6 +118,12 @@ impl Guest {
 
     pub fn take_off(&self) -> Result<serde_json::Value> {
         take_off(&self.places, "web").map(|text| serde_json::from_str(&text).unwrap())
+    }
+
+    /// Boots the guest's agent, whose owner allows the defaults.
+    pub fn settle(&self, command_line: &str) -> Settled {
+        let no_file = self.places.root.with_file_name("agent.toml");
+        settle(&self.places, command_line, &Consent::read_from(&no_file))
     }
 
     /// Returns every mount of this guest, topmost first.

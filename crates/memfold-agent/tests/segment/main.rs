@@ -14,7 +14,6 @@ use fixture::{Guest, Times, file, picture, private_mounts, set_time};
 use memfold_agent::segment::error::Error;
 use memfold_agent::segment::lay::{Request, lay};
 use memfold_agent::segment::list::list;
-use memfold_agent::segment::settle::settle;
 use memfold_agent::segment::state::Steps;
 use proptest::prelude::*;
 use rustix::fs::XattrFlags;
@@ -350,7 +349,7 @@ proptest! {
             let _ = guest.take_off();
             guest.cut_power();
             guest.places.steps = Steps::default();
-            settle(&guest.places, "");
+            guest.settle("");
         }
         guest.take_off().unwrap();
         prop_assert_eq!(picture(&guest.opt(), Times::All), seen);
