@@ -130,8 +130,11 @@ impl Run<'_> {
         for directory in wanted {
             let layer = self.layer(directory);
             if layer.laid(&table).is_some() {
-                self.already.push(directory.clone());
-                continue;
+                if layer.is_verified() {
+                    self.already.push(directory.clone());
+                    continue;
+                }
+                take_off_unverified(&layer)?;
             }
             let Some(own) = layer.open_own()? else {
                 self.skipped
@@ -247,12 +250,18 @@ impl Run<'_> {
     }
 
     fn write_record(&self) -> Result<()> {
-        if self.done.is_empty() {
+        let before = self.places.record(&self.request.name);
+        // A run that was killed may have mounted directories and not recorded them.
+        let is_recorded = before.as_ref().is_some_and(|record| {
+            record.generation == self.request.generation
+                && self.already.iter().all(|d| record.lay.contains(d))
+        });
+        if self.done.is_empty() && (self.already.is_empty() || is_recorded) {
             return Ok(());
         }
         let mut lay = self.already.clone();
         lay.extend(self.done.iter().map(|d| d.directory.clone()));
-        if let Some(before) = self.places.record(&self.request.name) {
+        if let Some(before) = before {
             lay.extend(before.lay);
         }
         lay.sort();
@@ -338,6 +347,23 @@ impl Run<'_> {
             .list("skipped", skipped)
             .number("took_ms", millis(start))
             .end()
+    }
+}
+
+/// Unmounts a layer that was mounted, but not checked to the end, so that it can be laid again. The
+/// programs may see files of the segment that differ from the guest's own.
+fn take_off_unverified(layer: &Layer<'_>) -> Result<()> {
+    let what = format!(
+        "{} was laid by an interrupted run or an earlier agent and never checked, and cannot be taken off",
+        shown(layer.directory)
+    );
+    match layer.take_off() {
+        Ok(_) => Ok(()),
+        Err(Error::Refused { why, hint }) => Err(Error::refused(format!("{what}: {why}"), hint)),
+        Err(e) => Err(Error::refused(
+            format!("{what}: {e}"),
+            "run --segment-settle, or reboot: either continues from here",
+        )),
     }
 }
 

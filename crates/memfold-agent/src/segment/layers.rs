@@ -2,7 +2,7 @@
 //! directory of the guest.
 
 use std::ffi::CString;
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
@@ -28,6 +28,9 @@ const OVERLAY_MAGIC: u32 = 0x794c_7630;
 /// files are found in lower layers by path only, and every file of the upper layer is complete.
 /// Merging relies on both.
 const OPTIONS: &str = "redirect_dir=nofollow,metacopy=off,index=off,xino=auto";
+/// Name of the empty file in a layer's directory on disk that exists after the mounted overlay was
+/// checked ([`Layer::verify`]).
+const VERIFIED: &str = "verified";
 /// Most bytes of mount options: `mount(2)` takes one page.
 const MAX_OPTIONS: usize = 4095;
 
@@ -206,13 +209,27 @@ impl<'a> Layer<'a> {
     }
 
     /// Checks that the guest sees the same files through the overlay as before, and that the
-    /// compared files have not changed.
+    /// compared files have not changed. Marks the layer as verified if this is so.
     pub fn verify(&self, plan: &Plan, own: &OwnedFd) -> Result<verify::Verdict> {
         let what = || format!("checking {}", self.point.display());
         self.places.steps.step().during(what)?;
         let merged = tree::open(&self.point).during(what)?;
         verify::merged(plan, &merged, own)?;
-        verify::unchanged(plan, own)
+        let verdict = verify::unchanged(plan, own)?;
+        if verdict == verify::Verdict::Unchanged {
+            let path = self.disk.join(VERIFIED);
+            let what = || format!("writing {}", path.display());
+            self.places.steps.step().during(what)?;
+            let mark = File::create(&path).during(what)?;
+            mark.sync_all().during(what)?;
+        }
+        Ok(verdict)
+    }
+
+    /// Returns whether the check of the mounted overlay came to its end. An overlay without a mark
+    /// was mounted by a run that was killed before, or by an agent that wrote no marks.
+    pub fn is_verified(&self) -> bool {
+        self.disk.join(VERIFIED).exists()
     }
 
     /// Checks that the overlay can be unmounted now: nothing is mounted over it or inside it.
@@ -312,7 +329,7 @@ impl<'a> Layer<'a> {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             other => other.during(what)?,
         };
-        for name in [c"mask", c"work", c"upper.new"] {
+        for name in [c"verified", c"mask", c"work", c"upper.new"] {
             self.places.steps.step().during(what)?;
             tree::remove(&disk, name).during(what)?;
         }

@@ -6,6 +6,7 @@
 //!   /run/memfold/segments/NAME@GEN/         the image, mounted (mode 0700 above: old setuid programs stay out of reach)
 //!   /var/lib/memfold/segments/NAME/laid     how to mount the segment again after a reboot: "generation 3", "content 0", "max-differing 25", "lay /usr"
 //!   /var/lib/memfold/segments/NAME/layers/ESCAPED-DIR/{mask,upper,work}
+//!                                  .../layers/ESCAPED-DIR/verified   empty: the mounted overlay was checked
 //! ```
 
 use std::cell::Cell;

@@ -14,8 +14,9 @@ use memfold_agent::segment::settle::settle;
 use memfold_agent::segment::state::Steps;
 use memfold_agent::segment::take_off::take_off_all;
 use memfold_agent::segment::tree;
+use rustix::mount::{MountFlags, UnmountFlags};
 
-use crate::fixture::{Times, file, picture, private_mounts, set_time};
+use crate::fixture::{Guest, Times, file, picture, private_mounts, set_time};
 use crate::usual;
 
 #[test]
@@ -219,4 +220,63 @@ fn without_the_owners_permission_a_boot_merges_written_files_and_mounts_no_segme
     let settled = boot("allow = [\"segments\"]");
     assert_eq!((settled.laid.len(), settled.problems.len()), (1, 0));
     assert!(guest.is_laid());
+}
+
+/// Mounts the segment over /opt and is killed before the overlay is checked. The file /opt/a
+/// changes between the comparison and the mount.
+fn lay_without_a_check(guest: &Guest) {
+    let layer = Layer::new(&guest.places, "web", b"/opt");
+    let own = layer.open_own().unwrap().unwrap();
+    let image = tree::open(&guest.image().join("opt")).unwrap();
+    let plan = compare(&image, &own, false, &BTreeSet::default()).unwrap();
+    let table = MountTable::read().unwrap();
+    layer.prepare(&own, &table).unwrap();
+    layer.build(&plan, &own).unwrap();
+    fs::write(guest.opt().join("a"), "changed since").unwrap();
+    let segment = guest.places.mounted("web", 3);
+    layer.mount(&segment, 3, &own).unwrap();
+    let seen = fs::read_to_string(guest.opt().join("a")).unwrap();
+    assert_eq!(seen, "first a", "the segment's file is shown");
+}
+
+#[test]
+fn an_overlay_that_was_mounted_but_not_checked_is_taken_off_and_laid_again() {
+    if !private_mounts() {
+        return;
+    }
+    let guest = usual();
+    lay_without_a_check(&guest);
+    let report = guest.lay().unwrap();
+    assert_eq!(report["already"], serde_json::json!([]));
+    let seen = fs::read_to_string(guest.opt().join("a")).unwrap();
+    assert_eq!(seen, "changed since");
+    let both = [b"/opt".to_vec(), b"/usr".to_vec()];
+    assert_eq!(guest.places.record("web").unwrap().lay, both);
+    // The run was killed after the check, and before it wrote the record.
+    guest.places.remove_record("web").unwrap();
+    let report = guest.lay().unwrap();
+    assert_eq!(report["already"], serde_json::json!(["/usr", "/opt"]));
+    assert_eq!(guest.places.record("web").unwrap().lay, both);
+    guest.take_off().unwrap();
+    assert!(guest.is_clean());
+}
+
+#[test]
+fn an_unchecked_overlay_that_cannot_be_taken_off_stays_and_the_error_says_why() {
+    if !private_mounts() {
+        return;
+    }
+    let guest = usual();
+    lay_without_a_check(&guest);
+    let below = guest.opt().join("f");
+    rustix::mount::mount("none", &below, "tmpfs", MountFlags::empty(), None).unwrap();
+    let mounts = guest.mounts();
+    let error = guest.lay().unwrap_err().to_string();
+    assert!(error.contains("never checked"), "{error}");
+    assert!(error.contains("opt/f"), "{error}");
+    assert_eq!(guest.mounts(), mounts);
+    rustix::mount::unmount(&below, UnmountFlags::empty()).unwrap();
+    guest.lay().unwrap();
+    let seen = fs::read_to_string(guest.opt().join("a")).unwrap();
+    assert_eq!(seen, "changed since");
 }
