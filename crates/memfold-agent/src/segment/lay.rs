@@ -136,6 +136,7 @@ impl Run<'_> {
                 }
                 take_off_unverified(&layer)?;
             }
+            layers::settle_overlapping(self.places, directory)?;
             let Some(own) = layer.open_own()? else {
                 self.skipped
                     .push((directory.clone(), "the guest has no such file"));
@@ -154,7 +155,6 @@ impl Run<'_> {
                 }
             };
             let start = Instant::now();
-            layer.settle()?;
             layer.prepare(&own, &table)?;
             let plan = compare(&theirs, &own, self.request.content, &BTreeSet::new())?;
             compared.push((directory.clone(), own, theirs, plan, start));

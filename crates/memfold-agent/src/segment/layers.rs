@@ -14,6 +14,7 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 use super::compare::Plan;
 use super::error::{During, Error, Result, shown};
+use super::manifest::overlap;
 use super::mask;
 use super::merge::{Merged, merge};
 use super::mount_table::{Mount, MountTable};
@@ -348,6 +349,23 @@ impl<'a> Layer<'a> {
     pub fn upper_bytes(&self) -> u64 {
         tree::open(&self.disk.join("upper")).map_or(0, |upper| tree::bytes_below(&upper))
     }
+}
+
+/// Merges what is left of each overlay, of any segment, that is not mounted and whose directory
+/// overlaps `directory`. Must precede a mount over `directory`: otherwise the older files would
+/// replace newer ones in a later merge.
+pub fn settle_overlapping(places: &Places, directory: &[u8]) -> Result<()> {
+    let table = MountTable::read()?;
+    for name in places.known()? {
+        for other in places.layer_directories(&name)? {
+            let layer = Layer::new(places, &name, &other);
+            if overlap(&other, directory) && layer.laid(&table).is_none() {
+                layer.take_off()?;
+                places.forget_if_empty(&name);
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Returns the generation of segment `name` that `mount` shows; `None` if `mount` is no overlay of

@@ -128,7 +128,7 @@ pub fn check_directory(path: &[u8]) -> Result<()> {
 /// over the inner one twice.
 pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
     for (i, a) in lay.iter().enumerate() {
-        if let Some(b) = lay.iter().skip(i + 1).find(|b| is_in(a, b) || is_in(b, a)) {
+        if let Some(b) = lay.iter().skip(i + 1).find(|b| overlap(a, b)) {
             return Err(Error::refused(
                 format!("{} and {} overlap", shown(a), shown(b)),
                 "lay only the upper directory",
@@ -136,6 +136,11 @@ pub fn check_apart(lay: &[Vec<u8>]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns whether two directories are the same one, or one is below the other.
+pub fn overlap(a: &[u8], b: &[u8]) -> bool {
+    is_in(a, b) || is_in(b, a)
 }
 
 /// Returns whether `path` is the directory `top` or is below it.

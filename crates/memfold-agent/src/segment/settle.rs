@@ -14,11 +14,11 @@ use std::process::Command;
 use memfold_wire::permission::{CONFIGURATION, Permission};
 
 use super::device::{Segment, devices, load_modules, open, protect, run_quietly};
-use super::error::Result;
+use super::error::{Result, shown};
 use super::json::{Object, array, string};
 use super::lay::{Request, lay_locked};
 use super::layers::Layer;
-use super::manifest::Manifest;
+use super::manifest::{Manifest, overlap};
 use super::mount_table::MountTable;
 use super::state::Places;
 use super::take_off::in_short;
@@ -76,10 +76,13 @@ fn try_settle(
     }
     let _lock = places.lock()?;
     let mut failed = HashSet::new();
+    let mut unmerged = Vec::new();
     for name in &known {
         if let Err(e) = merge_left_over(places, name, settled) {
             settled.problems.push(format!("{name}: {}", in_short(&e)));
             failed.insert(name.clone());
+            // If the directories cannot be read, no segment can be laid either.
+            unmerged.extend(left_over(places, name).unwrap_or_default());
         }
     }
     if !consent.allows(Permission::Segments) {
@@ -116,15 +119,38 @@ fn try_settle(
         }
     }
     for request in requests {
-        match lay_locked(places, &request) {
+        let done = match unmerged_below(&request, &images, &unmerged) {
+            None => lay_locked(places, &request).map_err(|e| in_short(&e)),
+            Some(directory) => Err(format!(
+                "not mounted, because files that were written to {} are not merged yet",
+                shown(directory)
+            )),
+        };
+        match done {
             Ok(report) => settled.laid.push(report),
-            Err(e) => {
-                let text = format!("{}@{}: {}", request.name, request.generation, in_short(&e));
+            Err(why) => {
+                let text = format!("{}@{}: {why}", request.name, request.generation);
                 settled.problems.push(text);
             }
         }
     }
     Ok(())
+}
+
+/// Returns a directory of `unmerged` that overlaps a directory over which the request would mount
+/// its segment; `None` if there is none.
+fn unmerged_below<'a>(
+    request: &Request,
+    images: &[Manifest],
+    unmerged: &'a [Vec<u8>],
+) -> Option<&'a [u8]> {
+    let is_image = |i: &&Manifest| i.name == request.name && i.generation == request.generation;
+    let lay = match images.iter().find(is_image) {
+        Some(image) if request.only.is_empty() => &image.lay,
+        _ => &request.only,
+    };
+    let found = unmerged.iter().find(|u| lay.iter().any(|d| overlap(d, u)));
+    found.map(Vec::as_slice)
 }
 
 /// Returns the message for segments that are not mounted, because the guest's owner does not allow
@@ -137,16 +163,20 @@ fn not_allowed() -> String {
 }
 
 fn merge_left_over(places: &Places, name: &str, settled: &mut Settled) -> Result<()> {
-    let table = MountTable::read()?;
-    for directory in places.layer_directories(name)? {
-        let layer = Layer::new(places, name, &directory);
-        if layer.laid(&table).is_none() {
-            let merged = layer.take_off()?;
-            settled.merged += merged.moved + merged.removed;
-        }
+    for directory in left_over(places, name)? {
+        let merged = Layer::new(places, name, &directory).take_off()?;
+        settled.merged += merged.moved + merged.removed;
     }
     places.forget_if_empty(name);
     Ok(())
+}
+
+/// Returns the directories for which the segment `name` has files on disk, but is not mounted.
+fn left_over(places: &Places, name: &str) -> Result<Vec<Vec<u8>>> {
+    let table = MountTable::read()?;
+    let mut directories = places.layer_directories(name)?;
+    directories.retain(|d| Layer::new(places, name, d).laid(&table).is_none());
+    Ok(directories)
 }
 
 /// Returns the manifests of the segments that the guest has, on mounts and on devices, the newest

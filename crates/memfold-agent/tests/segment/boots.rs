@@ -8,6 +8,7 @@ use std::path::Path;
 
 use memfold_agent::consent::Consent;
 use memfold_agent::segment::compare::compare;
+use memfold_agent::segment::lay::{Request, lay};
 use memfold_agent::segment::layers::Layer;
 use memfold_agent::segment::mount_table::MountTable;
 use memfold_agent::segment::settle::settle;
@@ -279,4 +280,66 @@ fn an_unchecked_overlay_that_cannot_be_taken_off_stays_and_the_error_says_why() 
     guest.lay().unwrap();
     let seen = fs::read_to_string(guest.opt().join("a")).unwrap();
     assert_eq!(seen, "changed since");
+}
+
+/// Creates a guest with the segments web and db. Web was mounted, /opt/d/b was written, and the
+/// merge of /opt was cut off at its beginning.
+fn with_an_interrupted_merge() -> Guest {
+    let mut guest = usual();
+    guest.plug_in_as("db");
+    guest.lay().unwrap();
+    fs::write(guest.opt().join("d/b"), "older").unwrap();
+    // Step 0 removes the record.
+    guest.places.steps = Steps::ending_at(1);
+    assert!(guest.take_off().is_err());
+    guest.places.steps = Steps::default();
+    let left = guest.places.layer("web", b"/opt").join("upper/d/b");
+    assert_eq!(fs::read_to_string(left).unwrap(), "older");
+    guest
+}
+
+#[test]
+fn files_written_over_one_segment_are_merged_before_another_one_is_mounted_over_them() {
+    if !private_mounts() {
+        return;
+    }
+    for directory in ["/opt", "/opt/d"] {
+        let guest = with_an_interrupted_merge();
+        let file = guest.opt().join("d/b");
+        let request = Request {
+            max_differing: 100,
+            only: vec![directory.into()],
+            ..Request::new("db", 3)
+        };
+        lay(&guest.places, &request).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "older", "{directory}");
+        fs::write(&file, "newer").unwrap();
+        guest.cut_power();
+        let settled = guest.settle("");
+        assert!(settled.problems.is_empty(), "{:?}", settled.problems);
+        assert_eq!(fs::read_to_string(&file).unwrap(), "newer", "{directory}");
+    }
+}
+
+#[test]
+fn a_boot_mounts_no_segment_over_a_directory_whose_written_files_could_not_be_merged() {
+    if !private_mounts() {
+        return;
+    }
+    let mut guest = with_an_interrupted_merge();
+    guest.places.steps = Steps::ending_at(0);
+    let settled = guest.settle("memfold.lay=db");
+    assert!(settled.laid.is_empty() && !guest.is_laid());
+    assert_eq!(settled.problems.len(), 2, "{:?}", settled.problems);
+    let problem = &settled.problems[1];
+    assert!(
+        problem.contains("written to /opt are not merged"),
+        "{problem}"
+    );
+    guest.places.steps = Steps::default();
+    let settled = guest.settle("memfold.lay=db");
+    assert!(settled.problems.is_empty(), "{:?}", settled.problems);
+    assert_eq!((settled.merged, settled.laid.len()), (1, 1));
+    let seen = fs::read_to_string(guest.opt().join("d/b")).unwrap();
+    assert_eq!(seen, "older");
 }

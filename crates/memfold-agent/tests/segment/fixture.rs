@@ -89,9 +89,24 @@ impl Guest {
 
     /// Mounts the image at its mount point.
     pub fn plug_in(&self) {
-        let point = self.places.mounted("web", 3);
+        self.mount_image(&self.image(), "web");
+    }
+
+    /// Mounts a copy of the image as that of another segment. Call this once for each name.
+    pub fn plug_in_as(&self, name: &str) {
+        let copy = self.image().with_file_name(format!("image-{name}"));
+        let mut cp = Command::new("cp");
+        let copied = cp.arg("-a").arg(self.image()).arg(&copy).status().unwrap();
+        assert!(copied.success());
+        let manifest = format!("format 1\nname {name}\ngeneration 3\nlay /usr\nlay /opt\n");
+        fs::write(copy.join(".memfold-segment"), manifest).unwrap();
+        self.mount_image(&copy, name);
+    }
+
+    fn mount_image(&self, image: &Path, name: &str) {
+        let point = self.places.mounted(name, 3);
         fs::create_dir_all(&point).unwrap();
-        rustix::mount::mount_bind(self.image(), &point).unwrap();
+        rustix::mount::mount_bind(image, &point).unwrap();
         let flags = MountFlags::BIND | MountFlags::RDONLY;
         rustix::mount::mount_remount(&point, flags, c"").unwrap();
     }
