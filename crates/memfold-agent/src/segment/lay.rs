@@ -14,7 +14,7 @@ use super::manifest::{check_apart, check_directory};
 use super::mount_table::MountTable;
 use super::state::{Places, Record};
 use super::tree;
-use super::verify::Verdict;
+use super::verify::{self, Verdict};
 
 /// Number of attempts to compare a directory that changes meanwhile.
 const ATTEMPTS: u32 = 3;
@@ -202,8 +202,9 @@ impl Run<'_> {
         ))
     }
 
-    /// Mounts the segment over one directory. Files that are open for writing are hidden in the
-    /// next attempt.
+    /// Mounts the segment over one directory. Files that are open for writing before the mount are
+    /// never shown from the segment. Those that are opened meanwhile are hidden in the next
+    /// attempt.
     fn lay_one(
         &self,
         directory: &[u8],
@@ -213,6 +214,13 @@ impl Run<'_> {
     ) -> Result<Plan> {
         let layer = self.layer(directory);
         let mut hide = BTreeSet::new();
+        let before = verify::unchanged(&plan, own)?;
+        if before != Verdict::Unchanged {
+            if let Verdict::Writers(paths) = before {
+                hide.extend(paths);
+            }
+            plan = compare(theirs, own, self.request.content, &hide)?;
+        }
         for attempt in 1.. {
             let laid = layer
                 .build(&plan, own)

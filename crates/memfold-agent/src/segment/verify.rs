@@ -5,7 +5,8 @@
 //! may have changed a file since. So this module searches for compared files that have changed, and
 //! for compared files that a program still has open for writing. It also checks that programs see
 //! the right files through the overlay. After the mount no path leads to the guest's own files, so
-//! they cannot change in any other way.
+//! they cannot change in any other way. The search also precedes the mount, so that a file which is
+//! open for writing then is not shown from the segment even for a moment.
 
 use std::ffi::{CStr, CString};
 use std::io;

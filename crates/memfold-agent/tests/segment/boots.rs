@@ -343,3 +343,29 @@ fn a_boot_mounts_no_segment_over_a_directory_whose_written_files_could_not_be_me
     let seen = fs::read_to_string(guest.opt().join("d/b")).unwrap();
     assert_eq!(seen, "older");
 }
+
+/// Mounts the segment, and returns the number of changes on disk that this took.
+fn steps_of_lay(guest: &mut Guest) -> u64 {
+    let mut steps = 0..;
+    let is_enough = |step: &u64| {
+        guest.places.steps = Steps::ending_at(*step);
+        guest.lay().is_ok()
+    };
+    steps.find(is_enough).unwrap()
+}
+
+#[test]
+fn a_file_open_for_writing_is_hidden_before_the_segment_is_mounted() {
+    if !private_mounts() {
+        return;
+    }
+    let without = steps_of_lay(&mut usual());
+    let mut guest = usual();
+    let mut open = fs::OpenOptions::new();
+    let open = open.append(true).open(guest.opt().join("f/a")).unwrap();
+    let with = steps_of_lay(&mut guest);
+    drop(open);
+    // Hiding the file takes one step. If the agent found the file only after the mount, it would
+    // unmount the overlay and build all its layers once more.
+    assert!(with <= without + 5, "{with} steps, {without} without it");
+}
