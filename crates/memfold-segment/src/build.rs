@@ -41,6 +41,11 @@ const OWN: [&str; 9] = [
     "proc", "sys", "dev", "run", "tmp", "boot", "var", "etc", "root",
 ];
 
+/// Most directories that a guest mounts a segment over, and longest path of one, in bytes. The
+/// agent has the same limits (`segment/manifest.rs` of memfold-agent).
+const MAX_LAY: usize = 64;
+const MAX_LAY_PATH: usize = 85;
+
 /// Offset of the superblock (`fs/erofs/erofs_fs.h`). The next constants: offsets of its checksum,
 /// its features, and the build time.
 const SUPERBLOCK: u64 = 1024;
@@ -265,7 +270,35 @@ fn lay_over(request: &Request, tree: &Tree) -> Result<Vec<String>, SegmentError>
         return Err(refused(&request.from, why));
     }
     tops.retain(|top| top.len() > 1);
+    if let Some(why) = why_guests_refuse(&tops) {
+        let fix = "leave the directory out (--include, --exclude), or build a whole root (--root)";
+        return Err(refused(&request.from, format!("{why}; {fix}")));
+    }
     Ok(tops)
+}
+
+/// Returns why guests would refuse to mount a segment over the directories `tops`; `None` if they
+/// would not. The agent parses the image's manifest by the same rules (`segment/manifest.rs` of
+/// memfold-agent), and refuses the whole segment if one directory breaks them.
+fn why_guests_refuse(tops: &[String]) -> Option<String> {
+    let separates = |c: char| matches!(c, ':' | ',' | '\\' | '"' | ' ') || c.is_ascii_control();
+    for top in tops {
+        if top.contains(separates) {
+            return Some(format!(
+                "guests cannot mount a segment over {top:?}: a directory's name must have no blank, no control character, and none of : , \\ \""
+            ));
+        }
+        if top.len() > MAX_LAY_PATH {
+            return Some(format!(
+                "guests cannot mount a segment over {top:?}: a directory's path must have at most {MAX_LAY_PATH} bytes"
+            ));
+        }
+    }
+    let extra = tops.get(MAX_LAY)?;
+    Some(format!(
+        "guests mount a segment over at most {MAX_LAY} directories, and the files are in {}, among them {extra:?}",
+        tops.len()
+    ))
 }
 
 /// Writes the mark into `files`, the copied tree. The source may contain a link of the mark's name,
@@ -543,5 +576,48 @@ mod tests {
             let text = fs::read_to_string(&mark).unwrap();
             assert_eq!(text, "format 1\nname web\ngeneration 3\nlay /usr\n");
         }
+    }
+
+    /// Returns the directories over which guests would mount a segment of the named directories.
+    fn lay_of(names: &[String], is_root: bool) -> Result<Vec<String>, SegmentError> {
+        let from = tempfile::tempdir().unwrap();
+        for name in names {
+            fs::create_dir(from.path().join(name)).unwrap();
+            fs::write(from.path().join(name).join("file"), "x").unwrap();
+        }
+        let filter = Filter::new(&[], &[]).unwrap();
+        let tree = Tree::choose(from.path(), &filter, false).unwrap();
+        let mut request = request(from.path());
+        request.root = is_root;
+        lay_over(&request, &tree)
+    }
+
+    #[test]
+    fn a_build_refuses_directories_over_which_guests_would_not_mount_the_segment() {
+        let (long, longest) = ("x".repeat(MAX_LAY_PATH), "x".repeat(MAX_LAY_PATH - 1));
+        for (name, rule) in [
+            ("a b", "no blank"),
+            ("a:b", "none of :"),
+            ("a,b", "none of :"),
+            ("a\\b", "none of :"),
+            ("a\"b", "none of :"),
+            ("a\nlay", "no control character"),
+            ("a\u{7f}", "no control character"),
+            (&*long, "at most 85 bytes"),
+        ] {
+            let names = ["usr".to_owned(), name.to_owned()];
+            let error = lay_of(&names, false).unwrap_err().to_string();
+            let shown = format!("{:?}", format!("/{name}"));
+            assert!(error.contains(&shown), "{error}");
+            assert!(error.contains(rule), "{error}");
+            assert!(lay_of(&names, true).unwrap().is_empty());
+        }
+        assert_eq!(lay_of(&[longest], false).unwrap().len(), 1);
+        let mut many: Vec<String> = (0..=MAX_LAY).map(|i| format!("d{i:02}")).collect();
+        let error = lay_of(&many, false).unwrap_err().to_string();
+        assert!(error.contains("at most 64 directories"), "{error}");
+        assert!(error.contains("\"/d64\""), "{error}");
+        many.pop();
+        assert_eq!(lay_of(&many, false).unwrap().len(), MAX_LAY);
     }
 }
