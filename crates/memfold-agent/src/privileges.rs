@@ -122,4 +122,16 @@ mod tests {
         let has = (status("CapEff:"), status("CapBnd:"));
         assert_eq!(after(&Permission::ALL), has);
     }
+
+    #[test]
+    fn the_page_on_permissions_says_how_many_capabilities_an_agent_with_the_defaults_keeps() {
+        let defaults: Vec<Permission> = Permission::defaults().into_iter().collect();
+        let kept = needed(&Consent::of_permissions(&defaults));
+        let count = kept.bits().count_ones();
+        assert_eq!(count, 14);
+        let page = include_str!("../../../docs/operating/guest-permissions.md");
+        let words: Vec<&str> = page.split_whitespace().collect();
+        let sentence = format!("with the default list it keeps {count} of the 41");
+        assert!(words.join(" ").contains(&sentence), "{sentence}");
+    }
 }
