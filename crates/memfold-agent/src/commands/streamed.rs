@@ -410,7 +410,10 @@ impl Input {
         let most = inbox.input.len().min(INPUT_PIECE);
         self.bytes = inbox.input.drain(..most).collect();
         self.written = 0;
-        self.ends |= inbox.input_ended && inbox.input.is_empty();
+        // The end comes after all input, and only once: a terminal would get Ctrl-D again.
+        if inbox.input.is_empty() {
+            self.ends |= std::mem::take(&mut inbox.input_ended);
+        }
     }
 
     /// Writes to the command until it accepts no more. If the command has closed its input, drops

@@ -184,11 +184,17 @@ fn a_terminal_has_its_type_and_size_and_ctrl_c_interrupts_its_foreground_program
 }
 
 #[test]
-fn a_new_size_of_the_terminal_reaches_the_program_and_the_end_of_input_is_ctrl_d() {
+fn a_new_size_of_the_terminal_reaches_the_program_and_the_end_of_input_is_one_ctrl_d() {
     let commands = Commands::new().unwrap();
     let mut heard = Heard::default();
-    let script = "trap new=yes WINCH; echo ready; until [ $new ]; do sleep 0.1; done; echo now $(stty size); cat; exit 4";
-    start(&commands, 1, script, Some((11, 22)));
+    // A raw terminal passes Ctrl-D on as a byte, so a second one would be among the next two bytes.
+    let one = "dd bs=1 count=1 2>/dev/null";
+    let script = format!(
+        "trap new=yes WINCH; echo ready; until [ $new ]; do sleep 0.1; done; \
+         echo now $(stty size); cat; stty raw -echo; echo is raw; \
+         a=$({one}); echo first read; b=$({one}); echo \"<$a$b>\"; exit 4"
+    );
+    start(&commands, 1, &script, Some((11, 22)));
     heard.wait(&commands, "the program is ready", |h| {
         h.text().contains("ready")
     });
@@ -201,7 +207,18 @@ fn a_new_size_of_the_terminal_reaches_the_program_and_the_end_of_input_is_ctrl_d
         h.text().contains("now 33 44")
     });
     assert_eq!(commands.stream(ToAgent::EndInput { command: 1 }), None);
+    heard.wait(&commands, "the end of input reached the program", |h| {
+        h.text().contains("is raw")
+    });
+    // Each order wakes the command's thread, which must not end the input again.
+    say(&commands, "a");
+    heard.wait(&commands, "a byte is read", |h| {
+        h.text().contains("first read")
+    });
+    say(&commands, "b");
     heard.wait(&commands, "the command has ended", |h| h.codes == [(1, 4)]);
+    let text = heard.text();
+    assert!(text.contains("<ab>"), "{text:?}");
 }
 
 #[test]
