@@ -8,7 +8,7 @@ use super::facts::HostFacts;
 use super::fold_budget::default_fold_cpu_percent;
 use super::kernel_faults::{self, Conduct, Found, Presence};
 use super::kernel_release::Release;
-use super::kvm::KvmVerdict;
+use super::kvm::{BOOT_FAILED, KvmVerdict};
 use super::qemu_users;
 
 /// The kernel's default of `vm.max_map_count`. Folding a busy VM creates about 5,000 mappings.
@@ -330,23 +330,31 @@ fn qemu(host: &HostFacts, checks: &mut Vec<Check>) {
     } else {
         fail(qemu.error.clone().unwrap_or_else(|| "not found".into()))
     });
-    checks.push(match &host.kvm {
+    checks.push(kvm(&host.kvm));
+}
+
+/// Makes the check of KVM.
+fn kvm(verdict: &KvmVerdict) -> Check {
+    match verdict {
         KvmVerdict::Works => ok("KVM", "KVM works: the kernel of a probe guest ran"),
         KvmVerdict::Untried { why } => warn(
             "KVM",
             format!("KVM not tried: {why}; VMs run under TCG, slowly"),
-            "memfold demo, which builds a guest image to try KVM with (package memfold-bench); in a checkout: make setup",
+            "call doctor as root if only root can read /boot/vmlinuz-*; or memfold demo, which builds a guest image to try KVM with (package memfold-bench); in a checkout: make setup",
         ),
-        KvmVerdict::Unusable { why } => warn(
-            "KVM",
-            format!("{why}; VMs run under TCG, slowly"),
-            if why.contains("Permission denied") {
+        KvmVerdict::Unusable { why } => {
+            let mut fix = if why.contains("Permission denied") {
                 "join the group of /dev/kvm (usermod -aG kvm $USER), and log in again"
             } else {
                 "switch virtualization on in the firmware, or use a host that has it"
-            },
-        ),
-    });
+            }
+            .to_owned();
+            if why.starts_with(BOOT_FAILED) {
+                fix.push_str("; memfold tries KVM again after a day, or at once after you remove kvm.json in the state directory (/run/memfold by default) and beside the guest images");
+            }
+            warn("KVM", format!("{why}; VMs run under TCG, slowly"), &fix)
+        }
+    }
 }
 
 /// Makes the check of the users that QEMUs switch to.
@@ -519,6 +527,18 @@ mod tests {
         let (check, found) = check_of("Hurd 0.9");
         assert_eq!((check.status, found), (Status::Ok, None));
         assert!(check.meaning.contains("cannot tell: 'Hurd 0.9'"));
+    }
+
+    #[test]
+    fn doctor_names_the_file_to_remove_only_if_the_failure_of_kvm_was_kept() {
+        for (why, is_kept) in [
+            (format!("{BOOT_FAILED} the kernel printed nothing"), true),
+            ("/dev/kvm: No such file or directory".to_owned(), false),
+        ] {
+            let fix = kvm(&KvmVerdict::Unusable { why }).fix.unwrap();
+            assert_eq!(fix.contains("remove kvm.json"), is_kept, "{fix}");
+            assert!(fix.contains("firmware"), "{fix}");
+        }
     }
 
     #[test]
