@@ -55,6 +55,10 @@ impl LinkStream {
             StreamEvent::InputRoom(bytes) => {
                 let bytes = usize::try_from(bytes).unwrap_or(INPUT_WINDOW);
                 let more = bytes.min(INPUT_WINDOW - self.input_room);
+                if more == 0 {
+                    // The sink's queue has no limit, so an agent must not fill it for nothing.
+                    return Passed::GoesOn;
+                }
                 self.input_room += more;
                 // The window is far below 2^32.
                 StreamEvent::InputRoom(u32::try_from(more).unwrap_or(0))
@@ -78,5 +82,32 @@ impl LinkStream {
     /// Allows the agent to send more output.
     pub(super) fn allow_output(&mut self, cost: usize) {
         self.output_room = (self.output_room + cost).min(OUTPUT_WINDOW);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    #[test]
+    fn input_room_beyond_the_window_does_not_reach_the_sink() {
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let sink = events.clone();
+        let mut stream = LinkStream::new(move |event| sink.lock().unwrap().push(event));
+        for bytes in [0, 1, u32::MAX, 1 << 17] {
+            for _ in 0..25_000 {
+                let passed = stream.pass(StreamEvent::InputRoom(bytes));
+                assert_eq!(passed, Passed::GoesOn);
+            }
+        }
+        assert!(events.lock().unwrap().is_empty());
+
+        stream.take_input_room(10).unwrap();
+        for _ in 0..100 {
+            stream.pass(StreamEvent::InputRoom(7));
+        }
+        let expected = [7, 3].map(StreamEvent::InputRoom);
+        assert_eq!(*events.lock().unwrap(), expected);
     }
 }
