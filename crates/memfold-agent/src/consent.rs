@@ -11,6 +11,13 @@ use std::path::Path;
 use memfold_wire::permission::{CONFIGURATION, Permission};
 use serde::Deserialize;
 
+/// Maximum number of unknown words that are named one by one, so that the list of problems stays
+/// below [`MAX_PROBLEMS`](memfold_wire::agent::MAX_PROBLEMS).
+const MAX_UNKNOWN_WORDS: usize = 16;
+
+/// Maximum number of characters of an unknown word that are shown.
+const MAX_SHOWN: usize = 64;
+
 /// What the host may do in the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Consent {
@@ -66,16 +73,27 @@ impl Consent {
             allowed: BTreeSet::new(),
             problems: Vec::new(),
         };
+        let mut unnamed = 0;
         for word in words {
-            match Permission::from_word(&word) {
-                Some(permission) => drop(consent.allowed.insert(permission)),
-                None => consent.problems.push(format!(
+            if let Some(permission) = Permission::from_word(&word) {
+                consent.allowed.insert(permission);
+            } else if consent.problems.len() == MAX_UNKNOWN_WORDS {
+                unnamed += 1;
+            } else {
+                let shown: String = word.chars().take(MAX_SHOWN).collect();
+                consent.problems.push(format!(
                     "unknown word '{}' in 'allow' of {}; known are: {}",
-                    word.escape_default(),
+                    shown.escape_default(),
                     file.display(),
                     Permission::ALL.map(Permission::word).join(", ")
-                )),
+                ));
             }
+        }
+        if unnamed > 0 {
+            consent.problems.push(format!(
+                "{unnamed} more unknown words in 'allow' of {}",
+                file.display()
+            ));
         }
         consent
     }
@@ -124,6 +142,17 @@ mod tests {
         fs::write(&file, text).unwrap();
         let consent = Consent::read_from(&file);
         (consent.words().collect(), consent.problems)
+    }
+
+    #[test]
+    fn of_many_unknown_words_a_few_are_named_and_the_rest_counted() {
+        let long = "x".repeat(10_000);
+        let words = vec![format!("\"{long}\""); 100];
+        let (allowed, problems) = parsed(&format!("allow = [{}, \"trim\"]", words.join(", ")));
+        assert_eq!(allowed, ["trim"]);
+        assert_eq!(problems.len(), MAX_UNKNOWN_WORDS + 1);
+        assert!(problems[16].starts_with("84 more unknown words"));
+        assert!(problems.iter().all(|problem| problem.len() < 1000));
     }
 
     #[test]

@@ -97,9 +97,14 @@ impl Limited for FromAgent {
                 kernel,
                 boot_id,
                 host_name,
+                problems,
                 ..
             } => {
-                for text in [agent, kernel, boot_id, host_name] {
+                assert!(problems.len() <= agent::MAX_PROBLEMS);
+                for text in [agent, kernel, boot_id, host_name]
+                    .into_iter()
+                    .chain(problems)
+                {
                     assert!(text.len() <= agent::MAX_TEXT);
                 }
             }

@@ -73,6 +73,9 @@ pub const MAX_PATH: usize = 4096;
 /// Maximum length in bytes of a text that is not a path, and of the command output in one message.
 pub const MAX_TEXT: usize = 64 << 10;
 
+/// Maximum number of problems in [`FromAgent::Hello`].
+pub const MAX_PROBLEMS: usize = 64;
+
 /// Maximum number of bytes of a streamed command's standard input in one message.
 pub const MAX_INPUT: usize = 16 << 10;
 
@@ -207,7 +210,7 @@ pub enum FromAgent {
         /// Host name of the guest.
         host_name: String,
         /// Conditions that keep the agent from parts of its work, as text for people; empty if the
-        /// agent can do all of its work.
+        /// agent can do all of its work. At most [`MAX_PROBLEMS`].
         problems: Vec<String>,
     },
     /// Introduces files that later messages refer to. The agent sends a number again, with a new
@@ -424,6 +427,9 @@ fn permission(word: &str) -> Result<(), FrameError> {
 impl Validate for FromAgent {
     fn validate(&self) -> Result<(), FrameError> {
         match self {
+            Self::Hello { problems, .. } if problems.len() > MAX_PROBLEMS => {
+                Err(FrameError::Limit("more than 64 problems"))
+            }
             Self::Hello {
                 agent,
                 kernel,
@@ -501,6 +507,26 @@ impl Validate for ToAgent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::frame::{HEADER, decode_body, encode};
+
+    #[test]
+    fn a_hello_with_more_than_64_problems_does_not_decode() {
+        let decoded = |problems: usize| {
+            let hello = FromAgent::Hello {
+                version: VERSION,
+                agent: "0.1.0".into(),
+                kernel: "6.12.0".into(),
+                boot_id: String::new(),
+                host_name: "guest".into(),
+                problems: vec!["no trace events".into(); problems],
+            };
+            let frame = encode(&hello).unwrap();
+            decode_body::<FromAgent>(&frame[HEADER..])
+        };
+        assert!(decoded(MAX_PROBLEMS).is_ok());
+        let error = decoded(65).unwrap_err();
+        assert!(matches!(error, FrameError::Limit("more than 64 problems")));
+    }
 
     #[test]
     fn the_number_of_files_grows_with_the_ram_of_the_guest_and_has_an_upper_limit() {
