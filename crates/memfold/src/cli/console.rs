@@ -34,7 +34,11 @@ impl Drop for Raw {
 
 /// Passes standard input to the console, and the console's output to standard output, until the
 /// user types Ctrl-] or the VM ends.
-pub(super) fn console(client: &Client, name: &str) -> anyhow::Result<ExitCode> {
+pub(super) fn console(context: &Context, client: &Client, name: &str) -> anyhow::Result<ExitCode> {
+    if context.json_argument().is_some() {
+        let why = "the serial console of a VM has no JSON; leave out --json\n";
+        clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, why).exit();
+    }
     let path = format!("/v1/vms/{}/console", segment(name)?);
     let (mut stream, first) = client.upgrade(&path, CONSOLE_PROTOCOL, &())?;
     let is_terminal = std::io::stdin().is_terminal();

@@ -2,6 +2,7 @@
 //! these options select. If the reader of standard output closes it (`| head`), this is no error.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io::{ErrorKind, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -55,6 +56,18 @@ impl Context {
         Ok(())
     }
 
+    /// Creates the file of `--json=FILE` anew, for a command that writes one line of JSON after the
+    /// other; `None` without `--json=FILE`.
+    pub(super) fn create_lines(&self) -> anyhow::Result<Option<JsonLines>> {
+        let Some(path) = &self.json_file else {
+            return Ok(None);
+        };
+        let file = File::create(path);
+        let file = file.with_context(|| format!("cannot create {}", path.display()))?;
+        let path = path.clone();
+        Ok(Some(JsonLines { path, file }))
+    }
+
     /// Prints `value` as JSON if the user gave `--json`, else the text that `text` makes. Also
     /// writes the file of `--json=FILE`. Returns the exit code of a success.
     pub(super) fn print<T: serde::Serialize>(
@@ -70,6 +83,21 @@ impl Context {
         };
         write_line(&text)?;
         Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// The file of `--json=FILE` for a command that goes on: one JSON value in each line.
+#[derive(Debug)]
+pub(super) struct JsonLines {
+    path: PathBuf,
+    file: File,
+}
+
+impl JsonLines {
+    /// Appends a line at once, so that a reader of the file sees whole lines.
+    pub(super) fn append(&mut self, json: &str) -> anyhow::Result<()> {
+        let written = self.file.write_all(format!("{json}\n").as_bytes());
+        written.with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
 

@@ -7,7 +7,7 @@ use clap::Args;
 use memfold_api::{Client, ClientError, EventGap, EventParser, SentEvent};
 use memfold_ledger::history::Event;
 
-use super::context::{Context, write_on};
+use super::context::{Context, JsonLines, write_on};
 
 /// Time between two attempts to reach a daemon that is being restarted.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -16,8 +16,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Wait for further events, also while the daemon restarts, until Ctrl-C; with --json, each
-    /// event is a line
+    /// Wait for further events, also while the daemon restarts, until Ctrl-C; with --json or
+    /// --json=FILE, the JSON of each event is a line
     #[arg(long, short)]
     follow: bool,
     /// Number of past events to show first, at most 1000
@@ -65,6 +65,7 @@ fn line(event: &Event, now: i64) -> String {
 /// Shows events until the reader closes standard output. Reconnects when the stream ends.
 fn follow(context: &Context, client: &Client, count: u32) -> anyhow::Result<ExitCode> {
     let path = format!("/v1/events/stream?count={count}");
+    let mut file = context.create_lines()?;
     let mut last: Option<String> = None;
     let mut was_connected = false;
     let mut away: Option<Instant> = None;
@@ -78,7 +79,7 @@ fn follow(context: &Context, client: &Client, count: u32) -> anyhow::Result<Exit
                     match pieces.next_piece() {
                         Ok(Some(piece)) => {
                             for sent in parser.push(&piece) {
-                                if !show(context, &sent)? {
+                                if !show(context, file.as_mut(), &sent)? {
                                     return Ok(ExitCode::SUCCESS);
                                 }
                             }
@@ -111,8 +112,12 @@ const fn is_passing(error: &ClientError) -> bool {
     )
 }
 
-/// Prints a sent event. Returns `false` if the reader has closed standard output.
-fn show(context: &Context, sent: &SentEvent) -> anyhow::Result<bool> {
+/// Prints a sent event, and appends its JSON to the file of `--json=FILE`. Returns `false` if the
+/// reader has closed standard output.
+fn show(context: &Context, file: Option<&mut JsonLines>, sent: &SentEvent) -> anyhow::Result<bool> {
+    if let Some(file) = file {
+        file.append(&sent.data)?;
+    }
     if context.json {
         return write_on(&sent.data);
     }

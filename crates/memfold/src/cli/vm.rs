@@ -343,7 +343,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
             let what = format!("rebooted in {:.2} s:", began.elapsed().as_secs_f64());
             context.print(&info, |vm| describe(&what, vm))
         }
-        Arguments::Console { name } => console::console(&client, &name),
+        Arguments::Console { name } => console::console(context, &client, &name),
         Arguments::Logs { name } => console::logs(context, &client, &name),
         Arguments::Attach { qmp, name, domain } => {
             let qmp = std::path::absolute(qmp)?;

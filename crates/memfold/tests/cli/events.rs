@@ -115,3 +115,41 @@ fn events_follow_continues_after_a_lost_connection_and_after_a_refused_stream() 
     let output = daemon.command(&["events", "--follow"]).output().unwrap();
     crate::support::refused(&output, 1, &["too many streams"]);
 }
+
+#[test]
+fn events_follow_with_a_json_file_prints_text_and_writes_each_event_as_a_line_of_the_file() {
+    let event = |text: &str| {
+        serde_json::json!({
+            "at_unix_s": 1, "kind": "vm", "warning": false, "vm": "web1", "text": text,
+        })
+        .to_string()
+    };
+    let (first, second) = (event("started"), event("ended"));
+    let daemon = FakeDaemon::start(vec![Reaction::Stay(format!(
+        "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\n\r\n\
+         event: event\nid: 1\ndata: {first}\n\nevent: event\nid: 2\ndata: {second}\n\n"
+    ))]);
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("events.json");
+    std::fs::write(&file, "an earlier run").unwrap();
+    let json = format!("--json={}", file.display());
+    let mut command = daemon.command(&["events", "--follow", &json]);
+    let mut follows = command.stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(follows.stdout.take().unwrap()).lines();
+    let lines: Vec<String> = lines.take(2).map(Result::unwrap).collect();
+    let written = std::fs::read_to_string(&file).unwrap();
+    let _ = follows.kill();
+    follows.wait().unwrap();
+    assert_eq!(written, format!("{first}\n{second}\n"));
+    assert!(lines[0].ends_with("web1: started"), "{lines:?}");
+    assert!(lines[1].ends_with("web1: ended"), "{lines:?}");
+}
+
+#[test]
+fn vm_console_with_json_is_refused_as_wrong_usage() {
+    let daemon = FakeDaemon::start(Vec::new());
+    for json in ["--json", "--json=events.json"] {
+        let mut command = daemon.command(&["vm", "console", "web1", json]);
+        crate::support::refused(&command.output().unwrap(), 2, &["has no JSON"]);
+    }
+}
