@@ -25,7 +25,7 @@ use super::name::Reference;
 use super::rank::Ranked;
 use super::shelf::{Draft, IMAGE, Shelf, digest};
 use super::source::{EROFS_MAGIC, Source};
-use super::tools::{run, tool};
+use super::tools::{check_room, run_in, tool};
 use super::tree::{Filter, PROGRAMS, Tree, is_full};
 
 /// Size of the pieces in which guests add device memory (`SUBSECTION_SIZE` of Linux on x86-64).
@@ -155,7 +155,10 @@ pub fn build(
     let options = ["-U", &uuid, "-E", "noinline_data,force-inode-extended"];
     let mut command = Command::new(mkfs);
     command.arg("--quiet").args(options).args([&image, &files]);
-    run("mkfs.erofs", &mut command)?;
+    // The image contains each byte of the files. The check while mkfs.erofs runs comes too late if
+    // it writes quickly.
+    check_room(draft.path(), contents.bytes).map_err(failed(&image))?;
+    run_in("mkfs.erofs", &mut command, draft.path())?;
     let image_bytes = finish(&image).map_err(failed(&image))?;
     let digest = digest(&image, progress).map_err(failed(&image))?;
     let manifest = Manifest {
@@ -360,6 +363,7 @@ fn finish(image: &Path) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::small_disk::SmallDisk;
 
     fn request(from: &Path) -> Request {
         Request {
@@ -413,6 +417,29 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(1100));
         }
         assert_eq!(digests[0], digests[1]);
+    }
+
+    #[test]
+    fn a_build_that_would_fill_the_file_system_fails_and_the_next_one_succeeds() {
+        let Some(disk) = SmallDisk::mount().filter(|_| has_mkfs()) else {
+            memfold_testkit::skip!("no right to mount a file system, or no mkfs.erofs");
+        };
+        let from = source();
+        let shelf = Shelf::open(disk.path(), &disk.path().join("run"));
+        // The copy of the shorter file would fit, but not the image beside it.
+        for (mib, is_built) in [(63, false), (40, false), (20, true)] {
+            fs::write(from.path().join("usr/bin/large"), vec![1; mib << 20]).unwrap();
+            let built = build(&shelf, &request(from.path()), &Progress::default());
+            assert_eq!(built.is_ok(), is_built, "{mib} MiB: {built:?}");
+            if let Err(error) = built {
+                let text = memfold_host::chain(&error);
+                assert!(
+                    text.contains("would leave less than 3.20 MiB free"),
+                    "{text}"
+                );
+            }
+        }
+        shelf.unprotect();
     }
 
     #[test]

@@ -18,6 +18,8 @@ mod manifest;
 mod name;
 pub mod rank;
 mod shelf;
+#[cfg(test)]
+mod small_disk;
 mod source;
 mod tools;
 mod tree;
@@ -30,5 +32,5 @@ pub use name::Reference;
 pub use rank::Ranked;
 pub use shelf::{DEFAULT_SHELF, Draft, Shelf};
 pub use source::Source;
-pub use tools::{run as run_tool, tool};
+pub use tools::{free_above_reserve, run as run_tool, tool};
 pub use tree::PROGRAMS;

@@ -506,7 +506,7 @@ pub(super) fn digest(path: &Path, progress: &Progress) -> io::Result<String> {
     let mut file = File::open(path)?;
     progress.begin("checksum made", file.metadata()?.len());
     let mut sum = blake3::Hasher::new();
-    sum_up(&mut file, &mut sum, progress, |_| Ok(()))?;
+    sum_up(&mut file, &mut sum, progress)?;
     Ok(sum.finalize().to_hex().to_string())
 }
 

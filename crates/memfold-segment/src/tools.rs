@@ -16,9 +16,15 @@ use super::error::SegmentError;
 /// Time limit for an external program.
 const LIMIT: Duration = Duration::from_secs(3600);
 
-/// Bytes of a file system that unpacking leaves free: this, or a twentieth of the file system if
-/// that is less.
+/// Bytes of a file system that builds leave free: this, or a twentieth of the file system if that
+/// is less.
 const MOST_RESERVE: u64 = 1 << 30;
+
+/// Number of bytes that are copied before the free space is looked up again.
+const LOOK: u64 = 64 << 20;
+
+/// Size of a block of most file systems, in bytes. A file takes whole blocks.
+const BLOCK: u64 = 4096;
 
 /// Returns a command that runs `program` in a sandbox (bubblewrap). The program reads untrusted
 /// images and packages as root, and file names in these may lead anywhere. So it sees the host
@@ -93,17 +99,80 @@ pub(super) fn output(
 }
 
 fn has_room(place: &Path) -> io::Result<()> {
-    let disk = rustix::fs::statvfs(place)?;
-    let reserve = MOST_RESERVE.min(disk.f_blocks * disk.f_frsize / 20);
-    if disk.f_bavail * disk.f_frsize >= reserve {
+    let (free, reserve) = free_and_reserve(place)?;
+    if free >= reserve {
         return Ok(());
     }
+    let what = format!("less than {} is free", ByteSize(reserve));
+    Err(too_full(&what, place))
+}
+
+/// Returns the number of free bytes of the file system of `place`, and how many of them builds
+/// leave free.
+fn free_and_reserve(place: &Path) -> io::Result<(u64, u64)> {
+    let disk = rustix::fs::statvfs(place)?;
+    let reserve = MOST_RESERVE.min(disk.f_blocks * disk.f_frsize / 20);
+    Ok((disk.f_bavail * disk.f_frsize, reserve))
+}
+
+/// Returns how many bytes a build may still write to the file system of `place`: the free bytes
+/// above a reserve of 1 GiB, or of a twentieth of the file system if that is less.
+///
+/// # Errors
+///
+/// An I/O error of `statvfs(3)`.
+pub fn free_above_reserve(place: &Path) -> io::Result<u64> {
+    let (free, reserve) = free_and_reserve(place)?;
+    Ok(free.saturating_sub(reserve))
+}
+
+/// Checks that `bytes` more bytes fit on the file system of `place` above the reserve.
+pub(super) fn check_room(place: &Path, bytes: u64) -> io::Result<()> {
+    let (free, reserve) = free_and_reserve(place)?;
+    if bytes <= free.saturating_sub(reserve) {
+        return Ok(());
+    }
+    let (bytes, reserve) = (ByteSize(bytes), ByteSize(reserve));
+    let what = format!("writing {bytes} would leave less than {reserve} free");
+    Err(too_full(&what, place))
+}
+
+fn too_full(what: &str, place: &Path) -> io::Error {
     let why = format!(
-        "less than {} is free on the file system of {}; leave out large and sparse files in the source, or use a larger file system for segments",
-        ByteSize(reserve),
+        "{what} on the file system of {}; leave out large and sparse files in the source, or use a larger file system for segments",
         place.display()
     );
-    Err(io::Error::new(io::ErrorKind::StorageFull, why))
+    io::Error::new(io::ErrorKind::StorageFull, why)
+}
+
+/// Keeps the reserve of a file system while files are copied there.
+#[derive(Debug)]
+pub(super) struct CopyRoom<'a> {
+    place: &'a Path,
+    /// Number of bytes that may be written before the free space is looked up again.
+    left: u64,
+}
+
+impl<'a> CopyRoom<'a> {
+    /// Creates the guard for copies to the file system of `place`.
+    pub(super) const fn new(place: &'a Path) -> Self {
+        Self { place, left: 0 }
+    }
+
+    /// Takes room for `bytes` bytes of a file before they are written.
+    ///
+    /// # Errors
+    ///
+    /// `StorageFull` if less than the reserve would stay free.
+    pub(super) fn take(&mut self, bytes: u64) -> io::Result<()> {
+        let bytes = bytes.next_multiple_of(BLOCK);
+        if bytes > self.left {
+            check_room(self.place, bytes)?;
+            self.left = free_above_reserve(self.place)?.min(LOOK).max(bytes);
+        }
+        self.left -= bytes;
+        Ok(())
+    }
 }
 
 fn said(name: &'static str, done: io::Result<Output>) -> Result<String, SegmentError> {
@@ -123,6 +192,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::small_disk::SmallDisk;
 
     #[test]
     fn a_sandboxed_program_that_unpacks_files_can_write_only_to_its_own_directory() {
@@ -148,23 +218,41 @@ mod tests {
 
     #[test]
     fn a_program_that_nearly_fills_the_file_system_of_segments_is_killed() {
-        let room = tempfile::tempdir().unwrap();
-        let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", "size=64m", "tmpfs"]);
-        if !mount.arg(room.path()).status().is_ok_and(|s| s.success()) {
+        let Some(room) = SmallDisk::mount() else {
             memfold_testkit::skip!("no right to mount a file system");
-        }
+        };
         let fill = |mib: u32| {
             let script = format!("head -c {mib}M /dev/zero > {}/file", room.path().display());
             let script = format!("{script}; test {mib} -lt 32 || exec sleep 600");
             run_in("sh", Command::new("sh").args(["-c", &script]), room.path())
         };
         let (half, all) = (fill(30), fill(63));
-        let unmounted = Command::new("umount").arg(room.path()).status().unwrap();
-        assert!(unmounted.success());
         assert_eq!(half.unwrap(), "");
         let error = all.unwrap_err().to_string();
         assert!(error.contains("less than 3.20 MiB is free"), "{error}");
+    }
+
+    #[test]
+    fn a_copy_to_a_nearly_full_file_system_ends_while_the_reserve_is_free() {
+        let Some(disk) = SmallDisk::mount() else {
+            memfold_testkit::skip!("no right to mount a file system");
+        };
+        let (mut room, piece) = (CopyRoom::new(disk.path()), vec![1_u8; 1 << 20]);
+        let error = (0..64).find_map(|number| {
+            if let Err(error) = room.take(1 << 20) {
+                return Some(error);
+            }
+            fs::write(disk.path().join(format!("{number}")), &piece).unwrap();
+            None
+        });
+        let error = error.expect("the file system is too small").to_string();
+        assert!(
+            error.contains("writing 1.00 MiB would leave less than 3.20 MiB free"),
+            "{error}"
+        );
+        let reserve = (64 << 20) / 20;
+        let free = disk.free_bytes();
+        assert!((reserve..reserve + (1 << 20)).contains(&free), "{free}");
     }
 
     #[test]

@@ -1,18 +1,20 @@
 //! Chooses the files that a segment will contain, copies them to a build directory, and computes a
 //! digest of the copies.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 use memfold_host::progress::Progress;
+use memfold_store::data_ranges;
 use rustix::fs::{AtFlags, CWD, FileType, Timespec, Timestamps, XattrFlags};
 
 use super::error::SegmentError;
+use super::tools::{CopyRoom, check_room};
 
 /// Default glob patterns of the files in a segment, for guests that have their own root file
 /// system.
@@ -31,6 +33,9 @@ const MAX_ATTRIBUTE: usize = 64 << 10;
 
 /// Number of bytes that are copied at once.
 const PIECE: usize = 1 << 20;
+
+/// Bytes of a hole for the digest.
+static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
 /// Choice of the files to copy into a segment, by their paths in guests, which begin with a slash.
 #[derive(Debug)]
@@ -142,12 +147,26 @@ impl Tree {
             .collect()
     }
 
-    /// Copies the chosen files into the empty directory `to`, with owners, modes, times, links and
-    /// the extended attributes that the kernel evaluates. Returns the digest and size of the copied
-    /// files.
+    /// Returns the total size of the chosen regular files in bytes; a file with several names
+    /// counts once.
+    fn bytes(&self) -> u64 {
+        let mut seen = HashSet::new();
+        let files = self.entries.iter().map(|entry| &entry.facts);
+        let distinct = files.filter(|facts| {
+            facts.is_file() && (facts.nlink() == 1 || seen.insert((facts.dev(), facts.ino())))
+        });
+        distinct.fold(0_u64, |sum, facts| sum.saturating_add(facts.len()))
+    }
+
+    /// Copies the chosen files into the empty directory `to`, with owners, modes, times, links,
+    /// holes and the extended attributes that the kernel evaluates. Returns the digest and size of
+    /// the copied files. Fails before the file system of `to` has less than a reserve left, and at
+    /// once if an image of the files cannot fit there: an image has no holes.
     pub fn copy(&self, to: &Path, progress: &Progress) -> io::Result<Contents> {
-        let bytes = self.entries.iter().filter(|e| e.facts.is_file());
-        progress.begin("files copied", bytes.map(|e| e.facts.len()).sum());
+        let bytes = self.bytes();
+        check_room(to, bytes)?;
+        progress.begin("files copied", bytes);
+        let mut room = CopyRoom::new(to);
         let mut sum = blake3::Hasher::new();
         let mut contents = Contents::default();
         let mut first_names: HashMap<(u64, u64), PathBuf> = HashMap::new();
@@ -173,7 +192,13 @@ impl Tree {
                     }
                     first_names.insert(inode, entry.path.clone());
                 }
-                contents.bytes += copy_file(&from, &place, &mut sum, progress).map_err(at)?;
+                contents.bytes += copy_file(
+                    (from.as_path(), place.as_path()),
+                    &mut room,
+                    &mut sum,
+                    progress,
+                )
+                .map_err(at)?;
             } else if facts.is_symlink() {
                 let target = fs::read_link(&from).map_err(at)?;
                 sum.update(target.as_os_str().as_bytes());
@@ -261,38 +286,68 @@ pub(super) fn is_full(error: &io::Error) -> bool {
     )
 }
 
+/// Copies the bytes of a file, but not its holes, and adds the bytes to a sum, holes as zeroes.
+/// Returns the length of the copy.
 fn copy_file(
-    from: &Path,
-    to: &Path,
+    (from, to): (&Path, &Path),
+    room: &mut CopyRoom<'_>,
     sum: &mut blake3::Hasher,
     progress: &Progress,
 ) -> io::Result<u64> {
     let nofollow = i32::try_from(rustix::fs::OFlags::NOFOLLOW.bits()).unwrap_or(0);
-    let mut from = File::options()
+    let from = File::options()
         .read(true)
         .custom_flags(nofollow)
         .open(from)?;
-    let mut to = File::options().write(true).create_new(true).open(to)?;
-    sum_up(&mut from, sum, progress, |piece| to.write_all(piece))
+    let to = File::options().write(true).create_new(true).open(to)?;
+    let (mut piece, mut done) = (vec![0; PIECE], 0);
+    for data in data_ranges(&from)? {
+        sum_up_hole(data.start - done, sum, progress);
+        done = data.start;
+        while done < data.end {
+            let most = usize::try_from(data.end - done).unwrap_or(PIECE).min(PIECE);
+            let length = from.read_at(&mut piece[..most], done)?;
+            if length == 0 {
+                // Somebody has shortened the file.
+                break;
+            }
+            room.take(length as u64)?;
+            to.write_all_at(&piece[..length], done)?;
+            sum.update(&piece[..length]);
+            done += length as u64;
+            progress.add(length as u64);
+        }
+    }
+    // Somebody may have lengthened or shortened the file.
+    let length = from.metadata()?.len().max(done);
+    sum_up_hole(length - done, sum, progress);
+    to.set_len(length)?;
+    Ok(length)
 }
 
-/// Adds the bytes of a file to a sum, and passes them to `each` piece by piece. Returns their
-/// number.
+/// Adds so many zeroes to a sum.
+fn sum_up_hole(mut bytes: u64, sum: &mut blake3::Hasher, progress: &Progress) {
+    progress.add(bytes);
+    while bytes > 0 {
+        let length = usize::try_from(bytes).map_or(ZEROES.len(), |bytes| bytes.min(ZEROES.len()));
+        sum.update(&ZEROES[..length]);
+        bytes -= length as u64;
+    }
+}
+
+/// Adds the bytes of a file to a sum.
 pub(super) fn sum_up(
     file: &mut File,
     sum: &mut blake3::Hasher,
     progress: &Progress,
-    mut each: impl FnMut(&[u8]) -> io::Result<()>,
-) -> io::Result<u64> {
-    let (mut piece, mut done) = (vec![0; PIECE], 0);
+) -> io::Result<()> {
+    let mut piece = vec![0; PIECE];
     loop {
         let length = file.read(&mut piece)?;
         if length == 0 {
-            return Ok(done);
+            return Ok(());
         }
         sum.update(&piece[..length]);
-        each(&piece[..length])?;
-        done += length as u64;
         progress.add(length as u64);
     }
 }
@@ -336,6 +391,7 @@ pub(super) fn set_times(place: &Path, time: Timespec) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::small_disk::SmallDisk;
 
     fn filled(root: &Path) {
         fs::create_dir_all(root.join("usr/lib/empty")).unwrap();
@@ -415,6 +471,53 @@ mod tests {
         };
         set_times(&c, time).unwrap();
         assert_ne!(first, digest(two.path()));
+    }
+
+    #[test]
+    fn the_copy_of_a_sparse_file_keeps_the_holes_and_has_the_digest_of_the_whole_bytes() {
+        let (sparse, whole) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut bytes = vec![0_u8; 8 << 20];
+        bytes[3 << 20..][..5000].fill(7);
+        fs::write(whole.path().join("file"), &bytes).unwrap();
+        let file = File::create(sparse.path().join("file")).unwrap();
+        file.write_all_at(&[7; 5000], 3 << 20).unwrap();
+        file.set_len(8 << 20).unwrap();
+        let digests = [&sparse, &whole].map(|root| {
+            let time = Timespec {
+                tv_sec: 1000,
+                tv_nsec: 0,
+            };
+            set_times(&root.path().join("file"), time).unwrap();
+            let (to, contents, _) = built(root.path(), &["/**"]);
+            let copy = to.path().join("file");
+            assert!(fs::read(&copy).unwrap() == bytes, "the copy differs");
+            (contents, fs::metadata(&copy).unwrap().blocks())
+        });
+        let [(sparse, blocks), (whole, _)] = digests;
+        assert_eq!((&sparse.digest, sparse.bytes), (&whole.digest, 8 << 20));
+        // Half of the file, in blocks of 512 bytes.
+        assert!(blocks < 8192, "{blocks} blocks");
+    }
+
+    #[test]
+    fn files_that_do_not_fit_above_the_reserve_are_not_copied_at_all() {
+        let Some(disk) = SmallDisk::mount() else {
+            memfold_testkit::skip!("no right to mount a file system");
+        };
+        let from = tempfile::tempdir().unwrap();
+        for name in ["a", "b"] {
+            // The copies would take no room, because the files are only holes. The image would.
+            let file = File::create(from.path().join(name)).unwrap();
+            file.set_len(1 << 40).unwrap();
+        }
+        let filter = Filter::new(&[], &[]).unwrap();
+        let tree = Tree::choose(from.path(), &filter, false).unwrap();
+        let before = disk.free_bytes();
+        let error = tree.copy(disk.path(), &Progress::default()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        let text = error.to_string();
+        assert!(text.contains("writing 2.00 TiB would leave"), "{text}");
+        assert_eq!(disk.free_bytes(), before);
     }
 
     #[test]

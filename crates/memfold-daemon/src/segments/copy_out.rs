@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use memfold_api::BuildRequest;
 use memfold_host::progress::Progress;
 use memfold_segment::{self as segment, Draft, PROGRAMS, SegmentError};
+use memfold_units::ByteSize;
 use memfold_vm::{Qmp, QmpError, VmSpec};
 use memfold_wire::order::{COPY_SERIAL, GuestOrder};
 use serde_json::{Value, json};
@@ -24,8 +25,11 @@ use crate::error::{DaemonError, impossible, segment_files};
 use crate::machine::{Machine, text};
 use crate::segments::{Segments, directory, noted};
 
-/// Size of the disk image, in bytes. The image is sparse: only written parts take space.
+/// Maximum size of the disk image, in bytes. The image is sparse: only written parts take space.
 const ROOM: u64 = 16 << 30;
+
+/// Minimum size of the disk image, in bytes. Also the unit of its size.
+const LEAST_ROOM: u64 = 64 << 20;
 
 /// QEMU's name of the disk for the copy.
 const NODE: &str = "copy-out";
@@ -106,7 +110,8 @@ fn copy_to(
 fn make(image: &Path) -> Result<(), DaemonError> {
     let failed = segment_files(image);
     let file = File::create(image).map_err(failed)?;
-    file.set_len(ROOM).map_err(failed)?;
+    let free = segment::free_above_reserve(image).map_err(failed)?;
+    file.set_len(disk_size(free)?).map_err(failed)?;
     let mke2fs = segment::tool("mke2fs", "makes ext4 file systems", "e2fsprogs")?;
     let mut command = Command::new(mke2fs);
     command
@@ -115,6 +120,25 @@ fn make(image: &Path) -> Result<(), DaemonError> {
         .arg(image);
     segment::run_tool("mke2fs", &mut command)?;
     Ok(())
+}
+
+/// Returns the size of the disk image in bytes, so that a guest that fills the disk leaves the
+/// reserve of the host's file system free. `free`: free bytes of that file system above the
+/// reserve.
+///
+/// # Errors
+///
+/// [`SegmentError::Impossible`] if too little is free.
+fn disk_size(free: u64) -> Result<u64, DaemonError> {
+    let size = ROOM.min(free - free % LEAST_ROOM);
+    if size == 0 {
+        return Err(impossible(format!(
+            "the file system of segments has {} free above its reserve, and a copy of a guest's files needs at least {}; free some space, or use a larger file system for segments",
+            ByteSize(free),
+            ByteSize(LEAST_ROOM)
+        )));
+    }
+    Ok(size)
 }
 
 fn plug(qmp: &mut Qmp, slot: u32, image: BorrowedFd<'_>) -> Result<(), QmpError> {
@@ -247,6 +271,14 @@ fn tops(include: &[String]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_disk_for_a_guests_files_takes_no_more_than_what_is_free_above_the_reserve() {
+        assert_eq!(disk_size(1 << 40).unwrap(), ROOM);
+        assert_eq!(disk_size((1 << 30) + 5).unwrap(), 1 << 30);
+        let error = disk_size(LEAST_ROOM - 1).unwrap_err().to_string();
+        assert!(error.contains("needs at least 64.0 MiB"), "{error}");
+    }
 
     #[test]
     fn the_directories_copied_for_a_segment_are_the_distinct_literal_prefixes_of_its_globs() {
