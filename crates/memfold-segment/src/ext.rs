@@ -28,6 +28,10 @@ const ACL: u32 = 2;
 const ACL_USER: u16 = 2;
 const ACL_GROUP: u16 = 8;
 
+/// Number of files that one run of debugfs is asked about. It prints about 600 bytes for each, and
+/// the output of a program is limited (`memfold_host::helper`).
+const BATCH: usize = 20_000;
+
 /// Facts about a file, as debugfs reports them.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Facts {
@@ -42,6 +46,12 @@ pub struct Facts {
 /// Unpacks the files of the ext2, ext3 or ext4 file system in `image` into the empty directory
 /// `room`.
 pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
+    unpack_in_batches(image, room, BATCH)
+}
+
+/// Unpacks the files of an image as [`unpack`] does, and asks for the attributes of `batch` files
+/// at once.
+fn unpack_in_batches(image: &Path, room: &Path, batch: usize) -> Result<(), SegmentError> {
     let debugfs = tool("debugfs", "reads ext4 images", "e2fsprogs")?;
     for path in [image, room] {
         // The language of debugfs cannot express these characters.
@@ -63,7 +73,7 @@ pub fn unpack(image: &Path, room: &Path) -> Result<(), SegmentError> {
     if let Some(first) = errors.first() {
         return Err(wrong(format!("{first} ({} lines)", errors.len())));
     }
-    restore_all(&debugfs, image, room)
+    restore_all(&debugfs, image, room, batch)
 }
 
 fn wrong(why: String) -> SegmentError {
@@ -72,19 +82,42 @@ fn wrong(why: String) -> SegmentError {
 }
 
 /// Restores the times of symbolic links, the set-user-ID bits of programs, and capabilities and
-/// access lists of all files.
-fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentError> {
+/// access lists of all files. Asks for those of `batch` files at once.
+fn restore_all(
+    debugfs: &Path,
+    image: &Path,
+    room: &Path,
+    batch: usize,
+) -> Result<(), SegmentError> {
     let mut found = Vec::new();
     find_all(room, &mut found).map_err(failed(room))?;
     // The language of debugfs cannot express these characters.
     let is_plain = |text: &str| !text.contains(['"', '\n', '\r', '\\']);
     found.retain(|path| path.to_str().is_some_and(is_plain));
+    // A directory comes after its contents also across batches, so that its time is set last.
+    for files in found.chunks(batch) {
+        let told = ask(debugfs, image, room, files)?;
+        for (path, facts) in files.iter().zip(told) {
+            restore(path, &facts).map_err(failed(path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Asks debugfs for the facts about the files in `image` that were unpacked to the paths `files` in
+/// `room`.
+fn ask(
+    debugfs: &Path,
+    image: &Path,
+    room: &Path,
+    files: &[PathBuf],
+) -> Result<Vec<Facts>, SegmentError> {
     let requests = room.with_extension("requests");
     let stat = |path: &PathBuf| {
         let path = path.strip_prefix(room).unwrap_or(path);
         format!("stat \"/{}\"\n", path.display())
     };
-    let text: String = found.iter().map(stat).collect();
+    let text: String = files.iter().map(stat).collect();
     fs::write(&requests, text).map_err(failed(&requests))?;
     let mut command = confined(debugfs, room)?;
     command.arg("-f").args([&requests, image]);
@@ -93,14 +126,11 @@ fn restore_all(debugfs: &Path, image: &Path, room: &Path) -> Result<(), SegmentE
     let said = said.map_err(|error| wrong(error.to_string()))?;
     fs::remove_file(&requests).map_err(failed(&requests))?;
     let told = facts(&String::from_utf8_lossy(&said.stdout)).map_err(wrong)?;
-    if told.len() != found.len() {
-        let why = format!("debugfs reported {} of {} files", told.len(), found.len());
+    if told.len() != files.len() {
+        let why = format!("debugfs reported {} of {} files", told.len(), files.len());
         return Err(wrong(why));
     }
-    for (path, facts) in found.iter().zip(told) {
-        restore(path, &facts).map_err(failed(path))?;
-    }
-    Ok(())
+    Ok(told)
 }
 
 /// Finds all links, regular files and directories; a directory comes after its contents.
@@ -276,13 +306,61 @@ mod tests {
         }
     }
 
+    /// Returns whether an ext4 image can be made and unpacked here.
+    fn has_tools() -> bool {
+        let programs = ["mke2fs", "debugfs", "bwrap"];
+        programs.iter().all(|name| program(name).is_some()) && rustix::process::getuid().is_root()
+    }
+
+    #[test]
+    fn modes_and_times_are_right_if_debugfs_is_asked_about_the_files_in_several_batches() {
+        if !has_tools() {
+            memfold_testkit::skip!("no mke2fs, debugfs or bwrap, or not root");
+        }
+        let place = tempfile::tempdir().unwrap();
+        let [from, image, room] = ["from", "image", "room"].map(|name| place.path().join(name));
+        fs::create_dir(&room).unwrap();
+        let mut paths = Vec::new();
+        for directory in ["usr/bin", "usr/lib", "usr"] {
+            fs::create_dir_all(from.join(directory)).unwrap();
+            for number in 0..9 {
+                let path = format!("{directory}/file{number}");
+                fs::write(from.join(&path), &path).unwrap();
+                paths.push(path);
+            }
+            paths.push(directory.to_owned());
+        }
+        // A directory comes after its files here, whose creation changed its time.
+        for (path, number) in paths.iter().zip(1..) {
+            let path = from.join(path);
+            let mode = if path.is_dir() {
+                0o2755
+            } else {
+                0o4700 + number
+            };
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let time = Timespec {
+                tv_sec: 1000 + i64::from(number),
+                tv_nsec: 0,
+            };
+            set_times(&path, time).unwrap();
+        }
+        fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
+        let mut mke2fs = Command::new("mke2fs");
+        mke2fs.args(["-q", "-t", "ext4", "-d"]);
+        run("mke2fs", mke2fs.args([&from, &image])).unwrap();
+        unpack_in_batches(&image, &room, 4).unwrap();
+        for path in &paths {
+            let [was, is] = [&from, &room].map(|root| fs::metadata(root.join(path)).unwrap());
+            let modes = [&was, &is].map(|facts| facts.permissions().mode());
+            assert_eq!(modes[0], modes[1], "{path}");
+            assert_eq!(was.modified().unwrap(), is.modified().unwrap(), "{path}");
+        }
+    }
+
     #[test]
     fn capabilities_access_lists_modes_and_times_are_extracted_from_an_ext4_image() {
-        if program("mke2fs").is_none()
-            || program("debugfs").is_none()
-            || program("bwrap").is_none()
-            || !rustix::process::getuid().is_root()
-        {
+        if !has_tools() {
             memfold_testkit::skip!("no mke2fs, debugfs or bwrap, or not root");
         }
         let place = tempfile::tempdir().unwrap();
