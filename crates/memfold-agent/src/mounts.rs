@@ -4,13 +4,12 @@
 use std::fs;
 use std::io;
 
+pub(crate) use memfold_wire::order::LAID_SOURCE;
+
 /// Device number under which hints report the files of all overlays. The page cache of these files
 /// belongs to a file system that may be mounted nowhere else. No real device number is that high
 /// (20 bits of minor, 12 of major).
 pub const OVERLAY_DEVICE: u32 = u32::MAX;
-
-/// Prefix of the mount source of an overlay that shows a segment over a directory.
-pub(crate) const LAID_SOURCE: &str = "memfold:";
 
 /// Kind of a file system: it decides how the agent finds a file by the inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

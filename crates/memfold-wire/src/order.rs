@@ -25,6 +25,9 @@ pub const SWAP_SERIAL: &str = "memfold-swap";
 /// Serial number of the disk to which a guest copies files for a segment.
 pub const COPY_SERIAL: &str = "memfold-copy";
 
+/// Prefix of the mount source of an overlay that shows a segment over a directory of the guest.
+pub const LAID_SOURCE: &str = "memfold:";
+
 /// Exit code of [`GuestOrder::DropCaches`] if the time was too short.
 pub const DROP_LATE: i32 = 3;
 
@@ -132,7 +135,8 @@ pub enum GuestOrder {
     PowerOff,
     /// Reboots the guest after 0.3 s, so that the result still reaches the daemon.
     Reboot,
-    /// Copies directories and files to the disk with the serial number [`COPY_SERIAL`].
+    /// Copies directories and files to the disk with the serial number [`COPY_SERIAL`], also those
+    /// over which a segment is mounted.
     CopyToDisk {
         /// Absolute paths of the directories and files.
         tops: Vec<String>,

@@ -2,7 +2,9 @@
 //! agent, so `/proc/$PPID/exe` is the agent's program; `$MEMFOLD_AGENT` is its path.
 
 use super::paths::END;
-use super::{COPY_SERIAL, DROP_LATE, GuestOrder, NewIdentities, RENEWED, SECOND, SWAP_SERIAL};
+use super::{
+    COPY_SERIAL, DROP_LATE, GuestOrder, LAID_SOURCE, NewIdentities, RENEWED, SECOND, SWAP_SERIAL,
+};
 
 impl GuestOrder {
     /// Returns the shell script for the order. The order must be valid, and the shell a child of
@@ -44,7 +46,10 @@ impl GuestOrder {
                     .iter()
                     .map(|top| quoted(top.trim_start_matches('/')))
                     .collect();
-                format!("serial={COPY_SERIAL}\nset -- {}\n{COPY}", quoted.join(" "))
+                format!(
+                    "serial={COPY_SERIAL}\nset -- {}\n{COPY_DISK}root=/ mounts=/proc/self/mountinfo laid={LAID_SOURCE}\n{COPY_TOPS}{COPY_END}",
+                    quoted.join(" ")
+                )
             }
             Self::SendArchive { path } => {
                 format!("exec \"$MEMFOLD_AGENT\" --send {}", quoted(path))
@@ -250,9 +255,8 @@ off=$(($(cat $rtc) - $(date +%s)))
 command -v hwclock > /dev/null || { echo \"the RTC is $off s off, and the guest has no hwclock\"; exit 1; }
 hwclock --systohc";
 
-/// Shell script that finds the disk and copies directories to it: with owners, modes, times, links,
-/// capabilities and access lists, but without file systems that are mounted below the directories.
-const COPY: &str = r#"set -e
+/// Shell script that finds the disk to copy to, and mounts it at `$place` until the script ends.
+const COPY_DISK: &str = r#"set -e
 find_disk() {
     for disk in /sys/block/vd*; do
         [ "$(cat "$disk/serial" 2> /dev/null)" = "$serial" ] && return 0
@@ -280,14 +284,34 @@ leave() {
 }
 trap leave EXIT
 mount -t ext4 -o nosuid,nodev,noexec "/dev/${disk##*/}" $place
-cd /
+"#;
+
+/// Shell script that copies directories to `$place`: with owners, modes, times, links, capabilities
+/// and access lists, but without other file systems that are mounted below the directories.
+/// Directories over which a segment is mounted (`$laid` in the table `$mounts`) are copied, because
+/// they show the guest's own files.
+const COPY_TOPS: &str = r#"cd $root
 for top in "$@"; do
     [ -e "./$top" ] || continue
     cp -a -x --parents "./$top" $place/
+    while read -r _ _ _ _ point rest; do
+        case $rest in
+            *" - overlay $laid"*) ;;
+            *) continue ;;
+        esac
+        case $point in
+            "/${top:+$top/}"*) ;;
+            *) continue ;;
+        esac
+        # The table has # as \043, for which printf wants \0043.
+        point=$(printf %b "$(printf '%s\n' "$point" | sed 's/\\/\\0/g')")
+        cp -a -x --parents ".$point" $place/
+    done < $mounts
 done
-# What was only cached may fail to be written.
-sync -f $place
 "#;
+
+/// Shell script that ends a copy. What was only cached may fail to be written.
+const COPY_END: &str = "sync -f $place\n";
 
 #[cfg(test)]
 mod tests {
@@ -409,6 +433,42 @@ mod tests {
         for many in [vec!["/usr".to_owned(); 10_000], vec!["'".repeat(10_000)]] {
             assert!(!is_valid(GuestOrder::CopyToDisk { tops: many }));
         }
+    }
+
+    #[test]
+    fn a_copy_for_a_segment_contains_the_directories_over_which_a_segment_is_mounted() {
+        let root = std::env::temp_dir().join(format!("copy-tops-{}", std::process::id()));
+        for directory in ["usr", "opt/a#1", "opt2", "mnt"] {
+            std::fs::create_dir_all(root.join(directory)).unwrap();
+        }
+        let mounts = root.join("mountinfo");
+        let table = "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
+            40 22 0:40 / /usr rw shared:9 - overlay memfold:web@3 rw,lowerdir=/a:/b\n\
+            41 22 0:41 / /opt/a\\0431 rw - overlay memfold:web@3 rw,lowerdir=/a:/b\n\
+            42 22 0:42 / /opt2 rw - overlay overlay rw,lowerdir=/a:/b\n\
+            43 22 0:43 / /mnt rw - tmpfs memfold:web@3 rw\n";
+        std::fs::write(&mounts, table).unwrap();
+        let copied = |tops: &str| {
+            let script = format!(
+                "set -e\ncp() {{ echo \"$*\"; }}\nset -- {tops}\nroot='{}' mounts='{}' laid={LAID_SOURCE} place=/out\n{COPY_TOPS}",
+                root.display(),
+                mounts.display()
+            );
+            let shell = Command::new("/bin/sh").args(["-c", &script]).output();
+            let shell = shell.unwrap();
+            assert!(shell.status.success(), "{shell:?}");
+            let said = String::from_utf8(shell.stdout).unwrap();
+            let of_line = |line: &str| {
+                let path = line.strip_prefix("-a -x --parents ./")?;
+                Some(path.strip_suffix(" /out/")?.to_owned())
+            };
+            said.lines().map(of_line).collect::<Option<Vec<String>>>()
+        };
+        let (all, opt, usr) = (copied("''"), copied("opt opt2 gone"), copied("usr"));
+        std::fs::remove_dir_all(&root).unwrap();
+        assert_eq!(all.unwrap(), ["", "usr", "opt/a#1"]);
+        assert_eq!(opt.unwrap(), ["opt", "opt/a#1", "opt2"]);
+        assert_eq!(usr.unwrap(), ["usr"]);
     }
 
     #[test]
