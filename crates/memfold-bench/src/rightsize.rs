@@ -10,8 +10,11 @@
 //! | `leak` | a program that takes more and more memory, and ends |
 //! | `spike` | a program that takes much memory at once |
 //!
-//! Each VM works for a while, rests, and works again, the VMs one after the other. Meanwhile the
-//! study samples the memory that the VMs take on the host. With `--quick`, only `build`, `web` and
+//! Before, each VM has read its whole disk once, as a backup does, so its page cache is as full as
+//! that of a VM that has run for a day. Each VM then works for a while, rests, and works again, the
+//! VMs one after the other. Meanwhile the study samples the memory that the VMs take on the host:
+//! the proportional set size of their QEMU processes (`Pss` of `smaps`), without the code that the
+//! emulator has translated, which does not exist under KVM. With `--quick`, only `build`, `web` and
 //! `spike` run.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +24,7 @@ use anyhow::Context as _;
 use memfold_api::{DebtRequest, RightsizeMode};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab, at_once};
+use memfold_ledger::read::Proc;
 use memfold_rightsize::sim::{BalloonedVm, autoballoon};
 use memfold_units::ByteSize;
 use serde_json::{Value, json};
@@ -78,9 +82,9 @@ const FULL: Plan = Plan {
     vms: &["idle", "build", "db", "web", "leak", "spike"],
     memory: ByteSize::mib(1024),
     budget: 0.75,
-    rounds: 3,
-    work_s: 180,
-    rest_s: 180,
+    rounds: 2,
+    work_s: 150,
+    rest_s: 150,
     spike_mib: 512,
 };
 
@@ -126,6 +130,7 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
         lab.wait_ready(name, LIMIT)?;
         lab.exec(name, prepare(name), LIMIT)?;
     }
+    at_once(plan.vms, |name| lab.exec(name, BACKUP, LIMIT))?;
     let ram = plan.memory.0 as f64 * plan.vms.len() as f64;
     let budget = ram * plan.budget;
     if arm == "memfold" {
@@ -148,8 +153,10 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
         let samples = sampler.join().map_err(panicked)??;
         anyhow::Ok((samples, done?))
     })?;
-    let memory: Vec<f64> = samples.iter().map(|(_, bytes)| *bytes).collect();
-    let mean = memory.iter().sum::<f64>() / memory.len().max(1) as f64;
+    let mean_of = |part: &dyn Fn(&Sample) -> f64| {
+        samples.iter().map(part).sum::<f64>() / samples.len().max(1) as f64
+    };
+    let mean = mean_of(&Sample::bytes);
     let sum = |part: fn(&Done) -> f64| done.iter().map(part).sum::<f64>();
     eprintln!("{arm}: {:.0} MiB on average", mib(mean));
     let mut results = json!({
@@ -158,7 +165,9 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
         format!("{arm}_swapped_pages"): sum(|done| done.swapped_pages),
         format!("{arm}_oom_kills"): sum(|done| done.oom_kills),
     });
-    for (name, done) in plan.vms.iter().zip(&done) {
+    for (index, (name, done)) in plan.vms.iter().zip(&done).enumerate() {
+        let own = mean_of(&|sample| sample.vms[index]);
+        results[format!("{arm}_mean_memory_{name}_mib")] = json!(mib(own));
         results[format!("{arm}_work_{name}")] = json!(done.work);
         if let Some(ms) = done.p99_ms {
             results[format!("{arm}_p99_{name}_ms")] = json!(ms);
@@ -168,8 +177,9 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
         samples: vec![json!({
             "arm": arm,
             "budget_bytes": budget,
-            "at_s": samples.iter().map(|(at, _)| *at).collect::<Vec<f64>>(),
-            "memory_bytes": memory,
+            "at_s": samples.iter().map(|sample| sample.at_s).collect::<Vec<f64>>(),
+            "memory_bytes": samples.iter().map(Sample::bytes).collect::<Vec<f64>>(),
+            "orders": orders(&lab),
         })],
         results,
         ..Found::default()
@@ -210,9 +220,8 @@ fn compare(results: &mut Value) {
 /// available now is the reserve.
 fn set_reserve(lab: &Lab, plan: Plan, budget: f64) -> anyhow::Result<()> {
     let report = lab.report()?.ledger;
-    let used = vms_bytes(lab, plan)?;
-    let left = (budget - used).max(0.0);
-    let reserve = report.host.mem_available_bytes.0 as f64 - left;
+    let used: f64 = vms_bytes(lab, plan)?.iter().sum();
+    let reserve = report.host.mem_available_bytes.0 as f64 + used - budget;
     // The reserve is below the host's memory.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let reserve = reserve.max(0.0) as u64;
@@ -224,29 +233,55 @@ fn set_reserve(lab: &Lab, plan: Plan, budget: f64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the memory that all VMs take on the host: the PSS of their QEMU processes, in bytes.
-fn vms_bytes(lab: &Lab, plan: Plan) -> anyhow::Result<f64> {
-    let mut sum = 0;
-    for name in plan.vms {
-        let path = format!("/proc/{}/smaps_rollup", lab.pid(name)?);
-        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-        let line = text.lines().find_map(|line| line.strip_prefix("Pss:"));
-        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-        sum += kib.with_context(|| format!("{path} has no Pss"))? << 10;
-    }
-    Ok(sum as f64)
+/// Memory of the VMs at one moment.
+#[derive(Clone, Debug)]
+struct Sample {
+    at_s: f64,
+    /// Bytes of each VM, in the plan's order.
+    vms: Vec<f64>,
 }
 
-/// Samples the memory of all VMs until `over`: seconds since `began`, and bytes.
+impl Sample {
+    fn bytes(&self) -> f64 {
+        self.vms.iter().sum()
+    }
+}
+
+/// Returns the memory that each VM takes on the host, without translated code of the emulator
+/// (writable and executable memory of QEMU), in bytes.
+fn vms_bytes(lab: &Lab, plan: Plan) -> anyhow::Result<Vec<f64>> {
+    let of_vm = |name: &&str| {
+        let mappings = Proc::default().smaps(lab.pid(name)?)?;
+        let is_code = |vma: &memfold_ledger::read::Vma| vma.write && vma.execute;
+        let mappings = mappings.iter().filter(|mapping| !is_code(&mapping.vma));
+        Ok(mappings.map(|mapping| mapping.pss_bytes.0 as f64).sum())
+    };
+    plan.vms.iter().map(of_vm).collect()
+}
+
+/// Returns how many orders right-sizing has given, by kind and reason, and the changes of the rung.
+fn orders(lab: &Lab) -> Value {
+    let report = lab.daemon().rightsizing().report(usize::MAX);
+    for event in &report.events {
+        let result = event.result.as_deref().unwrap_or("in progress");
+        eprintln!("  {}: {}: {result}; {}", event.vm, event.order, event.reason);
+    }
+    json!({ "counts": report.orders, "rungs": report.rungs })
+}
+
+/// Samples the memory of all VMs until `over`.
 fn sample(
     lab: &Lab,
     plan: Plan,
     over: &AtomicBool,
     began: Instant,
-) -> anyhow::Result<Vec<(f64, f64)>> {
+) -> anyhow::Result<Vec<Sample>> {
     let mut samples = Vec::new();
     while !over.load(Ordering::Relaxed) {
-        samples.push((began.elapsed().as_secs_f64(), vms_bytes(lab, plan)?));
+        samples.push(Sample {
+            at_s: began.elapsed().as_secs_f64(),
+            vms: vms_bytes(lab, plan)?,
+        });
         std::thread::sleep(SAMPLE);
     }
     Ok(samples)
@@ -275,7 +310,8 @@ fn follow_proxmox(lab: &Lab, plan: Plan, budget: f64, over: &AtomicBool) -> anyh
                 free: free.map_or(0.0, |bytes| bytes.0 as f64),
             });
         }
-        let goal = budget * PROXMOX_GOAL - vms_bytes(lab, plan)?;
+        let used: f64 = vms_bytes(lab, plan)?.iter().sum();
+        let goal = budget * PROXMOX_GOAL - used;
         let new = autoballoon(&vms, goal, PROXMOX_CHANGE);
         for ((name, vm), size) in plan.vms.iter().zip(&vms).zip(new) {
             // Sizes are between `min` and `max`.
@@ -340,6 +376,9 @@ fn prepare(name: &str) -> &'static str {
     }
 }
 
+/// Reads all files of the disk once.
+const BACKUP: &str = "find / -xdev -type f -exec cat {} + > /dev/null 2>&1; sync";
+
 /// Writes a program of 200 functions.
 const BUILD: &str = r#"{ echo '#include <stdio.h>'; echo '#include <stdlib.h>'
 for n in $(seq 200); do echo "int f$n(int x) { for (int i = 0; i < x; i++) x += i * $n; return x; }"; done
@@ -347,14 +386,13 @@ for n in $(seq 200); do echo "int f$n(int x) { for (int i = 0; i < x; i++) x += 
 
 /// Takes memory at once, again and again, and prints how often, and the longest time in ms.
 const SPIKE: &str = r"python3 - <<'END'
-import time
+import mmap, time
 times, end = [], time.monotonic() + SECONDS
 while time.monotonic() < end:
     began = time.monotonic()
-    held = bytearray(MIB << 20)
-    for page in range(0, len(held), 4096): held[page] = 1
+    held = mmap.mmap(-1, MIB << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
     times.append((time.monotonic() - began) * 1000)
-    del held
+    held.close()
     time.sleep(20)
 print(len(times), max(times))
 END";
