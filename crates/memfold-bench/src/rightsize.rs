@@ -41,10 +41,12 @@ const IMAGE: &str = "trixie-a";
 /// Time between two samples of the host's memory.
 const SAMPLE: Duration = Duration::from_secs(2);
 
-/// Time between two runs of Proxmox VE's rule, its part of the budget that is to be used, and its
-/// largest change of a balloon (`pvestatd`).
+/// Part of the budget that the VMs are to take at most, by Proxmox VE's rule (`pvestatd`) and by
+/// memfold.
+const GOAL: f64 = 0.8;
+
+/// Time between two runs of Proxmox VE's rule, and its largest change of a balloon.
 const PROXMOX_EVERY: Duration = Duration::from_secs(10);
-const PROXMOX_GOAL: f64 = 0.8;
 const PROXMOX_CHANGE: f64 = 100.0 * 1024.0 * 1024.0;
 
 /// Longest time that a guest may need for anything.
@@ -216,12 +218,12 @@ fn compare(results: &mut Value) {
     }
 }
 
-/// Makes memfold believe that its host has only `budget` bytes for the VMs: the rest of what is
-/// available now is the reserve.
+/// Sets memfold's reserve, so that the host has room if the VMs take at most [`GOAL`] of `budget`
+/// bytes. The host has room above a reserve and a quarter.
 fn set_reserve(lab: &Lab, plan: Plan, budget: f64) -> anyhow::Result<()> {
     let report = lab.report()?.ledger;
     let used: f64 = vms_bytes(lab, plan)?.iter().sum();
-    let reserve = report.host.mem_available_bytes.0 as f64 + used - budget;
+    let reserve = (report.host.mem_available_bytes.0 as f64 + used - budget * GOAL) / 1.25;
     // The reserve is below the host's memory.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let reserve = reserve.max(0.0) as u64;
@@ -264,18 +266,16 @@ fn orders(lab: &Lab) -> Value {
     let report = lab.daemon().rightsizing().report(usize::MAX);
     for event in &report.events {
         let result = event.result.as_deref().unwrap_or("in progress");
-        eprintln!("  {}: {}: {result}; {}", event.vm, event.order, event.reason);
+        eprintln!(
+            "  {}: {}: {result}; {}",
+            event.vm, event.order, event.reason
+        );
     }
     json!({ "counts": report.orders, "rungs": report.rungs })
 }
 
 /// Samples the memory of all VMs until `over`.
-fn sample(
-    lab: &Lab,
-    plan: Plan,
-    over: &AtomicBool,
-    began: Instant,
-) -> anyhow::Result<Vec<Sample>> {
+fn sample(lab: &Lab, plan: Plan, over: &AtomicBool, began: Instant) -> anyhow::Result<Vec<Sample>> {
     let mut samples = Vec::new();
     while !over.load(Ordering::Relaxed) {
         samples.push(Sample {
@@ -311,7 +311,7 @@ fn follow_proxmox(lab: &Lab, plan: Plan, budget: f64, over: &AtomicBool) -> anyh
             });
         }
         let used: f64 = vms_bytes(lab, plan)?.iter().sum();
-        let goal = budget * PROXMOX_GOAL - used;
+        let goal = budget * GOAL - used;
         let new = autoballoon(&vms, goal, PROXMOX_CHANGE);
         for ((name, vm), size) in plan.vms.iter().zip(&vms).zip(new) {
             // Sizes are between `min` and `max`.
