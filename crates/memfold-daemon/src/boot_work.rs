@@ -1,6 +1,6 @@
 //! Work that is done once in a guest after its boot: enabling its swap disk, and mounting segments
-//! over its files. A marker in the VM's directory exists until the work is done, so a daemon that
-//! is started meanwhile does it.
+//! over its files. A marker in the VM's directory exists until the guest was told to do it, and has
+//! answered. A daemon that is started meanwhile tells the guest again.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use memfold_vm::VmDirectory;
 use memfold_wire::order::GuestOrder;
 use tracing::{debug, info, warn};
 
-use crate::machine::{Machine, text};
+use crate::machine::{Machine, is_disconnected, text};
 use crate::segments::in_guest::lay_all;
 
 /// Time limit for a guest to enable its swap disk.
@@ -30,10 +30,13 @@ pub(crate) fn enable_swap(machine: &Arc<Machine>) {
 }
 
 /// Has a guest that boots mount the VM's segments over its files, unless the guest did so itself.
-pub(crate) fn lay_segments(machine: &Arc<Machine>) {
+/// `later`: the caller does it by [`lay`] when the guest has booted.
+pub(crate) fn lay_segments(machine: &Arc<Machine>, later: bool) {
     if machine.vm().segments().iter().any(|segment| !segment.root) {
         mark(machine, VmDirectory::segments_pending);
-        machine.on_agent_ready("segments", lay);
+        if !later {
+            machine.on_agent_ready("segments", lay);
+        }
     }
 }
 
@@ -52,6 +55,8 @@ fn swap_on(machine: &Machine) {
     let said = match machine.run(GuestOrder::SwapOn, SWAP_ON_TIMEOUT) {
         Ok(done) if done.code == 0 => None,
         Ok(done) => Some(text(&done.stderr)),
+        // The guest has probably rebooted, and the next daemon tries again.
+        Err(error) if is_disconnected(&error) => return,
         Err(error) => Some(chain(&error)),
     };
     match said {
@@ -64,7 +69,8 @@ fn swap_on(machine: &Machine) {
     unmark(machine, VmDirectory::swap_pending);
 }
 
-fn lay(machine: &Machine) {
+/// Has a guest mount the VM's segments now. A failure is logged and shown in the list of VMs.
+pub(crate) fn lay(machine: &Machine) {
     lay_all(machine);
     unmark(machine, VmDirectory::segments_pending);
 }

@@ -22,7 +22,6 @@ use crate::error::DaemonError;
 use crate::machine::settings::Settings;
 use crate::machine::{Machine, is_disconnected, text};
 use crate::mechanisms::Mechanisms;
-use crate::segments::in_guest::lay_all;
 use crate::snapshots::{SaveKind, Snapshots};
 use crate::threads;
 use crate::vms::Vms;
@@ -73,10 +72,9 @@ impl Boots {
             return Ok(info);
         };
         boot_work::enable_swap(&machine);
+        boot_work::lay_segments(&machine, boots);
         if boots {
             self.save_when_booted(&machine);
-        } else {
-            boot_work::lay_segments(&machine);
         }
         Ok(machine.info())
     }
@@ -128,7 +126,7 @@ impl Boots {
             )));
         }
         // A segment that cannot be mounted in the guest is shown in the list of VMs.
-        lay_all(machine);
+        boot_work::lay(machine);
         let name = name_of(machine.name());
         // A boot snapshot of an earlier VM of this name is removed. A snapshot that a user has
         // saved under this name stays.

@@ -154,9 +154,9 @@ impl VmDirectory {
         rightsize = "rightsize.json";
         /// Log of the relays between the swap disk and lenders.
         relay_log = "relay.log";
-        /// Marker that exists until the guest has enabled its swap disk after the boot.
+        /// Marker that exists until the guest was told to enable its swap disk after the boot.
         swap_pending = "swap-pending";
-        /// Marker that exists until the guest has mounted its segments after the boot.
+        /// Marker that exists until the guest was told to mount its segments after the boot.
         segments_pending = "segments-pending";
         /// Marker that exists until the restore of the VM is complete.
         incoming = "incoming";
