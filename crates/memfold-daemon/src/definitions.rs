@@ -5,6 +5,7 @@
 //!                                          autostart become its `waiting`, by order and name
 //!   thread 'autostart'                     waits until running VMs are adopted; then, for the first of `waiting`:
 //!                                          VM runs -> nothing; else start it; then remove it from `waiting`
+//!   `vm start` and `vm stop`               remove the VM from `waiting`
 //!   later starts of a daemon               the thread goes on with the rest of `waiting`
 //! ```
 //!
@@ -345,7 +346,9 @@ impl Definitions {
         let registry = &self.boots.below.registry;
         // Each of the two locks is released before the other is taken.
         let is_there = registry.arrivals().get(name).is_some() || registry.contains(name);
-        if is_there || !definition.autostart {
+        // An operator may have started and stopped the VM since it was chosen.
+        let waits = self.autostart.lock().waiting.iter().any(|vm| vm == name);
+        if is_there || !waits || !definition.autostart {
             return Ok(());
         }
         match self.launch(definition, false) {

@@ -58,8 +58,9 @@ pub(super) async fn stop(
     request: Asked<StopRequest>,
 ) -> Answered<StopReport> {
     blocking(daemon, move |d| {
-        let stopped = d.vms().stop(&name, seconds(request.timeout_s)?)?;
+        let timeout = seconds(request.timeout_s)?;
         d.definitions().no_longer_waits(&name);
+        let stopped = d.vms().stop(&name, timeout)?;
         let how = serde_json::to_value(stopped.kind).unwrap_or_default();
         Ok(StopReport {
             name: name.0,
