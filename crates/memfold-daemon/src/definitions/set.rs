@@ -9,6 +9,7 @@
 //! All settings of a request are checked before the first is changed.
 
 use memfold_api::{ChangedSetting, SetReport, SetRequest, SetWhen};
+use memfold_host::chain;
 use memfold_vm::{Definition, LaunchError, SizingSpec};
 
 use super::Definitions;
@@ -86,8 +87,14 @@ impl Definitions {
             let is_own = |one: &ChangedSetting| one.now && !one.name.starts_with(LIMITS);
             let is_own = settings.iter().any(is_own);
             if let Err(error) = change_running(rightsizing, machine, (before, changed), is_own) {
-                if let Some((before, now)) = written {
-                    self.files.replace(&now, &before)?;
+                let undone = written.map(|(before, now)| self.files.replace(&now, &before));
+                if let Some(Ok(false) | Err(_)) = undone {
+                    let what =
+                        "the running VM is as it was, and its definition has the new settings";
+                    return Err(refused(
+                        format!("{}: {what}", chain(&error)),
+                        "fix the cause, or set the old values again with --next-start",
+                    ));
                 }
                 return Err(error);
             }
@@ -143,7 +150,8 @@ fn change_running(
     }
     let replaced = rightsizing.replace_sizing(machine, changed.sizing.into());
     if replaced.is_err() && is_own {
-        machine.change_settings(before.settings)?;
+        // The first error says more.
+        let _ = machine.change_settings(before.settings);
     }
     replaced
 }
