@@ -89,8 +89,8 @@ impl Vm {
             }
         };
         let record: Record = VmDirectory::read_json(&directory.record()).map_err(look)?;
-        let spec: VmSpec = VmDirectory::read_json(&directory.spec()).map_err(look)?;
         let process = Process::open(record.process).map_err(look)?;
+        let spec: VmSpec = VmDirectory::read_json(&directory.spec()).map_err(look)?;
         Ok(Self {
             process,
             spec: Some(spec),
