@@ -178,7 +178,11 @@ impl SizeRecords {
         }
         let process = machine.vm().process().identity();
         let mut all = self.attached().unwrap_or_default();
-        all.retain(|of| of.process != process && Process::open(of.process).is_ok());
+        let has_ended = |of: &Attached| {
+            let opened = Process::open(of.process);
+            opened.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+        };
+        all.retain(|of| of.process != process && !has_ended(of));
         all.push(Attached { process, record });
         write_json(&self.file, &all).map_err(state_error(&self.file))
     }

@@ -185,12 +185,14 @@ impl Running {
     /// removes the relay's files. Returns the record of the relay's end, if the relay wrote one.
     #[must_use]
     pub fn end(&self) -> Option<Ended> {
-        if let Ok(process) = Process::open(self.process) {
-            if !process.wait_exit(END).unwrap_or(true) {
-                if let Err(error) = process.kill() {
-                    tracing::warn!(%error, "cannot kill an unused relay process (between QEMU and a lender); kill the process by hand");
-                }
-            }
+        let ended = match Process::open(self.process) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(error),
+            Ok(process) if process.wait_exit(END).unwrap_or(true) => Ok(()),
+            Ok(process) => process.kill(),
+        };
+        if let Err(error) = ended {
+            tracing::warn!(%error, "cannot kill an unused relay process (between QEMU and a lender); kill the process by hand");
         }
         let file = Ended::file(&self.socket);
         let said = std::fs::read(&file).ok();
