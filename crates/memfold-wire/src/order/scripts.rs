@@ -299,12 +299,12 @@ for top in "$@"; do
             *" - overlay $laid"*) ;;
             *) continue ;;
         esac
+        # The table has # as \043, for which printf wants \0043.
+        point=$(printf %b "$(printf '%s\n' "$point" | sed 's/\\/\\0/g')")
         case $point in
             "/${top:+$top/}"*) ;;
             *) continue ;;
         esac
-        # The table has # as \043, for which printf wants \0043.
-        point=$(printf %b "$(printf '%s\n' "$point" | sed 's/\\/\\0/g')")
         cp -a -x --parents ".$point" $place/
     done < $mounts
 done
