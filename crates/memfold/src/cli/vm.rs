@@ -573,24 +573,32 @@ mod tests {
     #[test]
     fn flags_of_vm_run_override_the_values_of_its_file_and_leave_the_others() {
         let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("web.toml");
-        let text = "name = 'web'\nmemory = '64M'\n[[disks]]\npath = '/disk'\n[[disks]]\npath = '/seed'\n\
-                    read_only = true\n[boot]\nkernel = '/old'\ninitrd = '/initrd'\ncmdline = 'quiet'\n";
+        let place = directory.path().canonicalize().unwrap();
+        for name in ["disk", "seed", "old", "initrd", "new", "more"] {
+            std::fs::write(place.join(name), "").unwrap();
+        }
+        let file = place.join("web.toml");
+        let at = place.display();
+        let disks = format!("[[disks]]\npath = '{at}/disk'\n[[disks]]\npath = '{at}/seed'\n");
+        let boot = format!("kernel = '{at}/old'\ninitrd = '{at}/initrd'\ncmdline = 'quiet'\n");
+        let text = format!("name = 'web'\nmemory = '64M'\n{disks}read_only = true\n[boot]\n{boot}");
         std::fs::write(&file, text).unwrap();
         let spec = |more: &[&str]| {
             let words = [&["run", "--file", file.to_str().unwrap()], more].concat();
             Line::try_parse_from(words).unwrap().run.spec().unwrap()
         };
-        let new = spec(&["--snapshot", "--kernel", "/new", "--disk", "/more"]);
+        let path = |name: &str| place.join(name).display().to_string();
+        let (kernel, more) = (path("new"), path("more"));
+        let new = spec(&["--snapshot", "--kernel", &kernel, "--disk", &more]);
         let snapshots: Vec<bool> = new.disks.iter().map(|disk| disk.snapshot).collect();
         assert_eq!(snapshots, [true, false, true]);
         let boot = |spec: VmSpec| {
-            let path = |path: Option<PathBuf>| path.unwrap().display().to_string();
+            let text = |path: Option<PathBuf>| path.unwrap().display().to_string();
             let boot = spec.boot;
-            (path(boot.kernel), path(boot.initrd), boot.cmdline.unwrap())
+            (text(boot.kernel), text(boot.initrd), boot.cmdline.unwrap())
         };
-        let of = |kernel: &str, cmdline: &str| (kernel.into(), "/initrd".into(), cmdline.into());
-        assert_eq!(boot(new), of("/new", "quiet"));
-        assert_eq!(boot(spec(&["--cmdline", "debug"])), of("/old", "debug"));
+        let of = |kernel: &str, cmdline: &str| (path(kernel), path("initrd"), cmdline.to_owned());
+        assert_eq!(boot(new), of("new", "quiet"));
+        assert_eq!(boot(spec(&["--cmdline", "debug"])), of("old", "debug"));
     }
 }
