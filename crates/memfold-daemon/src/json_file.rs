@@ -39,7 +39,10 @@ mod tests {
         assert_eq!(mode(), 0o600);
         std::fs::write(path.with_extension("new"), "of an earlier daemon").unwrap();
         write_json(&path, &[3]).unwrap();
-        assert_eq!((mode(), std::fs::read_to_string(&path).unwrap()), (0o600, "[\n  3\n]".into()));
+        assert_eq!(
+            (mode(), std::fs::read_to_string(&path).unwrap()),
+            (0o600, "[\n  3\n]".into())
+        );
         let lock = directory.path().join("daemon.lock");
         File::create(&lock).unwrap();
         private(&lock).unwrap();

@@ -116,8 +116,7 @@ pub struct Export {
     /// ready.
     iscsi: Option<(target::Files, Option<Process>)>,
     /// For iSCSI, the port of tgtd.
-    #[allow(dead_code)] // held
-    port: Option<Promised>,
+    _port: Option<Promised>,
     /// Time by which the export must be ready.
     deadline: Instant,
     stopped_looks: u32,
@@ -217,7 +216,7 @@ impl Export {
             bytes,
             log: log_file,
             iscsi: server,
-            port,
+            _port: port,
             deadline: Instant::now() + limit,
             stopped_looks: 0,
             heard: 0,

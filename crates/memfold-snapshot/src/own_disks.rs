@@ -120,8 +120,8 @@ fn chain_of(disk: &DiskSpec) -> Result<Vec<PathBuf>, SnapshotError> {
     }
 }
 
-/// Copies a file to a new one ([`copy_data`]). The copy gets its name when `complete` has changed it. A killed daemon leaves a file that ends in
-/// `.part`, which is not used as a disk.
+/// Copies a file to a new one ([`copy_data`]). The copy gets its name when `complete` has changed
+/// it. A killed daemon leaves a file that ends in `.part`, which is not used as a disk.
 fn copy(
     from: &Path,
     to: &Path,

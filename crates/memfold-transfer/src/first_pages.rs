@@ -115,7 +115,7 @@ impl Part {
     }
 
     /// Decodes and checks a part. `file_pages`: for each file of the snapshot, the number of its
-    /// whole pages, or 0 if the file may have no first pages.
+    /// whole pages.
     ///
     /// # Errors
     ///
