@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use memfold_host::progress::Progress;
+use memfold_snapshot::image::CHUNK_PAGES;
 use memfold_snapshot::refer::{self, Reference};
 use memfold_snapshot::{Manifest, Shelf};
 use memfold_transfer::{
@@ -98,15 +99,21 @@ impl Hosts {
         let (sums, devices) = (part("ram.sums", &of_chunks), part("devices", b"devices"));
         let refers = parent.map(|parent| {
             ram.write_all_at(&vec![0; bytes.len()], at).unwrap();
-            let reference = Reference {
-                page: at / PAGE_SIZE,
-                pages: 512,
+            // A reference does not reach over the end of a chunk of the image.
+            let (first, end) = (at / PAGE_SIZE, at / PAGE_SIZE + 512);
+            let middle = end / CHUNK_PAGES * CHUNK_PAGES;
+            let references = [(first, middle), (middle, end)].map(|(page, end)| Reference {
+                page,
+                pages: u32::try_from(end - page).unwrap(),
                 file: 0,
-                block: at / PAGE_SIZE,
-            };
-            let table = part("ram.refs", &refer::encode(&[reference]));
+                block: page,
+            });
+            let table = part("ram.refs", &refer::encode(&references));
             let source = self.here.path(parent).unwrap().join("ram");
-            json!({ "table": table, "sources": [source], "pages": 512 })
+            json!({
+                "table": table, "sources": [source], "pages": 512,
+                "mappings": refer::mappings(&references),
+            })
         });
         let disk = draft.path().join("disk0.qcow2");
         overlay(&disk, &base, "raw");
