@@ -199,3 +199,8 @@ impl VmRegistry {
         self.arrivals.wait_for_starts();
     }
 }
+
+/// Returns the error of an attach whose QEMU is a VM already.
+pub(crate) fn known_as(known: &Machine) -> DaemonError {
+    DaemonError::BadRequest(format!("this QEMU is already known as '{}'", known.name()))
+}

@@ -15,7 +15,7 @@ use crate::error::DaemonError;
 use crate::machine::{Machine, Origin, Role};
 use crate::mechanisms::Mechanisms;
 use crate::options::DaemonOptions;
-use crate::threads;
+use crate::{threads, vm_registry};
 
 mod adoption;
 mod attach;
@@ -68,7 +68,7 @@ impl Vms {
             Machine::take_on(vm, role, self.below.folding.commands(), self.agents.clone())?;
         if let Err(known) = self.below.registry.insert(machine.clone()) {
             let _ = self.below.folding.tell(Command::Remove(machine.id()));
-            return Err(attach::known_as(&known));
+            return Err(vm_registry::known_as(&known));
         }
         let (watched, vms) = (machine.clone(), Arc::downgrade(self));
         let begun = threads::begin("vm-watch", move || {

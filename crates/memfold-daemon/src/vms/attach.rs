@@ -14,7 +14,8 @@ use crate::arrivals::{AttachedVm, Entry, Way};
 use crate::error::DaemonError;
 use crate::interrupted_save;
 use crate::json_file::write_json;
-use crate::machine::{Machine, Origin};
+use crate::machine::Origin;
+use crate::vm_registry;
 use crate::vms::Vms;
 
 impl Vms {
@@ -66,7 +67,7 @@ impl Vms {
     ) -> Result<VmInfo, DaemonError> {
         let name = &request.name;
         if let Some(known) = self.below.registry.with_pid(vm.pid()) {
-            return Err(known_as(&known));
+            return Err(vm_registry::known_as(&known));
         }
         let origin = match libvirt {
             Some(domain) => Origin::Libvirt(domain),
@@ -123,9 +124,4 @@ fn check_names(request: &AttachRequest) -> Result<(), DaemonError> {
         memfold_vm::check_name(field, text).map_err(|e| DaemonError::BadRequest(e.to_string()))?;
     }
     Ok(())
-}
-
-/// Returns the error of an attach whose QEMU is a VM already.
-pub(super) fn known_as(known: &Machine) -> DaemonError {
-    DaemonError::BadRequest(format!("this QEMU is already known as '{}'", known.name()))
 }
