@@ -206,14 +206,14 @@ fn builds(
     }
     println!("{cut} of {} builds were cut", deaths());
     assert!(cut > 0);
-    // The disk is full.
+    // Less is free than the reserve, which VMs may need.
     let before = disk.names();
     let filler = disk.fill(3);
     let why = build(client, &asked("full")).unwrap_err();
     // The error names the disk of the segments, not the source.
     let draft = ".full.draft";
     assert!(
-        why.contains("No space left") && why.contains(draft),
+        why.contains("would leave less than") && why.contains(draft),
         "{why}"
     );
     drop(filler);
@@ -244,14 +244,10 @@ fn copies(served: &mut Served, client: &Client, disk: &SmallDisk, random: &mut R
         shelf_is_clean(client, disk);
         wait("the disk to copy to is gone", || !is_plugged());
     }
-    // The host's disk is full: the guest gets an error, and keeps running.
+    // Less is free than the reserve: no disk is plugged, and the guest keeps running.
     let filler = disk.fill(24);
     let why = build(client, &asked).unwrap_err();
-    assert!(
-        why.contains("cannot copy its files") || why.contains("failed on this host"),
-        "{why}"
-    );
-    println!("a copy to a full disk: {why}");
+    assert!(why.contains("free above its reserve"), "{why}");
     drop(filler);
     shelf_is_clean(client, disk);
     assert!(!is_plugged());
