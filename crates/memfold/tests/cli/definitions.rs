@@ -249,6 +249,36 @@ fn a_definition_that_a_full_disk_does_not_take_leaves_the_old_one() {
 }
 
 #[test]
+fn if_a_definition_cannot_be_written_vm_set_leaves_the_running_vm_as_it_was() {
+    let place = tempfile::tempdir().unwrap();
+    let small = Small::mount(&place.path().join("vms"), "64k");
+    let daemon = Daemon::start_with(&["--definitions", small.0.to_str().unwrap()]);
+    define(&daemon, "web", "order = 1");
+    daemon.json(&["vm", "start", "web"]);
+    let filler = small.0.join("fill");
+    fs::write(&filler, vec![0; 1 << 20]).unwrap_err();
+    let set = ["vm", "set", "web", "fold=false"];
+    refused(&daemon.run(&set), 1, &["web.toml", "No space left"]);
+    let changed = VmDirectory::of(&daemon.state(), "web").settings();
+    assert!(!changed.exists());
+    fs::remove_file(filler).unwrap();
+    daemon.json(&set);
+    assert!(changed.exists());
+}
+
+#[test]
+fn swap_that_a_guest_was_not_told_to_enable_yet_stays_noted_for_the_next_daemon() {
+    let mut daemon = Daemon::start();
+    daemon.paused_vm("web", &["--swap", "64M"]);
+    let pending = VmDirectory::of(&daemon.state(), "web").swap_pending();
+    assert!(pending.exists());
+    daemon.terminate();
+    daemon.start_again();
+    daemon.wait_adopted();
+    assert!(pending.exists(), "nobody has told the guest");
+}
+
+#[test]
 fn vms_with_autostart_start_in_order_after_a_boot_and_not_after_a_restart() {
     let mut daemon = Daemon::start();
     define(&daemon, "a", "autostart = true\norder = 2");
