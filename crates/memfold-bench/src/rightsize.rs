@@ -24,6 +24,7 @@ use anyhow::Context as _;
 use memfold_api::{DebtRequest, RightsizeMode};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab, at_once};
+use memfold_ledger::GuestMemory;
 use memfold_ledger::read::Proc;
 use memfold_rightsize::sim::{BalloonedVm, autoballoon};
 use memfold_units::ByteSize;
@@ -40,6 +41,9 @@ const IMAGE: &str = "trixie-a";
 
 /// Time between two samples of the host's memory.
 const SAMPLE: Duration = Duration::from_secs(2);
+
+/// Samples of the host's memory from one sample of the guests' own reports to the next.
+const SAMPLES_A_REPORT: usize = 5;
 
 /// Part of the budget that the VMs are to take at most, by Proxmox VE's rule (`pvestatd`) and by
 /// memfold.
@@ -140,7 +144,7 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
         lab.daemon().rightsizing().set_mode(RightsizeMode::On);
     }
     let (over, began) = (AtomicBool::new(false), Instant::now());
-    let (samples, done) = std::thread::scope(|scope| {
+    let (samples, traces, done) = std::thread::scope(|scope| {
         let sampler = scope.spawn(|| sample(&lab, plan, &over, began));
         let sizer = scope.spawn(|| match arm {
             "proxmox" => follow_proxmox(&lab, plan, budget, &over),
@@ -152,8 +156,8 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
         over.store(true, Ordering::Relaxed);
         let panicked = |_| anyhow::anyhow!("a thread of the study panicked");
         sizer.join().map_err(panicked)??;
-        let samples = sampler.join().map_err(panicked)??;
-        anyhow::Ok((samples, done?))
+        let (samples, traces) = sampler.join().map_err(panicked)??;
+        anyhow::Ok((samples, traces, done?))
     })?;
     let mean_of = |part: &dyn Fn(&Sample) -> f64| {
         samples.iter().map(part).sum::<f64>() / samples.len().max(1) as f64
@@ -182,6 +186,7 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
             "at_s": samples.iter().map(|sample| sample.at_s).collect::<Vec<f64>>(),
             "memory_bytes": samples.iter().map(Sample::bytes).collect::<Vec<f64>>(),
             "orders": orders(&lab),
+            "traces": plan.vms.iter().zip(&traces).map(|(vm, trace)| trace.json(vm)).collect::<Value>(),
         })],
         results,
         ..Found::default()
@@ -274,17 +279,60 @@ fn orders(lab: &Lab) -> Value {
     json!({ "counts": report.orders, "rungs": report.rungs })
 }
 
-/// Samples the memory of all VMs until `over`.
-fn sample(lab: &Lab, plan: Plan, over: &AtomicBool, began: Instant) -> anyhow::Result<Vec<Sample>> {
+/// What one guest reported, in the order of time.
+#[derive(Clone, Debug, Default)]
+struct Trace(Vec<(f64, GuestMemory)>);
+
+impl Trace {
+    /// Returns the trace of the VM `vm` as columns: one array for each figure.
+    fn json(&self, vm: &str) -> Value {
+        let column = |part: &dyn Fn(&GuestMemory) -> Option<u64>| {
+            let values = self.0.iter().map(|(_, guest)| part(guest));
+            values.collect::<Vec<_>>()
+        };
+        let bytes = |part: fn(&GuestMemory) -> Option<ByteSize>| {
+            column(&move |guest| part(guest).map(|bytes| bytes.0))
+        };
+        json!({
+            "vm": vm,
+            "at_s": self.0.iter().map(|(at_s, _)| *at_s).collect::<Vec<f64>>(),
+            "anonymous_bytes": bytes(|guest| guest.anon_pages_bytes),
+            "shared_bytes": bytes(|guest| guest.shmem_bytes),
+            "file_cache_bytes": bytes(|guest| guest.cached_bytes),
+            "dirty_bytes": bytes(|guest| guest.dirty_bytes),
+            "available_bytes": bytes(|guest| Some(guest.mem_available_bytes)),
+            "refaults_file": column(&|guest| guest.workingset_refault_file),
+            "major_faults": column(&|guest| guest.pgmajfault),
+        })
+    }
+}
+
+/// Samples the memory of all VMs until `over`, and what their guests report.
+fn sample(
+    lab: &Lab,
+    plan: Plan,
+    over: &AtomicBool,
+    began: Instant,
+) -> anyhow::Result<(Vec<Sample>, Vec<Trace>)> {
     let mut samples = Vec::new();
+    let mut traces = vec![Trace::default(); plan.vms.len()];
     while !over.load(Ordering::Relaxed) {
+        let at_s = began.elapsed().as_secs_f64();
+        if samples.len() % SAMPLES_A_REPORT == 0 {
+            let accounts = lab.report()?.ledger.vms;
+            for (trace, name) in traces.iter_mut().zip(plan.vms) {
+                let account = accounts.iter().find(|vm| vm.name == *name);
+                let guest = account.and_then(|vm| vm.guest.clone());
+                trace.0.extend(guest.map(|guest| (at_s, guest)));
+            }
+        }
         samples.push(Sample {
-            at_s: began.elapsed().as_secs_f64(),
+            at_s,
             vms: vms_bytes(lab, plan)?,
         });
         std::thread::sleep(SAMPLE);
     }
-    Ok(samples)
+    Ok((samples, traces))
 }
 
 /// Sizes the VMs by Proxmox VE's rule until `over`.
@@ -473,6 +521,21 @@ mod tests {
                 "{script}"
             );
         }
+    }
+
+    #[test]
+    fn a_trace_has_a_column_for_each_figure_and_null_where_the_guest_says_nothing() {
+        let guest = |anonymous| GuestMemory {
+            mem_available_bytes: ByteSize(7),
+            anon_pages_bytes: anonymous,
+            ..GuestMemory::default()
+        };
+        let reports = [(0.0, guest(Some(ByteSize(4096)))), (10.0, guest(None))];
+        let trace = Trace(reports.to_vec()).json("web");
+        assert_eq!(trace["vm"], "web");
+        assert_eq!(trace["at_s"], json!([0.0, 10.0]));
+        assert_eq!(trace["anonymous_bytes"], json!([4096, null]));
+        assert_eq!(trace["available_bytes"], json!([7, 7]));
     }
 
     #[test]
