@@ -14,12 +14,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_api::{RightsizeMode, RightsizeReport, Sizing, VmRightsize};
+use memfold_api::{RightsizeMode, RightsizeReport, Sizing};
 use memfold_ledger::DebtReport;
 use memfold_ledger::history::VmSize;
-use memfold_rightsize::{
-    Action, Basis, Controller, Decision, HostState, Limits, Order, Policy, Signals, VmId,
-};
+use memfold_rightsize::{Action, Controller, Decision, Limits, Order, Policy, Signals, VmId};
 use memfold_units::ByteSize;
 use memfold_vm::{Trim, balloon, virtio_mem};
 use memfold_wire::memory::TrimEnd;
@@ -28,6 +26,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tracing::{debug, info, warn};
 
 use self::in_progress::InProgress;
+use self::last::{DecidedVm, Last};
 use self::order_log::OrderLog;
 use self::signals::QemuMemories;
 use self::unplugs::Unplugs;
@@ -41,6 +40,7 @@ use crate::threads;
 use crate::vm_registry::VmRegistry;
 
 mod in_progress;
+mod last;
 mod order_log;
 mod signals;
 mod unplugs;
@@ -97,69 +97,6 @@ struct State {
     log: OrderLog,
 }
 
-/// The last decision.
-#[derive(Debug)]
-struct Last {
-    host: HostState,
-    decision: Decision,
-    /// The VMs of the decision, in its order.
-    vms: Vec<DecidedVm>,
-}
-
-/// What the decision does not say of a VM.
-#[derive(Debug)]
-struct DecidedVm {
-    name: String,
-    sizing: Sizing,
-    plugged: Option<u64>,
-    /// RAM and plugged memory, with what the balloon holds.
-    installed: ByteSize,
-}
-
-impl DecidedVm {
-    fn of(looked: &Looked) -> Self {
-        let (.., signals) = &looked.input;
-        Self {
-            name: looked.machine.name().to_owned(),
-            sizing: looked.sizing,
-            plugged: signals.virtio_mem.map(|device| device.plugged.0),
-            installed: signals.installed(),
-        }
-    }
-}
-
-impl Last {
-    /// Returns the VMs of the decision, by name. `is_on`: orders are carried out.
-    fn vms(&self, is_on: bool) -> Vec<VmRightsize> {
-        let would = if is_on { "" } else { "would " };
-        let vms = self.decision.vms.iter().zip(&self.vms);
-        let mut vms: Vec<VmRightsize> = vms
-            .map(|(vm, known)| VmRightsize {
-                vm: known.name.clone(),
-                size_bytes: vm.size.0,
-                plugged_bytes: known.plugged,
-                working_set_bytes: vm.working_set.0,
-                basis: basis(vm.basis).to_owned(),
-                target_bytes: vm.target.0,
-                pressure: vm.pressure,
-                order: vm
-                    .order
-                    .map(|order| format!("{would}{}", order_log::text(order))),
-                reason: vm.reason.sentence(is_on),
-                sizing: known.sizing,
-            })
-            .collect();
-        vms.sort_by(|a, b| a.vm.cmp(&b.vm));
-        vms
-    }
-
-    /// Returns the RAM and the plugged memory of a VM.
-    fn installed(&self, vm: &str) -> Option<ByteSize> {
-        let found = self.vms.iter().find(|known| known.name == vm);
-        found.map(|known| known.installed)
-    }
-}
-
 impl State {
     /// Returns whether a VM must keep memory that it has not unplugged yet.
     fn controller_forbids_unplugs(&self, id: u32) -> bool {
@@ -205,6 +142,13 @@ struct Looked {
     machine: Arc<Machine>,
     sizing: Sizing,
     input: (VmId, Limits, Signals),
+}
+
+impl Looked {
+    fn decided(&self) -> DecidedVm {
+        let (.., signals) = &self.input;
+        DecidedVm::of(self.machine.name(), self.sizing, signals)
+    }
 }
 
 impl Rightsizing {
@@ -337,21 +281,7 @@ impl Rightsizing {
     /// Returns what right-sizing knows about each VM, for the history; empty while it is off.
     pub(crate) fn sizes(&self) -> BTreeMap<String, VmSize> {
         let state = self.state.lock();
-        let last = state.last.as_ref();
-        let vms = last.into_iter().flat_map(|last| {
-            let vms = last.decision.vms.iter().zip(&last.vms);
-            vms.map(|(vm, DecidedVm { name, .. })| {
-                let known = |bytes: ByteSize| (vm.basis != Basis::Unknown).then_some(bytes.0);
-                let size = VmSize {
-                    size_bytes: vm.size.0,
-                    working_set_bytes: known(vm.working_set),
-                    target_bytes: known(vm.target),
-                    is_probed: vm.basis == Basis::Probed,
-                };
-                (name.clone(), size)
-            })
-        });
-        vms.collect()
+        state.last.as_ref().map(Last::sizes).unwrap_or_default()
     }
 
     /// Returns the memory that a VM was given: its RAM, and what is plugged according to the last
@@ -478,7 +408,7 @@ impl Rightsizing {
         state.last = Some(Last {
             host,
             decision,
-            vms: looked.iter().map(DecidedVm::of).collect(),
+            vms: looked.iter().map(Looked::decided).collect(),
         });
         drop(state);
         for machine in stopped {
@@ -743,15 +673,6 @@ impl Rightsizing {
     }
 }
 
-fn basis(basis: Basis) -> &'static str {
-    match basis {
-        Basis::Probed => "probed",
-        Basis::KernelLists => "kernel lists",
-        Basis::UpperBound => "upper bound",
-        Basis::Unknown => "unknown",
-    }
-}
-
 fn trim_end(end: TrimEnd) -> String {
     match end {
         TrimEnd::Done => "all that was asked for".into(),
@@ -763,30 +684,5 @@ fn trim_end(end: TrimEnd) -> String {
         TrimEnd::Forbidden => Permission::Trim.refusal(),
         TrimEnd::Unsupported => "the guest's kernel cannot reclaim page cache alone".into(),
         TrimEnd::Failed(errno) => format!("then the kernel refused (errno {errno})"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn plugged_memory_is_part_of_what_a_vm_was_given() {
-        let last = Last {
-            host: HostState::default(),
-            decision: Controller::new(Policy::default()).step(
-                Duration::ZERO,
-                HostState::default(),
-                &[],
-            ),
-            vms: vec![DecidedVm {
-                name: "db".into(),
-                sizing: Sizing::default(),
-                plugged: Some(4 << 30),
-                installed: ByteSize::mib(6144),
-            }],
-        };
-        assert_eq!(last.installed("db"), Some(ByteSize::mib(6144)));
-        assert_eq!(last.installed("web"), None);
     }
 }
