@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use memfold_api::{RightsizeMode, RightsizeReport, Sizing};
+use memfold_api::{RightsizeMode, RightsizeReport, Sizing, VmRightsize};
 use memfold_ledger::DebtReport;
 use memfold_ledger::history::VmSize;
 use memfold_rightsize::{Action, Controller, Decision, Limits, Order, Policy, Signals, VmId};
@@ -26,7 +26,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tracing::{debug, info, warn};
 
 use self::in_progress::InProgress;
-use self::last::{DecidedVm, Last};
+use self::last::{DecidedVm, Last, absence, left_out};
 use self::order_log::OrderLog;
 use self::signals::QemuMemories;
 use self::unplugs::Unplugs;
@@ -310,14 +310,15 @@ impl Rightsizing {
     }
 
     /// Finds out what the controller gets about each VM. A VM that is paused, or of which QEMU or
-    /// memfold's library does not answer, is absent: it gets no order until it answers.
+    /// memfold's library does not answer, is absent: it gets no order until it answers. Returns
+    /// absent VMs with what reports show of them.
     fn look_at(
         &self,
         machines: Vec<Arc<Machine>>,
         debt: &DebtReport,
         memories: &mut QemuMemories,
         ordered: &BTreeMap<u32, Instant>,
-    ) -> (Vec<Looked>, Vec<VmId>) {
+    ) -> (Vec<Looked>, Vec<(VmId, VmRightsize)>) {
         let (mut looked, mut absent) = (Vec::new(), Vec::new());
         for machine in machines {
             let id = VmId(u64::from(machine.id()));
@@ -325,7 +326,7 @@ impl Rightsizing {
             let may_move = ordered.contains_key(&machine.id());
             let memory = answers.then(|| memories.look(&machine, may_move));
             let Some(memory) = memory.flatten() else {
-                absent.push(id);
+                absent.push((id, self.describe_absent(&machine, memories)));
                 continue;
             };
             let folded = debt.vms.iter().find(|vm| vm.name == machine.name());
@@ -342,6 +343,24 @@ impl Rightsizing {
             });
         }
         (looked, absent)
+    }
+
+    /// Describes a VM that gets no order, with the reason.
+    fn describe_absent(&self, machine: &Machine, memories: &QemuMemories) -> VmRightsize {
+        let known = memories.known(machine.id());
+        let known =
+            known.map(|memory| signals::of_vm(machine, self.began, memory, ByteSize(0), false));
+        let size = known
+            .as_ref()
+            .map_or_else(|| signals::ram(machine), Signals::size);
+        let device = known.and_then(|known| known.virtio_mem);
+        let reason = absence(&machine.state(), machine.is_silent().as_deref());
+        left_out(
+            (machine.name(), self.sizing(machine)),
+            size,
+            device.map(|device| device.plugged.0),
+            reason,
+        )
     }
 
     /// Looks at the host and all VMs once, and carries the decision out.
@@ -375,8 +394,8 @@ impl Rightsizing {
         // An operator may have changed the mode meanwhile.
         let mode = state.mode;
         state.memories = memories;
-        for vm in absent {
-            state.controller.keep(vm);
+        for (vm, _) in &absent {
+            state.controller.keep(*vm);
         }
         let is_on = mode == RightsizeMode::On;
         host.recalls_lent = is_on;
@@ -409,6 +428,7 @@ impl Rightsizing {
             host,
             decision,
             vms: looked.iter().map(Looked::decided).collect(),
+            absent: absent.into_iter().map(|(_, vm)| vm).collect(),
         });
         drop(state);
         for machine in stopped {

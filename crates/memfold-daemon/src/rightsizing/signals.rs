@@ -71,6 +71,11 @@ impl QemuMemories {
             .retain(|id, _| machines.iter().any(|machine| machine.id() == *id));
     }
 
+    /// Returns what QEMU last said about the machine number `id`.
+    pub fn known(&self, id: u32) -> Option<QemuMemory> {
+        self.known.get(&id).map(|known| known.memory)
+    }
+
     /// Asks QEMU for a VM's memory. `may_move`: right-sizing has given the VM an order, so an
     /// answer from before does not count. While the VM is saved, for example, the monitor is in
     /// use, and the last answer is returned. `None`: QEMU has never answered.
@@ -101,7 +106,7 @@ impl QemuMemories {
                 self.known.insert(id, new);
             }
         }
-        self.known.get(&id).map(|known| known.memory)
+        self.known(id)
     }
 }
 

@@ -12,6 +12,39 @@ fn vm(daemon: &Daemon, name: &str) -> Option<Value> {
     vms.iter().find(|vm| vm["vm"] == name).cloned()
 }
 
+/// Waits until right-sizing gives a reason with these words, and returns what it says about the VM.
+fn wait_reason(daemon: &Daemon, name: &str, words: &str) -> Value {
+    let mut found = Value::Null;
+    wait(&format!("the reason has the words '{words}'"), || {
+        found = vm(daemon, name).unwrap_or_default();
+        found["reason"]
+            .as_str()
+            .is_some_and(|reason| reason.contains(words))
+    });
+    found
+}
+
+#[test]
+fn a_vm_that_does_not_run_keeps_its_size_and_rightsize_status_says_why() {
+    let daemon = Daemon::start();
+    daemon.paused_vm("still", &[]);
+    let still = wait_reason(
+        &daemon,
+        "still",
+        "the VM does not run (prelaunch: QEMU was started with -S",
+    );
+    assert_eq!(still["order"], Value::Null, "{still}");
+    assert_eq!(still["size_bytes"], 64_u64 << 20, "{still}");
+    daemon.run(&["vm", "resume", "still"]);
+    wait_reason(&daemon, "still", "never reported");
+    daemon.run(&["vm", "pause", "still"]);
+    wait_reason(&daemon, "still", "the VM does not run (paused: ");
+    daemon.run(&["vm", "stop", "still"]);
+    wait("right-sizing forgets the VM", || {
+        vm(&daemon, "still").is_none()
+    });
+}
+
 #[test]
 fn a_vm_whose_guest_reports_nothing_keeps_its_size_and_rightsize_status_says_why() {
     let daemon = Daemon::start();
@@ -19,13 +52,8 @@ fn a_vm_whose_guest_reports_nothing_keeps_its_size_and_rightsize_status_says_why
     daemon.paused_vm("quiet", &[]);
     daemon.run(&["vm", "resume", "quiet"]);
     assert_eq!(daemon.json(&["rightsize", "on"])["mode"], "on");
-    wait("right-sizing shows the VM", || {
-        vm(&daemon, "quiet").is_some()
-    });
-    let quiet = vm(&daemon, "quiet").unwrap();
+    let quiet = wait_reason(&daemon, "quiet", "never reported");
     assert_eq!(quiet["order"], Value::Null, "{quiet}");
-    let reason = quiet["reason"].as_str().unwrap();
-    assert!(reason.contains("never reported"), "{quiet}");
     assert_eq!(quiet["size_bytes"], 64_u64 << 20, "{quiet}");
     let text = out(&daemon.run(&["rightsize", "status"]));
     assert!(
@@ -56,17 +84,10 @@ fn limits_of_a_vms_size_survive_a_daemon_restart_and_wrong_limits_are_refused() 
     daemon.terminate();
     daemon.start_again();
     daemon.run(&["vm", "resume", "sized"]);
-    wait("right-sizing shows the VM", || {
-        vm(&daemon, "sized").is_some()
-    });
-    let sized = vm(&daemon, "sized").unwrap();
+    let sized = wait_reason(&daemon, "sized", "pinned");
     assert_eq!(
         (&sized["sizing"]["priority"], &sized["sizing"]["pinned"]),
         (&json!(7), &json!(true))
-    );
-    assert!(
-        sized["reason"].as_str().unwrap().contains("pinned"),
-        "{sized}"
     );
     let sizing = daemon.json(&["rightsize", "set", "sized", "--unpin"]);
     assert_eq!(
