@@ -42,7 +42,7 @@ subjects! {
         "memfold-vm/src/ram.rs"
         "memfold-vm/src/conditions.rs"
         "memfold-vm/src/endpoints.rs:agent_socket,port_chardev,socket_path"
-        "memfold-vm/src/balloon.rs:parse,find,guest_stats,deflates_on_oom,full_size,actual,unexpected"
+        "memfold-vm/src/balloon.rs:parse,find,guest_stats,deflates_on_oom,full_size,dimms,actual,unexpected"
         "memfold-vm/src/virtio_mem.rs:parse,unexpected,devices,read,plugged,has_driver"
         "memfold-vm/src/trial.rs:of,devices"
         "memfold-snapshot/src/cpu.rs:of,first,get,words,features"

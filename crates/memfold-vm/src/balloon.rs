@@ -16,7 +16,6 @@ use memfold_units::ByteSize;
 use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError};
-use crate::virtio_mem;
 
 /// Smallest target: less is not enough for a Linux guest's kernel.
 pub const SMALLEST: ByteSize = ByteSize::mib(64);
@@ -164,22 +163,34 @@ pub fn deflates_on_oom(qmp: &mut Qmp, device: &str) -> Result<bool, QmpError> {
     Ok(answer.as_bool().unwrap_or(false))
 }
 
-/// Returns the VM's RAM with DIMMs: its size when the balloon is empty. Memory that virtio-mem has
-/// plugged is not part of it, because QEMU does not count that for the balloon (`hw/virtio/
-/// virtio-balloon.c`, `get_current_ram_size`).
+/// Returns the VM's RAM with DIMMs: its size when the balloon is empty. Memory of other devices is
+/// not part of it, because QEMU does not count that for the balloon (`hw/virtio/virtio-balloon.c`,
+/// `get_current_ram_size`; `hw/mem/pc-dimm.c`, `pc_dimm_plug`): what virtio-mem has plugged,
+/// segments (virtio-pmem), NVDIMMs.
 pub fn full_size(qmp: &mut Qmp) -> Result<ByteSize, QmpError> {
     let answer = qmp.query("query-memory-size-summary")?;
     let bytes = |name: &str| answer[name].as_u64();
     let Some(base) = bytes("base-memory") else {
         return Err(unexpected("query-memory-size-summary", &answer));
     };
-    // With virtio-mem.
-    let plugged = bytes("plugged-memory").unwrap_or(0);
-    if plugged == 0 {
+    // All devices with memory (`hw/mem/memory-device.c`, `get_plugged_memory_size`).
+    let has_devices = bytes("plugged-memory").unwrap_or(0) > 0;
+    if !has_devices {
         return Ok(ByteSize(base));
     }
-    let dimms = plugged.saturating_sub(virtio_mem::plugged(qmp)?.0);
+    let devices = qmp.query("query-memory-devices")?;
+    let dimms = dimms(&devices).ok_or_else(|| unexpected("query-memory-devices", &devices))?;
     Ok(ByteSize(base.saturating_add(dimms)))
+}
+
+/// Returns the size of all DIMMs in an answer to `query-memory-devices`, in bytes; `None` if one
+/// has no size.
+fn dimms(answer: &Value) -> Option<u64> {
+    let devices = answer.as_array().into_iter().flatten();
+    let mut dimms = devices.filter(|device| device["type"] == "dimm");
+    dimms.try_fold(0_u64, |sum, dimm| {
+        Some(sum.saturating_add(dimm["data"]["size"].as_u64()?))
+    })
 }
 
 /// Returns the size that the guest really has: its RAM without the pages in the balloon, and
@@ -292,6 +303,17 @@ mod tests {
         assert_eq!(GuestStats::parse(&silent), None);
         let zero = json!({ "stats": { "stat-total-memory": 0, "stat-available-memory": 0 } });
         assert_eq!(GuestStats::parse(&zero), None);
+    }
+
+    #[test]
+    fn of_all_devices_with_memory_only_dimms_count_for_the_balloon() {
+        let of = |kind: &str, size: u64| json!({ "type": kind, "data": { "size": size } });
+        let kinds = ["dimm", "nvdimm", "virtio-mem", "virtio-pmem"];
+        let mut devices: Vec<Value> = kinds.iter().map(|kind| of(kind, 1 << 30)).collect();
+        devices.push(of("dimm", 1 << 28));
+        assert_eq!(dimms(&json!(devices)), Some((1 << 30) + (1 << 28)));
+        assert_eq!(dimms(&json!([of("virtio-pmem", 1)])), Some(0));
+        assert_eq!(dimms(&json!([{ "type": "dimm", "data": {} }])), None);
     }
 
     #[test]

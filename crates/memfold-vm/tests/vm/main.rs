@@ -174,6 +174,8 @@ fn the_memory_layout_of_5_gib_and_a_plugged_dimm_equals_the_layout_in_qemu() {
     let after = vm.0.layout(&mut qmp).unwrap();
     assert_eq!(after.pages() - before.pages(), size / 4096);
     assert_eq!(after.blocks.len(), 2);
+    let full = balloon::full_size(&mut qmp).unwrap();
+    assert_eq!(full, ByteSize(5 * GIB + size));
     let dimm = after.slots.iter().find(|s| s.block == 1).unwrap();
     let start = dimm.pfn.gpa().unwrap().0;
     for gpa in [start, start + size - 4096, 4 * GIB + 8192] {
