@@ -19,7 +19,7 @@ use memfold_ledger::DebtReport;
 use memfold_ledger::history::VmSize;
 use memfold_rightsize::{Action, Controller, Decision, Limits, Order, Policy, Signals, VmId};
 use memfold_units::ByteSize;
-use memfold_vm::{Trim, balloon, virtio_mem};
+use memfold_vm::{Qmp, Trim, balloon, virtio_mem};
 use memfold_wire::memory::TrimEnd;
 use memfold_wire::permission::Permission;
 use parking_lot::{Mutex, MutexGuard};
@@ -530,14 +530,14 @@ impl Rightsizing {
             let is_own = machine.vm().directory().is_some();
             return if is_own { signals.ram } else { size };
         };
-        let seen = moved.seen(size);
+        let seen = moved.seen(size, signals.ram);
         if signals.balloon.is_none() || seen == Some(moved) {
             return moved.before().max(size);
         }
         if let Err(error) = self.records.change(machine, |record| record.moved = seen) {
-            debug!(vm = machine.name(), %error, "cannot record that another program has moved the VM's balloon; trying again at the next look");
+            debug!(vm = machine.name(), %error, "cannot record that another program has changed the VM's size; trying again at the next look");
         }
-        seen.map_or(size, MovedBalloon::before)
+        seen.map_or(size, |moved| moved.before().max(size))
     }
 
     /// Changes the memory that a guest's virtio-mem device should plug. `target` makes it from what
@@ -598,12 +598,13 @@ impl Rightsizing {
         // QEMU's balloon does not count plugged memory.
         let plugged = virtio_mem::plugged(&mut qmp)?;
         let target = ByteSize(target.0.saturating_sub(plugged.0));
+        let ram = balloon::full_size(&mut qmp)?;
         let now = match machine.vm().directory() {
-            Some(_) => balloon::full_size(&mut qmp)?,
+            Some(_) => ram,
             None => balloon::actual(&mut qmp)?,
         };
         let old = self.records.get(machine).moved;
-        let new = Some(MovedBalloon::moved(old, now, target));
+        let new = Some(MovedBalloon::moved(old, now, target, ram));
         self.records.change(machine, |record| record.moved = new)?;
         let set = balloon::set_target(&mut qmp, target);
         // If it is not known whether the balloon moves, the record says that it does.
@@ -643,7 +644,7 @@ impl Rightsizing {
             return Ok(None);
         }
         self.records.change(machine, |record| {
-            let moved = || MovedBalloon::moved(None, full, size);
+            let moved = || MovedBalloon::moved(None, full, size, full);
             record.moved.get_or_insert_with(moved);
         })?;
         Ok(Some(ByteSize(held)))
@@ -662,25 +663,23 @@ impl Rightsizing {
             return;
         };
         if moved.is_returned() {
-            if let Ok(size) = balloon::actual(&mut qmp) {
-                let change = |record: &mut VmRecord| record.moved = moved.seen(size);
+            let size = balloon::actual(&mut qmp);
+            let sizes = size.and_then(|size| Ok((size, balloon::full_size(&mut qmp)?)));
+            if let Ok((size, ram)) = sizes {
+                let change = |record: &mut VmRecord| record.moved = moved.seen(size, ram);
                 let changed = self.records.change(machine, change);
                 drop(changed); // the next look tries again
             }
             return;
         }
-        let restored = balloon::restore(&mut qmp, Some(moved.before()));
+        let result = self.return_balloon(machine, &mut qmp, moved);
         drop(qmp);
-        let returned = MovedBalloon::moved(Some(moved), moved.before(), moved.before());
-        let change = |record: &mut VmRecord| record.moved = Some(returned);
-        let restored = restored.map_err(DaemonError::from);
-        let result = restored.and_then(|()| self.records.change(machine, change));
         let mut state = self.state.lock();
         match result {
-            Ok(()) => {
+            Ok(size) => {
                 state.owed.remove(&machine.id());
                 drop(state);
-                info!(vm = machine.name(), size = %moved.before(), "right-sizing: the VM gets back what was in its balloon");
+                info!(vm = machine.name(), %size, "right-sizing: the VM gets back what was in its balloon");
             }
             Err(error) => {
                 let is_new = state.owed.insert(machine.id());
@@ -690,6 +689,23 @@ impl Rightsizing {
                 }
             }
         }
+    }
+
+    /// Tells a guest to take back what right-sizing has put into its balloon, and records that.
+    /// Returns the size that the VM gets.
+    fn return_balloon(
+        &self,
+        machine: &Machine,
+        qmp: &mut Qmp,
+        moved: MovedBalloon,
+    ) -> Result<ByteSize, DaemonError> {
+        let ram = balloon::full_size(qmp)?;
+        let before = moved.for_ram(ram).before();
+        balloon::restore(qmp, Some(before))?;
+        let returned = MovedBalloon::moved(Some(moved), before, before, ram);
+        self.records
+            .change(machine, |record| record.moved = Some(returned))?;
+        Ok(before)
     }
 }
 

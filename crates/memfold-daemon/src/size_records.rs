@@ -38,6 +38,9 @@ pub(crate) struct MovedBalloon {
     before_bytes: u64,
     /// Smallest size that right-sizing has ordered since.
     lowest_bytes: u64,
+    /// RAM of the VM, with DIMMs, to which these sizes belong; unset in records of older daemons.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ram_bytes: Option<u64>,
     /// Whether the last order was to give everything back. The guest may take a while for it.
     #[serde(default)]
     is_returned: bool,
@@ -54,32 +57,49 @@ impl MovedBalloon {
         self.is_returned
     }
 
+    /// Returns the record for a VM that has the RAM `ram` now, with DIMMs. All sizes change by what
+    /// was plugged or removed since; the balloon holds as much as before.
+    pub fn for_ram(self, ram: ByteSize) -> Self {
+        let then = self.ram_bytes.unwrap_or(ram.0);
+        let now = |bytes: u64| bytes.saturating_add(ram.0).saturating_sub(then);
+        Self {
+            before_bytes: now(self.before_bytes),
+            lowest_bytes: now(self.lowest_bytes),
+            ram_bytes: Some(ram.0),
+            ..self
+        }
+    }
+
     /// Returns the record after a VM of the size `now` was told to reach `target`. A VM that is
-    /// larger than before was given memory by another program.
-    pub fn moved(record: Option<Self>, now: ByteSize, target: ByteSize) -> Self {
+    /// larger than before was given memory by another program. `ram`: RAM of the VM, with DIMMs.
+    pub fn moved(record: Option<Self>, now: ByteSize, target: ByteSize, ram: ByteSize) -> Self {
+        let record = record.map(|record| record.for_ram(ram));
         let before_bytes = record.map_or(now.0, |record| record.before_bytes.max(now.0));
         let lowest_bytes = record.map_or(now.0, |record| record.lowest_bytes);
         Self {
             before_bytes,
             lowest_bytes: lowest_bytes.min(target.0),
+            ram_bytes: Some(ram.0),
             is_returned: target.0 >= before_bytes,
         }
     }
 
-    /// Returns the record for a VM that has the size `now`. `None`: the VM has everything back. If
-    /// the VM is smaller than right-sizing has ordered, another program has moved the balloon, and
-    /// this size counts from now on. A larger VM may only be booting: its balloon is empty then.
-    pub fn seen(self, now: ByteSize) -> Option<Self> {
-        if self.is_returned && now.0 >= self.before_bytes {
+    /// Returns the record for a VM that has the size `now` of the RAM `ram`. `None`: the VM has
+    /// everything back. If the VM is smaller than right-sizing has ordered, another program has
+    /// moved the balloon, and this size counts from now on. A larger VM may only be booting: its
+    /// balloon is empty then.
+    pub fn seen(self, now: ByteSize, ram: ByteSize) -> Option<Self> {
+        let record = self.for_ram(ram);
+        if record.is_returned && now.0 >= record.before_bytes {
             return None;
         }
-        if now.0 >= self.lowest_bytes {
-            return Some(self);
+        if now.0 >= record.lowest_bytes {
+            return Some(record);
         }
         Some(Self {
             before_bytes: now.0,
             lowest_bytes: now.0,
-            ..self
+            ..record
         })
     }
 }
@@ -196,10 +216,13 @@ impl SizeRecords {
 mod tests {
     use super::*;
 
+    const RAM: ByteSize = ByteSize::mib(2048);
+
     const fn moved(before_mib: u64, lowest_mib: u64, is_returned: bool) -> MovedBalloon {
         MovedBalloon {
             before_bytes: before_mib << 20,
             lowest_bytes: lowest_mib << 20,
+            ram_bytes: Some(RAM.0),
             is_returned,
         }
     }
@@ -207,19 +230,20 @@ mod tests {
     #[test]
     fn a_vm_gets_back_the_size_that_it_had_before_its_balloon_was_first_moved() {
         let mib = ByteSize::mib;
+        let then = |record, now, target| MovedBalloon::moved(record, mib(now), mib(target), RAM);
         // libvirt has given the VM 1500 MiB of 2048 MiB (currentMemory).
-        let first = MovedBalloon::moved(None, mib(1500), mib(1200));
+        let first = then(None, 1500, 1200);
         assert_eq!(first, moved(1500, 1200, false));
-        let second = MovedBalloon::moved(Some(first), mib(1200), mib(800));
+        let second = then(Some(first), 1200, 800);
         assert_eq!(second, moved(1500, 800, false));
-        let third = MovedBalloon::moved(Some(second), mib(800), mib(1000));
+        let third = then(Some(second), 800, 1000);
         assert_eq!(third, moved(1500, 800, false));
-        let last = MovedBalloon::moved(Some(third), mib(1000), mib(1500));
+        let last = then(Some(third), 1000, 1500);
         assert_eq!(last, moved(1500, 800, true));
         // The record stays until the guest has taken everything.
-        assert_eq!(last.seen(mib(1499)), Some(last));
-        assert_eq!(last.seen(mib(1500)), None);
-        let again = MovedBalloon::moved(Some(last), mib(1200), mib(1100));
+        assert_eq!(last.seen(mib(1499), RAM), Some(last));
+        assert_eq!(last.seen(mib(1500), RAM), None);
+        let again = then(Some(last), 1200, 1100);
         assert_eq!(again, moved(1500, 800, false));
     }
 
@@ -227,14 +251,44 @@ mod tests {
     fn a_size_to_which_another_program_has_moved_the_balloon_is_the_one_that_counts() {
         let record = moved(1500, 800, false);
         for between in [800, 1000, 1500] {
-            assert_eq!(record.seen(ByteSize::mib(between)), Some(record));
+            assert_eq!(record.seen(ByteSize::mib(between), RAM), Some(record));
         }
-        let smaller = record.seen(ByteSize::mib(600));
+        let smaller = record.seen(ByteSize::mib(600), RAM);
         assert_eq!(smaller, Some(moved(600, 600, false)));
         // While the guest boots, its balloon is empty.
-        let larger = ByteSize::mib(2048);
-        assert_eq!(record.seen(larger), Some(record));
-        let taken = MovedBalloon::moved(Some(record), larger, ByteSize::mib(1900));
+        assert_eq!(record.seen(RAM, RAM), Some(record));
+        let taken = MovedBalloon::moved(Some(record), RAM, ByteSize::mib(1900), RAM);
         assert_eq!(taken, moved(2048, 800, false));
+    }
+
+    #[test]
+    fn a_dimm_that_is_removed_or_plugged_changes_no_balloon_and_what_the_vm_gets_back_by_its_size()
+    {
+        let mib = ByteSize::mib;
+        // The balloon holds 1248 MiB of 2048 MiB.
+        let record = MovedBalloon::moved(None, RAM, mib(800), RAM);
+        let of_ram = |ram_mib: u64, record: MovedBalloon| MovedBalloon {
+            ram_bytes: Some(ram_mib << 20),
+            ..record
+        };
+        let removed = record.seen(mib(288), mib(1536));
+        assert_eq!(removed, Some(of_ram(1536, moved(1536, 288, false))));
+        let plugged = record.seen(mib(1824), mib(3072));
+        assert_eq!(plugged, Some(of_ram(3072, moved(3072, 1824, false))));
+        // A VM that gets everything back has it all if it has what is left.
+        let returned = MovedBalloon::moved(Some(record), mib(800), RAM, RAM);
+        assert_eq!(
+            returned
+                .seen(mib(1535), mib(1536))
+                .map(MovedBalloon::before),
+            Some(mib(1536))
+        );
+        assert_eq!(returned.seen(mib(1536), mib(1536)), None);
+        // An older daemon has not recorded the RAM.
+        let old = MovedBalloon {
+            ram_bytes: None,
+            ..moved(1500, 800, false)
+        };
+        assert_eq!(old.for_ram(RAM), moved(1500, 800, false));
     }
 }
