@@ -122,6 +122,9 @@ struct Marks {
     /// How far the fetching of the snapshot is from which the VM runs; `None` if nothing is
     /// missing.
     arriving: Mutex<Option<String>>,
+    /// Whether the VM has come from another QEMU by a migration, and the daemon does not know yet
+    /// what its balloon held then.
+    came_with_balloon: AtomicBool,
 }
 
 /// A VM that the daemon manages.
@@ -159,6 +162,7 @@ impl Machine {
         let monitor = Arc::new(SharedQmp::new(qmp));
         let library = SharedLibraryState::default();
         let is_arriving = (vm.directory()).is_some_and(|place| place.arriving().exists());
+        let is_incoming = state.is_incoming();
         let (guest, library_problem) = match vm.library_link() {
             None => (None, Some(NO_LIBRARY.to_owned())),
             Some(Err(error)) => {
@@ -191,6 +195,7 @@ impl Machine {
             }),
             marks: Marks {
                 arriving: Mutex::new(is_arriving.then(|| "being fetched".to_owned())),
+                came_with_balloon: AtomicBool::new(is_incoming),
                 ..Marks::default()
             },
             commands: commands.clone(),

@@ -374,6 +374,7 @@ impl Rightsizing {
         state.untrimmable.keep(is_there);
         drop(state);
         for machine in &machines {
+            self.note_received(machine);
             if mode != RightsizeMode::On || self.records.is_pinned(machine) {
                 self.give_all_back(machine);
             }
@@ -619,11 +620,11 @@ impl Rightsizing {
     /// memfold started: the guest gets it back at once, or when it needs it while right-sizing is
     /// on.
     pub(crate) fn note_restored(&self, machine: &Machine) {
-        let spec = machine.vm().spec();
-        if !spec.is_some_and(|spec| spec.foreign.is_none() && spec.balloon) {
+        if !has_own_balloon(machine) {
             return;
         }
-        match self.note_saved_balloon(machine) {
+        let noted = self.note_held(machine, &mut machine.monitor());
+        match noted {
             Ok(None) => {}
             Ok(Some(held)) => {
                 info!(vm = machine.name(), %held, "right-sizing: the restored VM was saved with memory in its balloon, and gets it back");
@@ -634,11 +635,43 @@ impl Rightsizing {
         }
     }
 
-    fn note_saved_balloon(&self, machine: &Machine) -> Result<Option<ByteSize>, DaemonError> {
-        let mut qmp = machine.monitor();
-        let full = balloon::full_size(&mut qmp)?;
-        let size = balloon::actual(&mut qmp)?;
+    /// Notes, once, that a VM has come from another QEMU by a migration. What its balloon holds
+    /// counts as after a restore: the daemon of the other host knew what to give back, and this one
+    /// does not.
+    fn note_received(&self, machine: &Machine) {
+        if !machine.came_with_balloon() || !machine.state().is_running() {
+            return;
+        }
+        if !has_own_balloon(machine) {
+            return machine.note_balloon_known();
+        }
+        if machine.is_silent().is_some() {
+            return;
+        }
+        // If the monitor is in use, the next look tries again.
+        let Some(mut qmp) = machine.idle_monitor() else {
+            return;
+        };
+        let noted = self.note_held(machine, &mut qmp);
         drop(qmp);
+        match noted {
+            Ok(held) => {
+                machine.note_balloon_known();
+                if let Some(held) = held {
+                    info!(vm = machine.name(), %held, "right-sizing: the VM came from another QEMU with memory in its balloon, and gets it back");
+                }
+            }
+            Err(error) => {
+                debug!(vm = machine.name(), %error, "cannot find out what the balloon of a VM holds that came from another QEMU; trying again at the next look");
+            }
+        }
+    }
+
+    /// Records what a VM's balloon holds as put there by right-sizing, and returns how much that
+    /// is; `None`: nothing.
+    fn note_held(&self, machine: &Machine, qmp: &mut Qmp) -> Result<Option<ByteSize>, DaemonError> {
+        let full = balloon::full_size(qmp)?;
+        let size = balloon::actual(qmp)?;
         let held = full.0.saturating_sub(size.0);
         if held == 0 {
             return Ok(None);
@@ -653,6 +686,10 @@ impl Rightsizing {
     /// Gives a guest back what right-sizing has put into its balloon. If that is not possible now,
     /// the next look tries again.
     fn give_all_back(&self, machine: &Machine) {
+        // What the guest was told to unplug, and what is in its balloon, comes with its memory.
+        if machine.state().is_incoming() {
+            return;
+        }
         self.stop_unplugging(machine);
         let moved = self.records.get(machine).moved;
         let Some(moved) = moved.filter(|_| machine.is_silent().is_none()) else {
@@ -707,6 +744,12 @@ impl Rightsizing {
             .change(machine, |record| record.moved = Some(returned))?;
         Ok(before)
     }
+}
+
+/// Returns whether memfold started a VM and gave it a balloon.
+fn has_own_balloon(machine: &Machine) -> bool {
+    let spec = machine.vm().spec();
+    spec.is_some_and(|spec| spec.foreign.is_none() && spec.balloon)
 }
 
 fn trim_end(end: TrimEnd) -> String {

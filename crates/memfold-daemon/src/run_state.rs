@@ -95,6 +95,11 @@ impl RunState {
         self.name == "running"
     }
 
+    /// Returns whether the VM's memory and devices still come from another QEMU or from a file.
+    pub fn is_incoming(&self) -> bool {
+        self.name == "inmigrate"
+    }
+
     /// Returns the run state and its cause as text, in one line.
     pub fn words(&self) -> String {
         match &self.cause {

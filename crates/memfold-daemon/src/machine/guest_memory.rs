@@ -4,6 +4,7 @@
 //! A guest can lie. The daemon keeps only the newest figures, and only those that are possible in a
 //! guest of this size ([`GuestMemory::check`]).
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use memfold_ledger::{GuestLruGen, GuestMemory, GuestMemorySource, GuestPressure};
@@ -149,8 +150,21 @@ impl Machine {
         Ok(balloon::actual(&mut self.monitor())?)
     }
 
+    /// Returns whether the VM has come from another QEMU by a migration, and the daemon does not
+    /// know yet what its balloon held then.
+    pub(crate) fn came_with_balloon(&self) -> bool {
+        self.marks.came_with_balloon.load(Ordering::Relaxed)
+    }
+
+    /// Notes that the daemon knows what the balloon held when the VM came from another QEMU, or
+    /// that somebody has moved the balloon since.
+    pub(crate) fn note_balloon_known(&self) {
+        self.marks.came_with_balloon.store(false, Ordering::Relaxed);
+    }
+
     /// Sets the size that the guest should have. The guest reaches it later.
     pub(crate) fn set_balloon(&self, target: ByteSize) -> Result<(), DaemonError> {
+        self.note_balloon_known();
         Ok(balloon::set_target(&mut self.monitor(), target)?)
     }
 
