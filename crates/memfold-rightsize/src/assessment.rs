@@ -162,9 +162,14 @@ impl Assessment {
 
     /// The target, if as much memory is available in the guest as may be.
     pub(crate) fn surely_needs(&self) -> u64 {
+        self.least_need().clamp(self.min, self.max)
+    }
+
+    /// The working set and its buffer, if as much memory is available in the guest as may be.
+    fn least_need(&self) -> u64 {
         let unsure = self.parts.unsure;
         let unsure = unsure.saturating_add(percent_of(unsure, self.buffer_percent));
-        self.need.saturating_sub(unsure).clamp(self.min, self.max)
+        self.need.saturating_sub(unsure)
     }
 
     /// Smallest size that a take may leave.
@@ -226,6 +231,8 @@ impl Assessment {
                 bytes: given,
                 pressure: self.pressure_now,
             }
+        } else if self.least_need() <= self.parts.size {
+            Reason::BelowMinimum { bytes: given }
         } else {
             Reason::GiveNeeded { bytes: given }
         };

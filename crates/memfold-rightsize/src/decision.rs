@@ -206,6 +206,12 @@ pub enum Reason {
         /// How much the VM gets.
         bytes: ByteSize,
     },
+    /// The VM is smaller than its minimum, although the guest needs no more. Another program may
+    /// have taken memory from it, or the operator has set the minimum.
+    BelowMinimum {
+        /// How much the VM gets.
+        bytes: ByteSize,
+    },
     /// Tasks of the guest wait for memory, or it swaps.
     GivePressure {
         /// How much the VM gets.
@@ -268,6 +274,7 @@ impl Reason {
             Self::AtWorkingSet => "at_working_set",
             Self::AtTarget => "at_target",
             Self::GiveNeeded { .. } => "give_needed",
+            Self::BelowMinimum { .. } => "below_minimum",
             Self::GivePressure { .. } => "give_pressure",
             Self::GiveBack { .. } => "give_back",
             Self::HostExhausted { .. } => "host_exhausted",
@@ -306,6 +313,9 @@ impl Reason {
             ),
             Self::GiveNeeded { bytes } => {
                 format!("the working set and its buffer no longer fit, so the VM {gets} {bytes}")
+            }
+            Self::BelowMinimum { bytes } => {
+                format!("the VM is smaller than its minimum, so it {gets} {bytes}")
             }
             Self::GivePressure { bytes, pressure } => format!(
                 "the guest lacks memory (its tasks wait {:.2} % of the time), so the VM {gets} \
@@ -397,6 +407,7 @@ impl fmt::Display for Reason {
             | Self::CacheGrewBack { .. }
             | Self::DropFolded { .. }
             | Self::GiveNeeded { .. }
+            | Self::BelowMinimum { .. }
             | Self::GivePressure { .. }
             | Self::GiveBack { .. }
             | Self::HostShort { .. }
@@ -426,6 +437,7 @@ mod tests {
             Reason::CacheGrewBack { bytes },
             Reason::DropFolded { bytes },
             Reason::GiveNeeded { bytes },
+            Reason::BelowMinimum { bytes },
             Reason::GivePressure { bytes, pressure },
             Reason::GiveBack { bytes },
             Reason::HostShort { bytes, shortage },

@@ -46,6 +46,23 @@ fn gives(vm: &Vm, steps: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
 }
 
 #[test]
+fn a_vm_that_is_smaller_than_its_minimum_is_given_memory_and_words_name_the_minimum() {
+    let mut vm = Vm::new(1000, 200);
+    vm.limits.min = ByteSize::mib(3000);
+    vm.signals.balloon = Some(Balloon {
+        held: ByteSize::mib(1296),
+        deflate_on_oom: true,
+    });
+    let (_, action, reason) = first_order(&[vm], host(20_000), 3).expect("a give");
+    let target = ByteSize::mib(3000);
+    assert_eq!(action, Action::Balloon { target });
+    assert_eq!(
+        reason.to_string(),
+        "the VM is smaller than its minimum, so it gets 200 MiB"
+    );
+}
+
+#[test]
 fn one_report_of_a_guest_that_lacks_memory_leads_to_one_give() {
     // The guest swaps, and has little available memory.
     let vm = Vm::without_agent(2300, 100);
