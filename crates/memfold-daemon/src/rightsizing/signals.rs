@@ -34,6 +34,14 @@ pub(super) struct QemuMemory {
     pub virtio_mem: Option<VirtioMem>,
 }
 
+impl QemuMemory {
+    /// Returns RAM and plugged memory, with what the balloon holds.
+    fn installed(self) -> ByteSize {
+        let plugged = self.virtio_mem.map_or(0, |device| device.plugged.0);
+        ByteSize(self.ram.0.saturating_add(plugged))
+    }
+}
+
 /// What QEMU says about the memory of all VMs.
 #[derive(Debug, Default)]
 pub(super) struct QemuMemories {
@@ -78,19 +86,37 @@ impl QemuMemories {
 
     /// Asks QEMU for a VM's memory. `may_move`: right-sizing has given the VM an order, so an
     /// answer from before does not count. While the VM is saved, for example, the monitor is in
-    /// use, and the last answer is returned. `None`: QEMU has never answered.
+    /// use, and the last answer is returned. `None`: QEMU has never answered, or not since the
+    /// guest claims to have more memory.
     pub fn look(&mut self, machine: &Machine, may_move: bool) -> Option<QemuMemory> {
         let is_own = machine.vm().spec().is_some();
-        self.look_with(machine.id(), is_own, may_move, |known| {
+        let claimed = machine
+            .guest_memory()
+            .map(|(_, guest)| guest.mem_total_bytes);
+        let is_outgrown = self.is_outgrown(machine.id(), claimed);
+        let mut has_answered = false;
+        let memory = self.look_with(machine.id(), is_own, may_move || is_outgrown, |known| {
             let mut qmp = machine.idle_monitor()?;
             let answer = read(machine, &mut qmp, known).inspect_err(|error| {
                 debug!(vm = machine.name(), %error, "cannot ask QEMU for the VM's memory; asking again at the next look");
             });
+            has_answered = answer.is_ok();
             answer.ok()
-        })
+        });
+        // Without a new answer, a guest to which memory was plugged would be taken for a liar.
+        memory.filter(|_| has_answered || !is_outgrown)
     }
 
-    /// The same for the machine number `id`, with `ask` instead of QEMU.
+    /// Returns whether a guest claims more memory than QEMU has last said. Another program may have
+    /// plugged memory since; if not, the guest lies.
+    fn is_outgrown(&self, id: u32, claimed: Option<ByteSize>) -> bool {
+        let known = self.known(id).map(QemuMemory::installed);
+        known
+            .zip(claimed)
+            .is_some_and(|(known, claimed)| claimed > known)
+    }
+
+    /// The same as [`look`](Self::look) for the machine number `id`, with `ask` instead of QEMU.
     fn look_with(
         &mut self,
         id: u32,
@@ -432,6 +458,19 @@ mod tests {
         assert_eq!(plugged(&mut memories, Some(answer(0, false))), Some(0));
         // Nothing can change any more, so QEMU is not asked.
         assert_eq!(plugged(&mut memories, Some(answer(256, false))), Some(0));
+    }
+
+    #[test]
+    fn qemu_is_asked_at_once_if_a_guest_claims_memory_that_another_program_may_have_plugged() {
+        let mut memories = QemuMemories::default();
+        assert_eq!(plugged(&mut memories, Some(answer(0, false))), Some(0));
+        let claims =
+            |memories: &QemuMemories, mib| memories.is_outgrown(1, Some(ByteSize::mib(mib)));
+        assert!(!claims(&memories, 2048) && claims(&memories, 2049));
+        memories.look_with(1, true, true, |_| Some(answer(512, false)));
+        assert!(!claims(&memories, 2560) && claims(&memories, 2561));
+        assert!(!memories.is_outgrown(1, None));
+        assert!(!memories.is_outgrown(2, Some(ByteSize::mib(1))));
     }
 
     #[test]
