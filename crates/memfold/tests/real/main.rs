@@ -41,5 +41,6 @@ mod figures;
 mod ksm;
 mod ksm_explain;
 mod served;
+mod sizing;
 mod soak;
 mod support;

@@ -5,64 +5,41 @@ use std::time::Duration;
 
 use memfold_api::{
     Client, RestoreRequest, RightsizeMode, RightsizeReport, RightsizeRequest, SaveRequest, Sizing,
-    VmRightsize,
 };
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_rightsize::Policy;
 use memfold_snapshot::Renew;
 use memfold_testkit::{bound, patience, wait_until};
 use memfold_units::ByteSize;
 
 use crate::served::{Served, wait_agent};
+use crate::sizing::{self, LONG, now, orders, size_in, wait_reason};
 use crate::support::{self, BOOT, set_allowed};
 
 const VM: &str = "sized";
-const LONG: Duration = Duration::from_secs(300);
 
 /// RAM of the guest.
 const MEMORY: ByteSize = ByteSize::mib(896);
 
-/// Fills the page cache with a file that nobody reads again, and keeps a checksum of it.
-const FILL: &str = "yes 'a page that nobody misses' | head -c 314572800 > /var/tmp/cold && sync \
-    && md5sum /var/tmp/cold > /run/sums && cat /var/tmp/cold > /dev/null";
+/// Size of a file that nobody reads again.
+const COLD: u64 = 300 << 20;
 
-/// Allocates 512 MiB at once, and prints how long that took in ms, and how often the guest swapped
-/// or killed a process meanwhile.
-const SPIKE: &str = r#"python3 - <<'END'
-import mmap
-import time
-def counts():
-    fields = dict(line.split() for line in open("/proc/vmstat"))
-    return int(fields["pswpout"]) + int(fields["oom_kill"])
-before, began = counts(), time.monotonic()
-held = mmap.mmap(-1, 512 << 20)
-held.madvise(23)  # MADV_POPULATE_WRITE
-print(int((time.monotonic() - began) * 1000), counts() - before)
-END"#;
+/// Memory that the guest takes at once, in MiB.
+const SPIKE_MIB: u64 = 512;
 
 /// Time in which a spike is served on a machine that is not busy, and number of spikes. Other tests
 /// can make one of them wait, so the fastest counts.
 const SERVED: Duration = Duration::from_secs(1);
 const SPIKES: usize = 3;
 
-fn now(lab: &Lab) -> VmRightsize {
-    let report = lab.daemon().rightsizing().report(0);
-    let found = report.vms.into_iter().find(|vm| vm.vm == VM);
-    found.unwrap_or_default()
-}
-
 /// Returns the results of the guest's trims so far.
 fn trims(lab: &Lab) -> Vec<String> {
-    let events = lab.daemon().rightsizing().report(1000).events.into_iter();
-    let trims = events.filter(|event| event.vm == VM && event.order.starts_with("trim"));
+    let trims = orders(lab, VM, "trim").into_iter();
     trims.filter_map(|event| event.result).collect()
 }
 
 fn cached(lab: &Lab) -> u64 {
-    let text = lab.exec(VM, "grep ^Cached: /proc/meminfo", LONG).unwrap();
-    let kib = text.split_whitespace().nth(1).unwrap();
-    kib.parse::<u64>().unwrap() << 10
+    sizing::meminfo(lab, VM, "Cached")
 }
 
 fn pss(lab: &Lab) -> u64 {
@@ -79,15 +56,12 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
     let spec = Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     lab.start_warm(spec).unwrap();
     lab.wait_ready(VM, BOOT).unwrap();
-    lab.exec(VM, FILL, LONG).unwrap();
+    lab.exec(VM, &sizing::fill(COLD), LONG).unwrap();
     let (cached_before, pss_before) = (cached(&lab), pss(&lab));
 
     let service = lab.daemon().rightsizing();
     // The guest booted when it was saved, so nothing waits for its boot.
-    service.set_policy(Policy {
-        young: Duration::ZERO,
-        ..Policy::default()
-    });
+    sizing::estimate_anew(&lab);
     service
         .set_sizing(
             VM,
@@ -98,9 +72,7 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
         )
         .unwrap();
     service.set_mode(RightsizeMode::On);
-    wait_until("right-sizing sees the guest's figures", LONG, || {
-        now(&lab).reason.contains("pinned")
-    });
+    wait_reason(&lab, VM, "pinned");
     assert_eq!(trims(&lab).len(), 0);
     set_allowed(&lab, VM, r#"["exec", "inspect"]"#);
     service
@@ -114,7 +86,7 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
         .unwrap();
 
     wait_until("right-sizing decides about the guest", LONG, || {
-        !now(&lab).reason.contains("pinned")
+        !now(&lab, VM).reason.contains("pinned")
     });
     assert_eq!(trims(&lab).len(), 0, "its owner forbids trims");
     set_allowed(&lab, VM, r#"["exec", "inspect", "trim"]"#);
@@ -123,7 +95,7 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
         cached(&lab) + goal <= cached_before
     });
     let results = trims(&lab);
-    println!("trims: {results:?}\n{:?}", now(&lab));
+    println!("trims: {results:?}\n{:?}", now(&lab, VM));
     assert!(
         results.iter().any(|result| result.contains("reclaimed")),
         "{results:?}"
@@ -133,10 +105,9 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
     });
 
     let spike = |_| {
-        let said = lab.exec(VM, SPIKE, LONG).unwrap();
-        let (ms, bad) = said.trim().split_once(' ').unwrap();
-        assert_eq!(bad, "0", "pages swapped out and processes killed");
-        Duration::from_millis(ms.parse().unwrap())
+        let spike = sizing::spike(&lab, VM, SPIKE_MIB, Duration::ZERO).unwrap();
+        assert_eq!((spike.swapped, spike.killed), (0, 0));
+        spike.took
     };
     let spikes: Vec<Duration> = (0..SPIKES).map(spike).collect();
     service.set_mode(RightsizeMode::Off);
@@ -150,12 +121,8 @@ fn a_right_sized_guest_loses_cold_page_cache_and_serves_a_spike_without_swap_or_
         fastest <= bound(SERVED).max(2 * slowest),
         "{fastest:?}, without right-sizing {slowest:?}"
     );
-    assert_eq!(
-        lab.exec(VM, "md5sum --quiet -c /run/sums && echo right", LONG)
-            .unwrap()
-            .trim(),
-        "right"
-    );
+    let file = lab.exec(VM, sizing::CHECK_FILL, LONG).unwrap();
+    assert_eq!(file.trim(), "right");
 }
 
 #[test]
@@ -219,10 +186,7 @@ fn a_new_daemon_gives_back_the_balloon_that_a_killed_daemon_has_moved() {
     let client = served.answers();
     served.run_warm(&Lab::spec(VM, "trixie-a", MEMORY, DiskMode::Buffered).unwrap());
     wait_agent(&client, VM);
-    let size = || {
-        let answer = support::qmp(state, VM).query("query-balloon").unwrap();
-        ByteSize(answer["actual"].as_u64().unwrap())
-    };
+    let size = || size_in(state, VM);
     assert_eq!(size(), MEMORY);
     let limits = Sizing {
         max_bytes: Some(MAXIMUM.0),

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use memfold_api::{RestoreRequest, RightsizeMode, SaveRequest, Sizing, VmRightsize};
+use memfold_api::{RestoreRequest, RightsizeMode, SaveRequest, Sizing};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_rightsize::Policy;
@@ -11,12 +11,12 @@ use memfold_snapshot::Renew;
 use memfold_testkit::wait_until;
 use memfold_units::{ByteSize, PAGE_SIZE};
 
+use crate::sizing::{self, CHECK, LONG, check_none_killed, now, orders, wait_reason};
 use crate::support::{self, BOOT};
 
 const VM: &str = "grows";
 /// Guest with the same files.
 const MATE: &str = "mate";
-const LONG: Duration = Duration::from_secs(300);
 
 /// RAM of the guest at its start, and the most that it can have.
 const MEMORY: ByteSize = ByteSize::mib(512);
@@ -28,45 +28,12 @@ const FIRST: u64 = 640 << 20;
 /// Bytes that the guest then needs, more than it was started with.
 const NEEDS: u64 = 640 << 20;
 
-/// Keeps `MIB` MiB in memory, in steps of 16 MiB a second, and writes their checksums. The guest
-/// has no swap, so it lacks this memory if nothing is plugged.
-const HOLD: &str = "set -e; mkdir -p /run/held; mount -t tmpfs -o size=2G held /run/held
-for part in $(seq $((MIB / 16))); do
-    yes \"part $part of what this guest holds\" | head -c 16M > /run/held/$part; sleep 1
-done
-cd /run/held; md5sum * | md5sum";
-
-/// Prints the checksum of what is held, and the number of processes that were killed.
-const CHECK: &str = "cd /run/held; md5sum * | md5sum; grep ^oom_kill /proc/vmstat";
-
-fn now(lab: &Lab, vm: &str) -> VmRightsize {
-    let report = lab.daemon().rightsizing().report(0);
-    let found = report.vms.into_iter().find(|found| found.vm == vm);
-    found.unwrap_or_default()
-}
-
 fn plugged(lab: &Lab, vm: &str) -> u64 {
     now(lab, vm).plugged_bytes.unwrap_or(0)
 }
 
-/// Returns the orders of this kind so far, with their results.
-fn orders(lab: &Lab, kind: &str) -> Vec<String> {
-    let events = lab.daemon().rightsizing().report(1000).events.into_iter();
-    let orders = events.filter(|event| event.order.starts_with(kind));
-    orders
-        .map(|event| {
-            format!(
-                "{}, because {}: {:?}",
-                event.order, event.reason, event.result
-            )
-        })
-        .collect()
-}
-
-fn total(lab: &Lab, vm: &str) -> u64 {
-    let text = lab.exec(vm, "grep ^MemTotal: /proc/meminfo", LONG).unwrap();
-    let kib = text.split_whitespace().nth(1).unwrap();
-    kib.parse::<u64>().unwrap() << 10
+fn total(lab: &Lab) -> u64 {
+    sizing::meminfo(lab, VM, "MemTotal")
 }
 
 fn limit(lab: &Lab, min: u64) {
@@ -103,7 +70,7 @@ fn a_short_guest_gets_memory_plugged_that_is_folded_and_saved_and_unplugged_when
     spec.memory_max = Some(MOST);
     lab.start_warm(spec).unwrap();
     lab.wait_ready(VM, BOOT).unwrap();
-    let before = total(&lab, VM);
+    let before = total(&lab);
     assert!(before < MEMORY.0, "{before}");
     let service = lab.daemon().rightsizing();
     service.set_policy(Policy {
@@ -117,12 +84,12 @@ fn a_short_guest_gets_memory_plugged_that_is_folded_and_saved_and_unplugged_when
     wait_until("the guest has what the operator asked for", LONG, || {
         plugged(&lab, VM) + MEMORY.0 >= FIRST
     });
-    assert!(total(&lab, VM) >= before + FIRST - MEMORY.0 - (16 << 20));
+    assert!(total(&lab) >= before + FIRST - MEMORY.0 - (16 << 20));
     limit(&lab, MEMORY.0 / 4);
 
-    let hold = HOLD.replace("MIB", &(NEEDS >> 20).to_string());
-    let sum = lab.exec(VM, &hold, LONG).unwrap();
-    println!("{:#?}\n{:?}", orders(&lab, "plug"), now(&lab, VM));
+    // The guest has no swap, so it lacks this memory if nothing is plugged.
+    let sum = lab.exec(VM, &sizing::hold(NEEDS >> 20), LONG).unwrap();
+    println!("{:#?}\n{:?}", orders(&lab, VM, "plug"), now(&lab, VM));
     assert!(plugged(&lab, VM) >= NEEDS - MEMORY.0 + (128 << 20));
     let check = lab.exec(VM, CHECK, LONG).unwrap();
     assert_eq!(check, format!("{sum}oom_kill 0\n"));
@@ -135,7 +102,7 @@ fn a_short_guest_gets_memory_plugged_that_is_folded_and_saved_and_unplugged_when
     wait_until("half of the plugged memory is unplugged", LONG, || {
         plugged(&lab, VM) <= most / 2
     });
-    println!("{:#?}", orders(&lab, "unplug"));
+    println!("{:#?}", orders(&lab, VM, "unplug"));
     let layout = support::ram(lab.directory(), VM).1;
     assert_eq!(layout.blocks.len(), 2);
     // The guest still works, and gets memory again.
@@ -143,18 +110,15 @@ fn a_short_guest_gets_memory_plugged_that_is_folded_and_saved_and_unplugged_when
     wait_until("the guest has what the operator asked for", LONG, || {
         plugged(&lab, VM) + MEMORY.0 >= FIRST + (64 << 20)
     });
-    let killed = lab.exec(VM, "grep ^oom_kill /proc/vmstat", LONG).unwrap();
-    assert_eq!(killed, "oom_kill 0\n");
+    check_none_killed(&lab, VM);
 }
 
 fn without_a_driver_words_say_what_the_guest_lacks(lab: &Lab) {
     lab.exec(VM, "modprobe -r virtio_mem", LONG).unwrap();
     limit(lab, FIRST);
     lab.daemon().rightsizing().set_mode(RightsizeMode::On);
-    wait_until("the daemon says that the guest has no driver", LONG, || {
-        now(lab, VM).reason.contains("load the module virtio_mem")
-    });
-    assert_eq!(orders(lab, "plug"), [""; 0]);
+    wait_reason(lab, VM, "load the module virtio_mem");
+    assert!(orders(lab, VM, "plug").is_empty());
     assert_eq!(plugged(lab, VM), 0);
     lab.exec(VM, "modprobe virtio_mem", LONG).unwrap();
 }
