@@ -23,7 +23,7 @@
 //! | [`beside::lend`], [`beside::lend_short`] | a guest swaps on lent RAM while lenders die, hang and run short of memory |
 //! | [`beside::libvirt`] | domains of a real libvirtd are folded with a VM of memfold; save, restore, reboot and shutdown work as usual |
 //! | [`beside::pve`] | VMs that a fake node of Proxmox VE starts are attached in their trust domains |
-//! | [`soak`] | long tests: the tutorial, changing page caches, several hosts, a lender whose own VM grows, LVM, iSCSI, migration, chaos, and plans and estimates compared with the real savings |
+//! | [`soak`] | long tests: the tutorial, changing page caches, several hosts, a lender whose own VM grows, right-sized VMs in trouble, LVM, iSCSI, migration, chaos, and plans and estimates compared with the real savings |
 //!
 //! Tests in [`beside`], [`debt`] and the long test of [`dashboard`] may run two at a time. The
 //! others change settings of the host (KSM, swap, free memory) or measure CPU time, and run alone.

@@ -18,3 +18,4 @@ mod plan;
 mod plugged;
 mod self_test;
 mod sized_faults;
+mod spikes;
