@@ -14,5 +14,5 @@ pub use http_store::{HttpStore, StoreMode};
 pub use lab::{
     DiskMode, Lab, SNAPSHOT_KEY, at_once, clean_up_at_interrupt, guest_image, undo_at_interrupt,
 };
-pub use wait::{migrate, wait_for};
+pub use wait::{migrate, wait_for, wait_for_migration};
 pub use warm::{GUESTS_VARIABLE, WARM_VARIABLE, Warm};

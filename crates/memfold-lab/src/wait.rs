@@ -56,7 +56,12 @@ pub fn migrate(qmp: &mut Qmp, command: &str, file: &Path, limit: Duration) -> an
     done
 }
 
-fn wait_for_migration(qmp: &mut Qmp, limit: Duration) -> anyhow::Result<()> {
+/// Waits until the migration has finished that was begun on QEMU's monitor.
+///
+/// # Errors
+///
+/// The migration fails, or does not end within `limit`.
+pub fn wait_for_migration(qmp: &mut Qmp, limit: Duration) -> anyhow::Result<()> {
     let limits = (limit, Duration::from_millis(2));
     wait_for("QEMU's migration did not finish", limits, || {
         let now = qmp.query("query-migrate")?;

@@ -18,4 +18,5 @@ mod plan;
 mod plugged;
 mod self_test;
 mod sized_faults;
+mod sized_migration;
 mod spikes;
