@@ -19,4 +19,5 @@ mod plugged;
 mod self_test;
 mod sized_faults;
 mod sized_migration;
+mod sized_unplugs;
 mod spikes;
