@@ -2,18 +2,12 @@
 //! hosts, beside the same hosts with fixed sizes, with free page reporting alone and with Proxmox
 //! VE's rule.
 
+mod support;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use memfold_rightsize::sim::{Arm, Fault, HostSpec, Outcome, simulate};
-
-const DAY: f64 = 86_400.0;
-const GIB: f64 = 1_073_741_824.0;
-
-/// Most orders that a VM gets within any hour: 45 takes at once, 90 more in the hour, and gives.
-const ORDERS_AN_HOUR: usize = 180;
-
-/// Most changes from taking to giving or back, of one VM within any hour.
-const TURNS_AN_HOUR: usize = 12;
+use support::{DAY, Table, assert_sizes_are_steady, table};
 
 /// Returns the number of random hosts: `MEMFOLD_SIMULATED_HOSTS`, or `usual`.
 fn hosts(usual: u64) -> u64 {
@@ -45,44 +39,6 @@ fn for_each_seed<T: Send>(seeds: u64, work: impl Fn(u64) -> T + Sync) -> Vec<T> 
     });
     results.sort_by_key(|(seed, _)| *seed);
     results.into_iter().map(|(_, result)| result).collect()
-}
-
-/// Means over hosts, and sums of kills.
-#[derive(Debug, Default)]
-struct Table {
-    backed: f64,
-    refaults: f64,
-    swapped: f64,
-    waited: f64,
-    guest_kills: u32,
-    host_kills: u32,
-}
-
-fn table(arm: Arm, outcomes: &[Outcome]) -> Table {
-    let hosts = outcomes.len() as f64;
-    let mean = |part: fn(&Outcome) -> f64| outcomes.iter().map(part).sum::<f64>() / hosts;
-    let table = Table {
-        backed: mean(|outcome| outcome.mean_backed) / GIB,
-        refaults: mean(|outcome| outcome.refaults) / GIB,
-        swapped: mean(|outcome| outcome.swapped) / GIB,
-        waited: mean(|outcome| outcome.waited),
-        guest_kills: outcomes
-            .iter()
-            .flat_map(|outcome| &outcome.guest_kills)
-            .sum(),
-        host_kills: outcomes.iter().map(|outcome| outcome.host_kills).sum(),
-    };
-    println!(
-        "{arm:?}: {:.2} GiB on average, {:.1} GiB refaults, {:.2} GiB swapped, {:.3} % waited, {} \
-         killed by guests, {} VMs killed by hosts",
-        table.backed,
-        table.refaults,
-        table.swapped,
-        table.waited * 100.0,
-        table.guest_kills,
-        table.host_kills
-    );
-    table
 }
 
 #[test]
@@ -127,16 +83,7 @@ fn on_random_hosts_nothing_is_killed_that_fixed_sizes_would_have_spared_and_size
                 );
             }
         }
-        assert!(
-            memfold.orders_an_hour <= ORDERS_AN_HOUR,
-            "host {seed}: a VM got {} orders in an hour",
-            memfold.orders_an_hour
-        );
-        assert!(
-            memfold.turns_an_hour <= TURNS_AN_HOUR,
-            "host {seed}: a VM's size turned {} times in an hour",
-            memfold.turns_an_hour
-        );
+        assert_sizes_are_steady(&format!("host {seed}"), memfold);
     }
     let (fixed, memfold): (Vec<_>, Vec<_>) = runs.into_iter().unzip();
     table(Arm::Fixed, &fixed);
