@@ -27,7 +27,8 @@
 //! - No input makes the controller panic.
 //!
 //! [`advice`] says from recorded history what each VM should be given. With the feature `sim`,
-//! [`sim`] has model guests and hosts for tests and studies.
+//! [`sim`] has model guests and hosts for tests and studies. Model guests do random work, or what a
+//! real guest did whose memory was recorded.
 
 mod advise;
 mod assessment;

@@ -2,6 +2,8 @@
 //! simulated days.
 //!
 //! ```text
+//!   random, by hand, or a trace of a real guest          where phases come from
+//!      v
 //!   Workload: phases (idle, build, database, ...)        what a guest wants
 //!      v
 //!   ModelGuest: anonymous memory, page cache, swap       what the guest's kernel does with that
@@ -21,6 +23,7 @@ mod host;
 mod proxmox;
 mod random;
 mod spec;
+mod trace;
 mod workload;
 
 pub use fault::{Fault, Lie};
@@ -29,4 +32,5 @@ pub use host::{Arm, ModelHost, Outcome, simulate};
 pub use proxmox::{BalloonedVm, autoballoon};
 pub use random::Random;
 pub use spec::{HostSpec, VmSpec};
+pub use trace::TraceRow;
 pub use workload::{FileSet, Phase, Workload};
