@@ -70,6 +70,14 @@ pub fn vmstat(text: &[u8], reading: &mut MemoryReading) {
     }
 }
 
+/// Returns whether `text`, the beginning of `/proc/vmstat`, has all lines that [`vmstat`] looks for.
+/// The last of them is `oom_kill` in all kernels (`vmstat_text` in `mm/vmstat.c`).
+pub(super) fn has_all_of_vmstat(text: &[u8]) -> bool {
+    // The last line may be cut off. In a text that ends with a whole line, it is empty.
+    let mut whole_lines = text.rsplit(|b| *b == b'\n').skip(1);
+    whole_lines.any(|line| line.starts_with(b"oom_kill "))
+}
+
 /// Parses `/proc/pressure/memory` (the kernel's `Documentation/accounting/psi.rst`). `None`: this
 /// is no such file.
 #[must_use]
@@ -222,6 +230,16 @@ mod tests {
             ..MemoryReading::default()
         };
         assert_eq!(reading, expected);
+    }
+
+    #[test]
+    fn the_beginning_of_vmstat_suffices_if_it_has_the_whole_line_of_the_last_figure() {
+        let text = &fixture!("vmstat")[..];
+        assert!(has_all_of_vmstat(text));
+        assert!(has_all_of_vmstat(&[text, &b"numa_pte_upd"[..]].concat()));
+        for cut in [1, 2, 200, text.len()] {
+            assert!(!has_all_of_vmstat(&text[..text.len() - cut]), "{cut}");
+        }
     }
 
     #[test]

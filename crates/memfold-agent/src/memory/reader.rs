@@ -1,7 +1,8 @@
 //! Reads the guest's memory figures, at a cost that allows it every second.
 //!
-//! The files stay open and are read from their beginning each time (`pread`), into one buffer.
-//! Figures that change slowly, or cost more, are read again only every [`SLOW_EVERY`] readings.
+//! The files stay open and are read from their beginning each time (`pread`), into one buffer, and
+//! no further than to the last figure that is needed. Figures that change slowly, or cost more, are
+//! read again only every [`SLOW_EVERY`] readings.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -46,6 +47,22 @@ pub(crate) fn total_pages() -> u32 {
 /// Reads `file` from its beginning into `buffer`, and returns the text. The text is empty if there
 /// is no file, or if it cannot be read.
 pub(super) fn read_again<'a>(file: Option<&File>, buffer: &'a mut Vec<u8>) -> &'a [u8] {
+    read_until(file, buffer, |_| false)
+}
+
+/// Reads like [`read_again`] a file whose text the kernel makes as a whole for the first read
+/// (`single_open` and `seq_read` in `fs/seq_file.c`), so that no second read has to find its end.
+fn read_at_once<'a>(file: Option<&File>, buffer: &'a mut Vec<u8>) -> &'a [u8] {
+    read_until(file, buffer, |_| true)
+}
+
+/// Reads like [`read_again`], but ends when the text is enough. The kernel returns longer files in
+/// pieces of up to a page, and makes the text of each piece anew.
+fn read_until<'a>(
+    file: Option<&File>,
+    buffer: &'a mut Vec<u8>,
+    is_enough: impl Fn(&[u8]) -> bool,
+) -> &'a [u8] {
     let Some(file) = file else {
         return &[];
     };
@@ -59,7 +76,13 @@ pub(super) fn read_again<'a>(file: Option<&File>, buffer: &'a mut Vec<u8>) -> &'
         }
         match file.read_at(&mut buffer[length..], length as u64) {
             Ok(0) => return &buffer[..length],
-            Ok(n) => length += n,
+            Ok(n) => {
+                length += n;
+                // A text that fills the buffer may go on.
+                if length < buffer.len() && is_enough(&buffer[..length]) {
+                    return &buffer[..length];
+                }
+            }
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
             Err(_) => return &[],
         }
@@ -97,11 +120,12 @@ impl MemoryReader {
 
     /// Reads only the figures that change while the guest runs: those of `/proc`.
     pub(super) fn read_fast_figures(&mut self, reading: &mut MemoryReading) {
-        let text = read_again(self.meminfo.as_ref(), &mut self.buffer);
+        let text = read_at_once(self.meminfo.as_ref(), &mut self.buffer);
         parse::meminfo(text, reading);
-        let text = read_again(self.vmstat.as_ref(), &mut self.buffer);
+        let vmstat = self.vmstat.as_ref();
+        let text = read_until(vmstat, &mut self.buffer, parse::has_all_of_vmstat);
         parse::vmstat(text, reading);
-        let text = read_again(self.pressure.as_ref(), &mut self.buffer);
+        let text = read_at_once(self.pressure.as_ref(), &mut self.buffer);
         reading.pressure = parse::pressure(text);
     }
 
@@ -112,7 +136,7 @@ impl MemoryReader {
         let text = read_again(self.lru_gen.as_ref(), &mut self.buffer);
         self.slow.lru_gen = parse::lru_gen(text);
         let buffer = &mut self.buffer;
-        let mut limit_of = |file: &File| parse::limit(read_again(Some(file), buffer));
+        let mut limit_of = |file: &File| parse::limit(read_at_once(Some(file), buffer));
         let bytes = self.limits.iter().filter_map(&mut limit_of).min();
         self.slow.cgroup_limit_kib = bytes.map(|bytes| bytes / 1024);
     }
@@ -210,6 +234,17 @@ mod tests {
         let again = reader.read();
         assert_eq!((again.mem_total_kib, again.mem_free_kib), (7, 5));
         assert_eq!(again.pgsteal, reading.pgsteal, "counters are not added up");
+    }
+
+    #[test]
+    fn a_file_that_is_longer_than_the_buffer_is_read_whole() {
+        let text = vec![b'x'; 20_000];
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), &text).unwrap();
+        let file = File::open(file.path()).unwrap();
+        assert_eq!(read_again(Some(&file), &mut Vec::new()), text);
+        assert_eq!(read_at_once(Some(&file), &mut Vec::new()), text);
+        assert!(read_at_once(None, &mut vec![b'x'; 9]).is_empty());
     }
 
     #[test]
