@@ -66,6 +66,7 @@ const RENEWAL_INTERVAL: (Duration, Duration) = (Duration::from_secs(600), Durati
 /// Result of one `poll`. The worker and the commands are polled only while the send queue has space
 /// for their messages.
 struct Polled {
+    signals: PollFlags,
     port: Option<PollFlags>,
     mounts: PollFlags,
     worker: PollFlags,
@@ -227,11 +228,14 @@ impl Agent {
         }
         let polled = self.poll()?;
         let mut port_signal = false;
-        while let Some(signal) = guest::next_signal(&self.signals)? {
-            if signal != guest::signal::IO {
-                return Ok(true);
+        // A signal that came after the poll is seen at the next one.
+        if !polled.signals.is_empty() {
+            while let Some(signal) = guest::next_signal(&self.signals)? {
+                if signal != guest::signal::IO {
+                    return Ok(true);
+                }
+                port_signal = true;
             }
-            port_signal = true;
         }
         if polled.mounts.intersects(PollFlags::PRI | PollFlags::ERR) {
             self.read_mounts();
@@ -248,14 +252,16 @@ impl Agent {
         }
         if let Some(events) = polled.port {
             self.port_event(events);
-            // If data came after the poll, its signal has come already.
-            let quiet = !has_heard
+            // A signal without data, while the host side is open: the host side closed and opened
+            // again, and waits for a Hello. If data came after the poll, its signal may have come
+            // already, so the port is asked again.
+            if port_signal
+                && !has_heard
+                && !matches!(self.state, State::Absent(_))
                 && !events.contains(PollFlags::IN)
                 && self.heard.elapsed() > SIGNAL_SLACK
-                && matches!(&self.sink, Sink::Port(port) if !port.has_input());
-            // A signal without data, while the host side is open: the host side closed and opened
-            // again, and waits for a Hello.
-            if port_signal && quiet && !matches!(self.state, State::Absent(_)) {
+                && matches!(&self.sink, Sink::Port(port) if !port.has_input())
+            {
                 self.lost_host();
             }
         }
@@ -311,6 +317,7 @@ impl Agent {
             asked.unwrap_or(PollFlags::empty())
         };
         Ok(Polled {
+            signals: events[0],
             port: port_at.map(|at| events[at]),
             mounts: of(self.mountinfo.is_some(), mounts_at),
             worker: of(room, worker_at),

@@ -42,8 +42,11 @@ impl Backoff {
     /// Returns whether requested work is due. If so, this ends the request and starts the next
     /// interval.
     pub fn take(&mut self) -> bool {
+        let Some(due) = self.due else {
+            return false;
+        };
         let now = Instant::now();
-        if self.due.is_none_or(|due| due > now) {
+        if due > now {
             return false;
         }
         self.due = None;
