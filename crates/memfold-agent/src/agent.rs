@@ -127,6 +127,7 @@ impl Agent {
         Ok(Self {
             signals,
             mountinfo: File::open("/proc/self/mountinfo").ok(),
+            statm: File::open("/proc/self/statm").ok(),
             sink,
             state: State::Absent(Instant::now()),
             version: VERSION,

@@ -235,8 +235,9 @@ pub enum FromAgent {
         /// Number of cached pages that the agent reported for the inventory.
         pages: u64,
     },
-    /// Counters of the agent. The agent sends this message after a change, at most once a second,
-    /// and as the answer to [`ToAgent::Ping`].
+    /// Counters of the agent. The agent sends this message after a change, at most once a second
+    /// (when [`Self::Memory`] is due, if the daemon wants that), and as the answer to
+    /// [`ToAgent::Ping`].
     Counters(AgentCounters),
     /// Output of a command that the daemon started with [`ToAgent::Run`] or [`ToAgent::Stream`].
     Output {

@@ -1,8 +1,9 @@
 //! State of the main loop of the agent in the guest (connection, page cache, running commands), and
 //! the functions that send messages to the daemon.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use memfold_wire::agent::{AgentCounters, FromAgent};
@@ -47,6 +48,7 @@ pub(super) enum State {
 pub struct Agent {
     pub(super) signals: OwnedFd,
     pub(super) mountinfo: Option<File>,
+    pub(super) statm: Option<File>,
     pub(super) sink: Sink,
     pub(super) state: State,
     /// Version of the protocol: of the next Hello, or of the session.
@@ -110,9 +112,14 @@ impl Agent {
         }
     }
 
+    /// Returns when the counters are to be sent; `None` if they have not changed. If the daemon
+    /// wants memory figures, the counters wait for these, so that the guest does not wake up for
+    /// the counters alone.
     pub(super) fn counters_due(&self) -> Option<Instant> {
         let sent = &self.counters_sent;
-        (self.cache.counters != sent.1).then(|| sent.0 + COUNTERS)
+        let soonest = sent.0 + COUNTERS;
+        let due = self.memory.due().map_or(soonest, |due| due.max(soonest));
+        (self.cache.counters != sent.1).then_some(due)
     }
 
     pub(super) fn say_counters(&mut self, asked: bool) {
@@ -121,7 +128,7 @@ impl Agent {
         }
         let message = FromAgent::Counters(AgentCounters {
             cpu_us: u64::try_from(process_cpu().as_micros()).unwrap_or(u64::MAX),
-            rss_bytes: resident_bytes(),
+            rss_bytes: resident_bytes(self.statm.as_ref()),
             ..self.cache.counters
         });
         self.counters_sent = (Instant::now(), self.cache.counters);
@@ -143,12 +150,28 @@ fn print(message: &FromAgent) {
 }
 
 /// Returns the resident set of this process in bytes (`proc_pid_statm(5)`: the second field, in
-/// pages).
-fn resident_bytes() -> u64 {
-    let text = fs::read_to_string("/proc/self/statm").unwrap_or_default();
+/// pages). `statm` is that file.
+fn resident_bytes(statm: Option<&File>) -> u64 {
+    let mut buffer = [0; 128];
+    let length = statm.and_then(|file| file.read_at(&mut buffer, 0).ok());
+    let text = String::from_utf8_lossy(&buffer[..length.unwrap_or(0)]);
     let pages = text
         .split_whitespace()
         .nth(1)
         .and_then(|f| f.parse::<u64>().ok());
     pages.unwrap_or(0) * memfold_units::PAGE_SIZE
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_resident_memory_of_the_agent_is_read_again_from_the_open_file() {
+        let statm = File::open("/proc/self/statm").unwrap();
+        for _ in 0..2 {
+            assert!(resident_bytes(Some(&statm)) >= 1 << 16);
+        }
+        assert_eq!(resident_bytes(None), 0);
+    }
 }

@@ -124,6 +124,23 @@ fn neither_trims_nor_memory_figures_come_from_a_guest_whose_owner_does_not_allow
 }
 
 #[test]
+fn changed_counters_are_sent_with_the_memory_figures_if_the_daemon_wants_these() {
+    let mut agent = agent(&[Permission::Inspect], VERSION);
+    agent.welcome(Rules::default());
+    assert_eq!(agent.counters_due(), None);
+    agent.cache.counters.events += 1;
+    let soon = Instant::now() + Duration::from_secs(2);
+    assert!(agent.counters_due().is_some_and(|due| due < soon));
+    let interval_ms = 3_600_000;
+    agent.order(ToAgent::ReportMemory { interval_ms });
+    assert!(agent.memory.next().is_some());
+    assert_eq!(agent.counters_due(), agent.memory.due());
+    // The answer to a ping does not wait.
+    agent.order(ToAgent::Ping);
+    assert_eq!(agent.counters_due(), None);
+}
+
+#[test]
 fn a_new_session_begins_when_most_file_numbers_are_used_and_no_command_runs() {
     let mut agent = agent(&[], VERSION);
     agent.welcome(Rules::default());
