@@ -18,7 +18,7 @@ pub struct AgentOptions {
     /// waits. A message that makes the daemon rebuild tables counts as many pages.
     pub max_pages_per_s: u32,
     /// Interval at which the agent reports the guest's memory figures, in milliseconds, at least
-    /// 100; 0: never.
+    /// 100; 0: never. While the figures do not change, the agent leaves reports out for up to 7 s.
     pub memory_interval_ms: u32,
 }
 

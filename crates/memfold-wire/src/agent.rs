@@ -264,7 +264,8 @@ pub enum FromAgent {
         /// Number of bytes that the command has taken since the last such message.
         bytes: u32,
     },
-    /// Figures of the guest's memory, as often as [`ToAgent::ReportMemory`] asks.
+    /// Figures of the guest's memory, as often as [`ToAgent::ReportMemory`] asks. While they do not
+    /// change, the agent may leave messages out for up to 7 s.
     Memory(Box<MemoryReading>),
     /// End of a trim that the daemon ordered with [`ToAgent::Trim`].
     Trimmed(TrimResult),

@@ -109,24 +109,43 @@ impl MemoryReader {
 
     /// Reads the guest's memory figures.
     pub fn read(&mut self) -> MemoryReading {
+        let mut reading = self.read_sizes();
+        self.complete(&mut reading);
+        reading
+    }
+
+    /// Reads only sizes and pressure, which cost little. The other figures of the reading are zero.
+    pub(super) fn read_sizes(&mut self) -> MemoryReading {
+        let mut reading = MemoryReading::default();
+        let text = read_at_once(self.meminfo.as_ref(), &mut self.buffer);
+        parse::meminfo(text, &mut reading);
+        let text = read_at_once(self.pressure.as_ref(), &mut self.buffer);
+        reading.pressure = parse::pressure(text);
+        reading
+    }
+
+    /// Adds all other figures to a reading that [`Self::read_sizes`] has returned.
+    pub(super) fn complete(&mut self, reading: &mut MemoryReading) {
         if self.readings % SLOW_EVERY == 0 {
             self.read_slow_figures();
         }
         self.readings = self.readings.wrapping_add(1);
-        let mut reading = self.slow.clone();
-        self.read_fast_figures(&mut reading);
-        reading
+        reading.lru_gen = self.slow.lru_gen;
+        reading.cgroup_limit_kib = self.slow.cgroup_limit_kib;
+        self.read_counters(reading);
     }
 
     /// Reads only the figures that change while the guest runs: those of `/proc`.
-    pub(super) fn read_fast_figures(&mut self, reading: &mut MemoryReading) {
-        let text = read_at_once(self.meminfo.as_ref(), &mut self.buffer);
-        parse::meminfo(text, reading);
+    pub(super) fn read_fast_figures(&mut self) -> MemoryReading {
+        let mut reading = self.read_sizes();
+        self.read_counters(&mut reading);
+        reading
+    }
+
+    fn read_counters(&mut self, reading: &mut MemoryReading) {
         let vmstat = self.vmstat.as_ref();
         let text = read_until(vmstat, &mut self.buffer, parse::has_all_of_vmstat);
         parse::vmstat(text, reading);
-        let text = read_at_once(self.pressure.as_ref(), &mut self.buffer);
-        reading.pressure = parse::pressure(text);
     }
 
     fn read_slow_figures(&mut self) {

@@ -174,8 +174,7 @@ struct Watch {
 impl Watch {
     fn new(max_some: u16) -> Self {
         let mut reader = MemoryReader::new(Path::new("/"));
-        let mut now = MemoryReading::default();
-        reader.read_fast_figures(&mut now);
+        let now = reader.read_fast_figures();
         let refaults = now.workingset_refault_file;
         let some = now.pressure.map(|pressure| pressure.some_us);
         Self {
@@ -211,8 +210,7 @@ impl Symptoms for Watch {
     }
 
     fn why_end(&mut self, taken: u64) -> Option<TrimEnd> {
-        let mut now = MemoryReading::default();
-        self.reader.read_fast_figures(&mut now);
+        let now = self.reader.read_fast_figures();
         self.look(&now, Instant::now(), taken)
     }
 
