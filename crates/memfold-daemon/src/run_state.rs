@@ -15,8 +15,8 @@ use crate::error::{DaemonError, refused};
 /// Run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RunState {
-    /// `running`, another run state of QEMU such as `io-error`, or `silent` ([`SILENT`]) if QEMU
-    /// does not answer.
+    /// `running`, another run state of QEMU such as `io-error`, `unknown` ([`UNKNOWN`]), or
+    /// `silent` ([`SILENT`]) if QEMU does not answer.
     pub name: String,
     pub cause: Option<String>,
     pub fix: Option<String>,
@@ -26,6 +26,29 @@ pub(crate) struct RunState {
 
 /// Name of the state of a VM whose QEMU does not answer.
 pub(crate) const SILENT: &str = "silent";
+
+/// Name of the state of a VM whose QEMU reports none of [`QEMU_STATES`].
+const UNKNOWN: &str = "unknown";
+
+/// Run states of QEMU: `RunState` in `qapi/run-state.json`.
+const QEMU_STATES: [&str; 16] = [
+    "colo",
+    "debug",
+    "finish-migrate",
+    "guest-panicked",
+    "inmigrate",
+    "internal-error",
+    "io-error",
+    "paused",
+    "postmigrate",
+    "prelaunch",
+    "restore-vm",
+    "running",
+    "save-vm",
+    "shutdown",
+    "suspended",
+    "watchdog",
+];
 
 /// Names of the QMP events that explain a run state.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
@@ -37,6 +60,15 @@ const NOTHING: &str = "no action is needed";
 
 /// Command that resumes the VM.
 const AGAIN: &str = "memfold vm resume {vm}";
+
+/// Returns the name of the run state in QEMU's answer to `query-status`. A guest may have taken its
+/// QEMU over, and the name becomes the label of a metric, so no other text passes.
+fn name_of(answer: &Value) -> &'static str {
+    let told = answer["status"].as_str();
+    let mut states = QEMU_STATES.into_iter();
+    let known = states.find(|&state| told == Some(state));
+    known.unwrap_or(UNKNOWN)
+}
 
 /// Returns the cause of one of QEMU's run states, and what the operator can do; `{vm}` stands for
 /// the VM's name.
@@ -75,6 +107,10 @@ fn explain(state: &str) -> (&'static str, &'static str) {
         "save-vm" | "restore-vm" | "finish-migrate" => {
             ("the VM's state is being saved or loaded", NOTHING)
         }
+        UNKNOWN => (
+            "QEMU reports a run state that memfold does not know",
+            "memfold vm resume {vm}, or end the VM (memfold vm stop {vm}) and start it again",
+        ),
         _ => ("QEMU gives no reason", AGAIN),
     }
 }
@@ -154,7 +190,7 @@ impl RunState {
     /// Asks QEMU for the VM's run state, and for the cause if the VM is not running.
     pub fn ask(vm: &str, qmp: &mut Qmp) -> Result<Self, QmpError> {
         let answer = qmp.query("query-status")?;
-        let name = answer["status"].as_str().unwrap_or("unknown");
+        let name = name_of(&answer);
         let events = qmp.take_events_named(&TELLING);
         if name == "running" {
             return Ok(Self::default());
@@ -261,6 +297,19 @@ fn device_name(path: &str) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn a_run_state_that_is_not_one_of_qemus_is_named_unknown() {
+        for state in QEMU_STATES {
+            assert_eq!(name_of(&json!({ "status": state })), state);
+        }
+        let forged = "paused\"} 1\nmemfold_vms 99 #";
+        for told in [forged, "silent", "starting", "Running", ""] {
+            assert_eq!(name_of(&json!({ "status": told })), UNKNOWN, "{told}");
+        }
+        assert_eq!(name_of(&json!({ "status": 1 })), UNKNOWN);
+        assert_eq!(name_of(&Value::Null), UNKNOWN);
+    }
 
     #[test]
     fn if_a_vm_has_an_io_error_the_message_names_the_disk_the_file_and_the_fix() {

@@ -1,6 +1,7 @@
 //! Helpers for the daemon's metrics. A metric family is all samples with one name. This module
 //! describes families, and writes their samples.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -23,8 +24,8 @@ pub(super) struct Scrape {
     pub streams: Arc<StreamCounts>,
 }
 
-/// Labels of a sample: names and values. A value is a word of this program, or a name given by the
-/// operator.
+/// Labels of a sample: names and values. A value is a word of this program, a run state of QEMU, or
+/// a name given by the operator.
 pub(super) type Labels<'a> = &'a [(&'a str, &'a str)];
 
 /// Unit at the end of a metric family's name.
@@ -121,7 +122,7 @@ pub(super) struct Samples<'e> {
 impl Samples<'_> {
     /// Writes the only sample of the family.
     pub(super) fn one(&mut self, value: f64) -> fmt::Result {
-        write(self.kind, &mut self.metric, &[], value)
+        write(self.kind, &mut self.metric, value)
     }
 
     /// Writes the only sample of the family, unless there is no figure.
@@ -129,26 +130,35 @@ impl Samples<'_> {
         value.map_or(Ok(()), |value| self.one(value))
     }
 
-    /// Writes one of several samples. Values of labels are not escaped, because they are words of
-    /// this program or names that [`memfold_vm::check_name`] has accepted.
+    /// Writes one of several samples. Values of labels are escaped, because `prometheus-client`
+    /// writes them as they are: a quote or a line feed would begin a sample of another name.
     pub(super) fn with(&mut self, labels: Labels<'_>, value: f64) -> fmt::Result {
+        let labels = labels.iter().map(|&(name, text)| (name, escaped(text)));
+        let labels: Vec<(&str, Cow<'_, str>)> = labels.collect();
         if matches!(self.kind, MetricType::Info) {
-            return write(self.kind, &mut self.metric, labels, value);
+            return self.metric.encode_info(&labels);
         }
         let mut metric = self.metric.encode_family(&labels)?;
-        write(self.kind, &mut metric, &[], value)
+        write(self.kind, &mut metric, value)
     }
 }
 
-fn write(
-    kind: MetricType,
-    metric: &mut MetricEncoder<'_>,
-    labels: Labels<'_>,
-    value: f64,
-) -> fmt::Result {
+/// Escapes the value of a label, as both formats ask: backslash, double quote and line feed.
+fn escaped(value: &str) -> Cow<'_, str> {
+    if !value.contains(['\\', '"', '\n']) {
+        return Cow::Borrowed(value);
+    }
+    let value = value.replace('\\', "\\\\").replace('"', "\\\"");
+    Cow::Owned(value.replace('\n', "\\n"))
+}
+
+fn write(kind: MetricType, metric: &mut MetricEncoder<'_>, value: f64) -> fmt::Result {
     match kind {
         MetricType::Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
-        MetricType::Info => metric.encode_info(&labels),
+        MetricType::Info => {
+            let none: Labels<'_> = &[];
+            metric.encode_info(&none)
+        }
         _ => metric.encode_gauge(&value),
     }
 }

@@ -4,8 +4,8 @@
 //!   Reports::figures (cached) --> families (host, vms, mechanisms) --> OpenMetrics 1.0 --> Prometheus text 0.0.4, for older clients
 //! ```
 //! A scrape costs little, because figures are taken at most every ten seconds. Their age is a
-//! metric. Labels are names that the operator chose (VMs, trust domains) or words of this program.
-//! Nothing that a guest reports becomes a label.
+//! metric. Labels are names that the operator chose (VMs, trust domains), words of this program, or
+//! run states that QEMU documents. No other text of a guest or of QEMU becomes a label.
 
 mod families;
 mod host;

@@ -287,6 +287,20 @@ fn metrics_are_exported_with_sign_unit_and_labels() {
 }
 
 #[test]
+fn quotes_and_line_feeds_in_a_label_forge_no_sample() {
+    let mut figures = everything();
+    figures.vms[0].state = "x\"} 1\nmemfold_vms 99 \\".into();
+    let open = scraped(figures);
+    let expected = r#"memfold_vm_state{vm="web1",state="x\"} 1\nmemfold_vms 99 \\"} 1.0"#;
+    for text in [text::prometheus(&open), open] {
+        let states = |line: &&str| line.starts_with("memfold_vm_state{");
+        assert_eq!(text.lines().find(states), Some(expected));
+        let vms = |line: &&str| line.starts_with("memfold_vms ");
+        assert_eq!(text.lines().filter(vms).count(), 1, "{text}");
+    }
+}
+
+#[test]
 fn metrics_that_a_host_cannot_measure_are_omitted() {
     let mut figures = everything();
     figures.report.ledger.host.ksm = None;
