@@ -566,7 +566,8 @@ impl Machine {
     ///
     /// # Errors
     ///
-    /// At once if the VM is being saved, and after [`SAVE_TIMEOUT`] otherwise.
+    /// [`DaemonError::Refused`]: at once if the VM is being saved, and after [`SAVE_TIMEOUT`]
+    /// otherwise.
     pub(crate) fn save_right_unless_saved(&self) -> Result<SaveRight<'_>, DaemonError> {
         let end = Instant::now() + SAVE_TIMEOUT;
         let is_saved = || self.marks.being_saved.load(Ordering::Relaxed);
@@ -574,16 +575,7 @@ impl Machine {
             || self.marks.saving.try_lock_for(SAVE_POLL),
             || is_saved() || Instant::now() >= end,
         );
-        right.ok_or_else(|| {
-            let name = self.name();
-            DaemonError::BadRequest(if is_saved() {
-                format!("a snapshot of VM '{name}' is being made; wait until it is complete")
-            } else {
-                format!(
-                    "the daemon is changing memory of VM '{name}' or waits for its guest to free some; try again in some seconds"
-                )
-            })
-        })
+        right.ok_or_else(|| save_refusal(self.name(), is_saved()))
     }
 
     /// Locks the VM for a save if no other thread holds this lock.
@@ -657,4 +649,37 @@ pub(crate) const fn is_disconnected(error: &AgentError) -> bool {
         error,
         AgentError::NoSession(_) | AgentError::Lost | AgentError::Write(_)
     )
+}
+
+/// Makes the error of a save that another user of the VM's memory prevents. `is_saved`: whether that
+/// is another save.
+fn save_refusal(vm: &str, is_saved: bool) -> DaemonError {
+    if is_saved {
+        return refused(
+            format!("a snapshot of VM '{vm}' is being made"),
+            "wait until it is complete",
+        );
+    }
+    refused(
+        format!("the daemon is changing memory of VM '{vm}' or waits for its guest to free some"),
+        "try again in some seconds",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_save_during_another_one_is_refused_in_the_present_state_and_is_no_bad_request() {
+        for (is_saved, word) in [(true, "is being made"), (false, "is changing memory")] {
+            match save_refusal("web", is_saved) {
+                DaemonError::Refused { why, fix } => {
+                    assert!(why.contains("'web'") && why.contains(word), "{why}");
+                    assert!(!fix.is_empty());
+                }
+                error => panic!("{error}"),
+            }
+        }
+    }
 }
