@@ -13,13 +13,15 @@ use axum::response::{IntoResponse, Response};
 use memfold_api::ErrorBody;
 use memfold_daemon::{Daemon, DaemonError, chain};
 use memfold_ksm::KsmError;
+use memfold_ledger::estimate::EstimateError;
 use memfold_lend::RegistryError;
 use memfold_lend::graph::GraphError;
 use memfold_lend::lvm::LvmError;
 use memfold_segment::SegmentError;
 use memfold_snapshot::SnapshotError;
 use memfold_transfer::TransferError;
-use memfold_vm::{AgentError, LaunchError};
+use memfold_vm::balloon::BalloonError;
+use memfold_vm::{AgentError, LaunchError, MachineError, QmpError, RamError};
 
 use super::limits::MAX_BODY;
 use super::runtimes::on_worker;
@@ -107,6 +109,7 @@ impl IntoResponse for Failure {
             | DaemonError::NoSuchDefinition(_)
             | DaemonError::NoSuchPath
             | DaemonError::NoHistory
+            | DaemonError::Estimate(EstimateError::NoSuchVm(_))
             | DaemonError::Lvm(LvmError::NoVolume(_))
             | DaemonError::Snapshot(SnapshotError::Unknown(_))
             | DaemonError::Transfer(TransferError::Unknown { .. })
@@ -116,6 +119,8 @@ impl IntoResponse for Failure {
             | DaemonError::Agent(
                 AgentError::TooOld { .. } | AgentError::NotAllowed(_) | AgentError::TooManyStreams,
             )
+            | DaemonError::Balloon(BalloonError::NoDriver)
+            | DaemonError::Machine(MachineError::NotOurs { .. })
             | DaemonError::Lvm(LvmError::Unfit { .. })
             | DaemonError::Registry(
                 RegistryError::NothingToSpare { .. }
@@ -160,12 +165,38 @@ impl IntoResponse for Failure {
                 | SegmentError::Foreign { .. }
                 | SegmentError::Impossible(_),
             ) => StatusCode::BAD_REQUEST,
+            error if is_unanswered(error) => StatusCode::SERVICE_UNAVAILABLE,
             error if error.impossible_here() => StatusCode::NOT_IMPLEMENTED,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         let (hint, impossible) = (self.0.hint(), self.0.impossible_here());
         refused(status, &chain(&self.0), hint, impossible)
     }
+}
+
+/// Returns whether a VM, its guest's agent or the registry of leases did not answer in time, so that
+/// the same request may succeed later.
+fn is_unanswered(error: &DaemonError) -> bool {
+    let qmp = match error {
+        DaemonError::Registry(RegistryError::Unusable { .. })
+        | DaemonError::Agent(
+            AgentError::NoSession(_)
+            | AgentError::Lost
+            | AgentError::Timeout { .. }
+            | AgentError::TrimTimeout { .. }
+            | AgentError::Write(_),
+        ) => return true,
+        DaemonError::Qmp(error)
+        | DaemonError::Machine(MachineError::Qmp(error))
+        | DaemonError::Ram(RamError::Qmp(error))
+        | DaemonError::Balloon(BalloonError::Qmp(error))
+        | DaemonError::Graph(GraphError::Qmp(error) | GraphError::Unknown(error))
+        | DaemonError::Snapshot(
+            SnapshotError::Qmp(error) | SnapshotError::Ram(RamError::Qmp(error)),
+        ) => error,
+        _ => return false,
+    };
+    matches!(qmp, QmpError::Timeout { .. } | QmpError::Busy { .. })
 }
 
 /// The daemon, as an argument of handlers.
@@ -192,5 +223,73 @@ pub(crate) async fn blocking<T: Send + 'static>(
         Err(_) => Err(Failure(DaemonError::Internal(
             "a task of the daemon ended unexpectedly",
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(error: impl Into<DaemonError>) -> StatusCode {
+        Failure(error.into()).into_response().status()
+    }
+
+    #[test]
+    fn a_request_that_a_vm_or_the_registry_does_not_answer_fails_with_status_503() {
+        let late = || QmpError::Timeout {
+            command: "stop".into(),
+            seconds: 10.0,
+        };
+        let busy = QmpError::Busy {
+            path: "/qmp".into(),
+            seconds: 1.0,
+        };
+        let away = RegistryError::Unusable {
+            place: "a".into(),
+            why: "no route".into(),
+        };
+        let all = [
+            status(AgentError::NoSession("it boots".into())),
+            status(AgentError::Lost),
+            status(AgentError::Timeout { seconds: 1.0 }),
+            status(AgentError::TrimTimeout { seconds: 1.0 }),
+            status(AgentError::Write(io::ErrorKind::BrokenPipe.into())),
+            status(late()),
+            status(busy),
+            status(MachineError::Qmp(late())),
+            status(RamError::Qmp(late())),
+            status(BalloonError::Qmp(late())),
+            status(GraphError::Unknown(late())),
+            status(SnapshotError::Qmp(late())),
+            status(away),
+        ];
+        let unanswered = |status: &StatusCode| *status == StatusCode::SERVICE_UNAVAILABLE;
+        assert!(all.iter().all(unanswered), "{all:?}");
+        let refused = QmpError::Refused {
+            command: "stop".into(),
+            class: "GenericError".into(),
+            description: "no".into(),
+        };
+        assert_eq!(status(refused), StatusCode::INTERNAL_SERVER_ERROR);
+    }
+
+    #[test]
+    fn a_request_that_the_present_state_forbids_fails_with_status_409() {
+        let name = "web".to_owned();
+        let all = [
+            status(BalloonError::NoDriver),
+            status(MachineError::NotOurs { name }),
+            status(DaemonError::Refused {
+                why: "a snapshot of VM 'web' is being made".into(),
+                fix: "wait until it is complete".into(),
+            }),
+        ];
+        assert_eq!(all, [StatusCode::CONFLICT; 3]);
+    }
+
+    #[test]
+    fn an_estimate_of_a_vm_that_does_not_run_fails_with_status_404() {
+        let ghost = EstimateError::NoSuchVm("ghost".into());
+        assert_eq!(status(ghost), StatusCode::NOT_FOUND);
     }
 }
