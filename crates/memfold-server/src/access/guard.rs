@@ -65,25 +65,34 @@ pub(crate) async fn guard(
     };
     let path = request.uri().path().to_owned();
     let method = request.method().clone();
-    let mut response = match admit(&access, &peer, &request) {
-        Err(refused) => {
-            let who = login_name(&peer);
-            access.refused.add(Why::of(refused.status()));
-            let asked = AuditedRequest::refused(&method, &path);
-            let took = began.elapsed();
-            access.audit.note((&who, None), &asked, &refused, took);
-            *refused
-        }
+    let admitted = admit(&access, &peer, &request);
+    let who = match &admitted {
+        Ok(Some(visitor)) => visitor.who.clone(),
+        _ => login_name(&peer),
+    };
+    let done = match admitted {
+        Err(refused) => Err(refused),
         Ok(visitor) if is_change(&method) => {
             change(&access, &peer, visitor, request, next, began).await
         }
         Ok(visitor) => carry_out(&access, &peer, visitor, request, next, |_, _| {}).await,
     };
+    let mut response = done.unwrap_or_else(|refused| {
+        access.refused.add(Why::of(refused.status()));
+        let asked = AuditedRequest::refused(&method, &path);
+        let took = began.elapsed();
+        access.audit.note((&who, None), &asked, &refused, took);
+        *refused
+    });
     response.extensions_mut().remove::<Told>();
     with_headers(response, &path)
 }
 
 /// Executes a request that may change something: reads its body first, and logs the result.
+///
+/// # Errors
+///
+/// The response that refuses the request before it is executed; the caller logs it.
 async fn change(
     access: &Arc<Access>,
     peer: &Peer,
@@ -91,7 +100,7 @@ async fn change(
     request: Request,
     next: Next,
     began: Instant,
-) -> Response {
+) -> Result<Response, Box<Response>> {
     let (who, role) = match &visitor {
         Some(visitor) => (visitor.who.clone(), Some(visitor.role)),
         None => (login_name(peer), None),
@@ -104,10 +113,7 @@ async fn change(
         SESSION_PATH => MOST_OF_A_LOGIN,
         _ => MAX_BODY,
     };
-    let (request, body) = match whole(request, most).await {
-        Ok(whole) => whole,
-        Err(refused) => return *refused,
-    };
+    let (request, body) = whole(request, most).await?;
     let note = move |access: &Access, response: &Response| {
         // A handler may also refuse a wrong token or a missing right; such a refusal is counted
         // here.
@@ -141,7 +147,11 @@ async fn change(
     carry_out(access, peer, visitor, request, next, note).await
 }
 
-/// Executes a request as soon as the limits permit it, and passes the response to `note`.
+/// Executes a request if the limits permit it, and passes the response to `note`.
+///
+/// # Errors
+///
+/// The response that refuses the request because of the limits; the caller logs it.
 async fn carry_out(
     access: &Arc<Access>,
     peer: &Peer,
@@ -149,22 +159,19 @@ async fn carry_out(
     mut request: Request,
     next: Next,
     note: impl FnOnce(&Access, &Response) + Send + 'static,
-) -> Response {
-    let turn = match turn(access, peer, visitor.as_ref().map(|v| v.role)) {
-        Ok(turn) => turn,
-        Err(busy) => return *busy,
-    };
+) -> Result<Response, Box<Response>> {
+    let turn = turn(access, peer, visitor.as_ref().map(|v| v.role))?;
     if let Some(visitor) = visitor {
         request.extensions_mut().insert(visitor);
     }
     let access = access.clone();
-    to_the_end(async move {
+    let work = async move {
         let _turn = turn;
         let response = next.run(request).await;
         note(&access, &response);
         response
-    })
-    .await
+    };
+    Ok(to_the_end(work).await)
 }
 
 /// Completes the work even if the client disconnects, so that the result is logged and the limits
@@ -392,7 +399,6 @@ fn turn(
     };
     let turn = turns.clone().try_acquire_owned();
     turn.map(Some).map_err(|_| {
-        access.refused.add(Why::Other);
         let mut busy = refusal(StatusCode::SERVICE_UNAVAILABLE, "too many requests at once");
         let header = busy.headers_mut();
         header.insert(RETRY_AFTER, HeaderValue::from_static("1"));
@@ -443,6 +449,53 @@ fn with_headers(mut response: Response, path: &str) -> Response {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::access::{Hosts, Keys};
+    use axum::Router;
+    use axum::middleware::from_fn_with_state;
+    use hyper::service::Service as _;
+    use hyper_util::service::TowerToHyperService;
+    use tokio::sync::watch;
+
+    #[test]
+    fn requests_that_are_too_long_or_too_many_are_audited_and_counted() {
+        let records = tempfile::tempdir().unwrap();
+        let hosts = Hosts::open(records.path().join("hosts.json")).unwrap();
+        let (_daemon, ending) = watch::channel(false);
+        let directory = records.path().to_owned();
+        let access = Access::new(Keys::default(), hosts, directory, None, ending);
+        let routes: Router = Router::new().fallback(|| async {});
+        let routes = routes.layer(from_fn_with_state(access.clone(), guard));
+        let server = TowerToHyperService::new(routes);
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let ask = |role: Role, method: Method, length: usize| {
+            let request = axum::http::Request::builder()
+                .method(method)
+                .uri("/v1/fold")
+                .header(axum::http::header::CONTENT_LENGTH, length.to_string())
+                .extension(Peer::Unix {
+                    who: role.name().to_owned(),
+                    role: Some(role),
+                });
+            let request = request.body(Body::empty()).unwrap();
+            runtime.block_on(server.call(request)).unwrap().status()
+        };
+        assert_eq!(
+            ask(Role::Operate, Method::PUT, MAX_BODY + 1),
+            StatusCode::PAYLOAD_TOO_LARGE
+        );
+        assert_eq!(ask(Role::Read, Method::GET, 0), StatusCode::OK);
+        let take = || access.turns.clone().try_acquire_owned().ok();
+        let taken: Vec<_> = std::iter::from_fn(take).collect();
+        assert_eq!(
+            ask(Role::Read, Method::GET, 0),
+            StatusCode::SERVICE_UNAVAILABLE
+        );
+        drop(taken);
+        let log = access.audit.last(10).unwrap();
+        let noted: Vec<(&str, u16)> = log.iter().map(|e| (&*e.who, e.status)).collect();
+        assert_eq!(noted, [("read", 503), ("operate", 413)]);
+        assert_eq!(access.refused()[3], ("other", 2));
+    }
 
     #[test]
     fn every_http_request_that_changes_something_needs_the_role_operate() {
