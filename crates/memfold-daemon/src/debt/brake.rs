@@ -286,12 +286,13 @@ impl DebtBrake {
             let Ok(machine) = self.registry.machine(&vm.name) else {
                 continue;
             };
-            // Without free page reporting, freed pages would not return to the host.
-            let reports = machine.vm().spec().is_some_and(|spec| spec.balloon);
             if self.records.is_pinned(&machine) {
                 continue;
             }
-            if !reports || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
+            let reports = machine.vm().spec().is_some_and(|spec| spec.balloon);
+            if !can_gain(machine.keeps_freed_ram(), reports)
+                || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN)
+            {
                 continue;
             }
             // The guest of a stopped VM cannot answer.
@@ -336,6 +337,13 @@ fn drops_are_due(ladder: Option<&LadderNote>) -> bool {
     ladder.is_none_or(|ladder| !ladder.is_on || ladder.rung == Rung::Brake)
 }
 
+/// Returns whether the host gets the memory that a guest frees. `keeps_freed_ram`: the host keeps
+/// it in use for the VM, as right-sizing knows, too. `reports`: the VM has free page reporting,
+/// without which freed pages would not return to the host.
+fn can_gain(keeps_freed_ram: bool, reports: bool) -> bool {
+    reports && !keeps_freed_ram
+}
+
 /// Returns how many pages KSM saves: each would need its own frame if it was written to. While KSM
 /// is stopped, its counters still contain pages of ended processes. With `look`, this function
 /// therefore reads the processes; without `look`, it returns at most `before`, the last count.
@@ -371,5 +379,14 @@ mod tests {
         // rung.
         assert_eq!(Rung::ALL.map(|rung| due(rung, false)), [true; 5]);
         assert!(drops_are_due(None));
+    }
+
+    #[test]
+    fn no_guest_drops_page_cache_whose_memory_the_host_would_not_get() {
+        // RAM that VFIO pins, that is locked or in huge pages, stays in use.
+        assert!(!can_gain(true, true));
+        // Without free page reporting, the host does not learn which pages are free.
+        assert!(!can_gain(false, false));
+        assert!(can_gain(false, true));
     }
 }
