@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use memfold_api::{AttachRequest, BootSnapshot, SegmentState};
@@ -119,6 +119,9 @@ struct Marks {
     segments: Mutex<BTreeMap<String, SegmentState>>,
     agent: Mutex<Option<Arc<AgentLink>>>,
     guest_memory: Mutex<GuestReading>,
+    /// Whether the balloon of a VM that another program describes has free page reporting; empty
+    /// until QEMU has said it.
+    reports_free_pages: OnceLock<bool>,
     /// How far the fetching of the snapshot is from which the VM runs; `None` if nothing is
     /// missing.
     arriving: Mutex<Option<String>>,

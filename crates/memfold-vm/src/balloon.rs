@@ -163,6 +163,27 @@ pub fn deflates_on_oom(qmp: &mut Qmp, device: &str) -> Result<bool, QmpError> {
     Ok(answer.as_bool().unwrap_or(false))
 }
 
+/// Returns whether QEMU gives pages that are free in the guest back to the host: the VM has a
+/// balloon with free page reporting, whoever gave it to the VM.
+pub fn reports_free_pages(qmp: &mut Qmp) -> Result<bool, BalloonError> {
+    let device = match find(qmp) {
+        Err(BalloonError::NoDevice) => return Ok(false),
+        other => other?,
+    };
+    let property = "free-page-reporting";
+    let answer = qmp.execute("qom-get", json!({ "path": device, "property": property }));
+    Ok(is_on(answer)?)
+}
+
+/// Returns whether a property of a device is on. A QEMU that refuses the question is older than the
+/// property (QEMU 5.1 brought free page reporting).
+fn is_on(answer: Result<Value, QmpError>) -> Result<bool, QmpError> {
+    match answer {
+        Err(QmpError::Refused { .. }) => Ok(false),
+        other => Ok(other?.as_bool().unwrap_or(false)),
+    }
+}
+
 /// Returns the VM's RAM with DIMMs: its size when the balloon is empty. Memory of other devices is
 /// not part of it, because QEMU does not count that for the balloon (`hw/virtio/virtio-balloon.c`,
 /// `get_current_ram_size`; `hw/mem/pc-dimm.c`, `pc_dimm_plug`): what virtio-mem has plugged,
@@ -314,6 +335,25 @@ mod tests {
         assert_eq!(dimms(&json!(devices)), Some((1 << 30) + (1 << 28)));
         assert_eq!(dimms(&json!([of("virtio-pmem", 1)])), Some(0));
         assert_eq!(dimms(&json!([{ "type": "dimm", "data": {} }])), None);
+    }
+
+    #[test]
+    fn a_balloon_whose_qemu_does_not_know_free_page_reporting_has_none() {
+        let command = || "qom-get".to_owned();
+        let unknown = QmpError::Refused {
+            command: command(),
+            class: "GenericError".into(),
+            description: "Property 'virtio-balloon-pci.free-page-reporting' not found".into(),
+        };
+        assert!(matches!(is_on(Err(unknown)), Ok(false)));
+        assert!(matches!(is_on(Ok(json!(true))), Ok(true)));
+        assert!(matches!(is_on(Ok(json!(false))), Ok(false)));
+        // QEMU is asked again.
+        let late = QmpError::Timeout {
+            command: command(),
+            seconds: 1.0,
+        };
+        assert!(is_on(Err(late)).is_err());
     }
 
     #[test]

@@ -289,14 +289,14 @@ impl DebtBrake {
             if self.records.is_pinned(&machine) {
                 continue;
             }
-            let reports = machine.vm().spec().is_some_and(|spec| spec.balloon);
-            if !can_gain(machine.keeps_freed_ram(), reports)
-                || asked.is_some_and(|at| at.elapsed() < ASK_AGAIN)
-            {
+            if asked.is_some_and(|at| at.elapsed() < ASK_AGAIN) {
                 continue;
             }
             // The guest of a stopped VM cannot answer.
             if !machine.state().is_running() {
+                continue;
+            }
+            if !can_gain(machine.keeps_freed_ram(), machine.reports_free_pages()) {
                 continue;
             }
             // A VM that is being saved keeps its cache, which is part of the snapshot.

@@ -4,15 +4,16 @@
 //! A guest can lie. The daemon keeps only the newest figures, and only those that are possible in a
 //! guest of this size ([`GuestMemory::check`]).
 
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use memfold_ledger::{GuestLruGen, GuestMemory, GuestMemorySource, GuestPressure};
 use memfold_units::{ByteSize, PAGE_SIZE, PageCount};
 use memfold_vm::balloon::{self, GuestStats};
-use memfold_vm::{AgentError, Trim};
+use memfold_vm::{AgentError, Trim, VmSpec};
 use memfold_wire::memory::{AGE_CLASSES_S, MemoryReading, TrimResult};
-use tracing::warn;
+use tracing::{debug, warn};
 
 use crate::error::DaemonError;
 use crate::machine::Machine;
@@ -92,6 +93,21 @@ fn of_balloon(stats: &GuestStats) -> GuestMemory {
     }
 }
 
+/// Returns whether a VM has free page reporting. memfold gives it to each balloon of its own VMs;
+/// only of other VMs, QEMU is asked by `ask`, until it has said it once (`known`). Until then, the
+/// VM counts as one without.
+fn has_reporting(
+    spec: Option<&VmSpec>,
+    known: &OnceLock<bool>,
+    ask: impl FnOnce() -> Option<bool>,
+) -> bool {
+    if let Some(spec) = spec.filter(|spec| spec.foreign.is_none()) {
+        return spec.balloon;
+    }
+    let answer = known.get().copied().or_else(ask);
+    answer.is_some_and(|reports| *known.get_or_init(|| reports))
+}
+
 impl Machine {
     /// Keeps memory figures that the guest's agent reports.
     pub(super) fn note_agent_memory(&self, reading: &MemoryReading) {
@@ -145,6 +161,19 @@ impl Machine {
         Ok(self.agent().ok_or_else(not_there)?.trim(trim)?)
     }
 
+    /// Returns whether the host gets pages that are free in the guest, by free page reporting of
+    /// its balloon. If QEMU must be asked and its monitor is in use, the next call asks again.
+    pub(crate) fn reports_free_pages(&self) -> bool {
+        let ask = || {
+            let mut qmp = self.idle_monitor()?;
+            let answer = balloon::reports_free_pages(&mut qmp).inspect_err(|error| {
+                debug!(vm = self.name(), %error, "cannot ask QEMU whether the VM has free page reporting; asking again before the next trim");
+            });
+            answer.ok()
+        };
+        has_reporting(self.vm.spec(), &self.marks.reports_free_pages, ask)
+    }
+
     /// Returns the size that the guest really has: its RAM without the pages in the balloon.
     pub(crate) fn balloon_size(&self) -> Result<ByteSize, DaemonError> {
         Ok(balloon::actual(&mut self.monitor())?)
@@ -177,6 +206,7 @@ impl Machine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use memfold_vm::foreign::Foreign;
     use memfold_wire::memory::{LruGen, Pressure};
 
     #[test]
@@ -216,6 +246,30 @@ mod tests {
         // Right-sizing needs these two of guests without an agent.
         assert_eq!(memory.cached_bytes, Some(ByteSize(1 << 28)));
         assert_eq!(memory.pgmajfault, Some(7));
+    }
+
+    #[test]
+    fn qemu_is_asked_once_whether_a_vm_that_another_program_describes_has_free_page_reporting() {
+        let never = || -> Option<bool> { panic!("QEMU is asked") };
+        // Attached to by its QMP socket, as VMs of libvirt and of Proxmox VE are.
+        let known = OnceLock::new();
+        assert!(!has_reporting(None, &known, || None), "not said yet");
+        assert!(has_reporting(None, &known, || Some(true)));
+        assert!(has_reporting(None, &known, never));
+        let known = OnceLock::new();
+        assert!(!has_reporting(None, &known, || Some(false)));
+        assert!(!has_reporting(None, &known, never));
+        // Started by memfold from the command line of such a VM.
+        let mut spec = VmSpec::new("copy", ByteSize::mib(512));
+        spec.foreign = Some(Foreign::default());
+        let known = OnceLock::new();
+        assert!(!has_reporting(Some(&spec), &known, || Some(false)));
+        // memfold's own.
+        spec.foreign = None;
+        let known = OnceLock::new();
+        assert!(has_reporting(Some(&spec), &known, never));
+        spec.balloon = false;
+        assert!(!has_reporting(Some(&spec), &known, never));
     }
 
     #[test]

@@ -252,9 +252,8 @@ pub(super) fn ram(machine: &Machine) -> ByteSize {
 /// Returns whether the host gets what a guest's agent reclaims, and the guest's owner allows that.
 /// Older agents do not say what is allowed.
 pub(super) fn may_trim(machine: &Machine) -> bool {
-    let has_reporting = machine.vm().spec().is_some_and(|spec| spec.balloon);
     let allowed = machine.agent().and_then(|agent| agent.allowed());
-    has_reporting && allowed.is_none_or(|all| all.contains(&Permission::Trim))
+    allowed.is_none_or(|all| all.contains(&Permission::Trim)) && machine.reports_free_pages()
 }
 
 /// Returns the signals of one VM. `began`: the zero of the service's clock. `trims`: the VM's
