@@ -84,6 +84,8 @@ pub struct Qmp {
     connections: u64,
     /// Whether QEMU has missed a deadline and has not answered since.
     is_silent: bool,
+    /// Whether a missed deadline says nothing about QEMU ([`Self::briefly`]).
+    is_brief: bool,
     /// How long the caller waited, if this value only stands for a connection that another task
     /// holds; else `None`.
     busy: Option<Duration>,
@@ -135,6 +137,7 @@ impl Qmp {
             pass: None,
             connections: 0,
             is_silent: false,
+            is_brief: false,
             busy: None,
         }
     }
@@ -206,14 +209,18 @@ impl Qmp {
         self.greeting = greeting;
         // QEMU sends its greeting from a separate thread, but executes commands on the one that may
         // hang.
-        self.once("qmp_capabilities", &Value::Null, limit).map(drop)
+        let negotiated = self.once("qmp_capabilities", &Value::Null, limit);
+        if negotiated.is_err() {
+            self.stream = None;
+        }
+        negotiated.map(drop)
     }
 
-    /// Closes the connection after a missed deadline: a late answer would be taken for that of the
-    /// next command.
+    /// Closes the connection after a missed deadline. QEMU then drops commands that it has not
+    /// begun (`monitor/qmp.c`, `monitor_qmp_event`).
     fn give_up(&mut self) {
         self.stream = None;
-        self.is_silent = true;
+        self.is_silent |= !self.is_brief;
     }
 
     /// Returns QEMU's version from its greeting: major, minor, micro. Zeroes if the greeting lacks
@@ -264,6 +271,18 @@ impl Qmp {
     ) -> Result<Value, QmpError> {
         let usual = std::mem::replace(&mut self.timeout, timeout);
         let answer = self.execute(command, arguments);
+        self.timeout = usual;
+        answer
+    }
+
+    /// Calls `ask`, whose commands have this timeout, for questions that are asked again soon. A
+    /// QEMU that only answers later than that is not silent ([`Self::is_silent`]), and the
+    /// connection stays open: later commands skip the late answer by its id.
+    pub fn briefly<T>(&mut self, timeout: Duration, ask: impl FnOnce(&mut Self) -> T) -> T {
+        let usual = std::mem::replace(&mut self.timeout, timeout);
+        self.is_brief = true;
+        let answer = ask(self);
+        self.is_brief = false;
         self.timeout = usual;
         answer
     }
@@ -347,7 +366,9 @@ impl Qmp {
         sent.map_err(|source| self.lost(command, source))?;
         loop {
             let Some(mut message) = self.read_message(command, deadline)? else {
-                self.give_up();
+                if !self.is_brief {
+                    self.give_up();
+                }
                 return Err(QmpError::Timeout {
                     command: command.into(),
                     seconds: limit.as_secs_f64(),
@@ -639,6 +660,23 @@ mod tests {
             "QEMU did not answer blockdev-backup within 0.05 s"
         );
         assert_eq!(qmp.timeout, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn a_late_answer_to_a_brief_qmp_question_is_skipped_and_the_connection_stays() {
+        // The first question gets only an event. Its answer comes with that to the second one.
+        let late = "{\"return\": 6, \"id\": 2}\r\n{\"return\": 7, \"id\": ID}";
+        let (_dir, path) = server(vec![vec!["{\"event\": \"STOP\"}", late]]);
+        let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+        let limit = Duration::from_millis(50);
+        let missed = qmp.briefly(limit, |qmp| qmp.query("query-balloon"));
+        assert!(matches!(missed, Err(QmpError::Timeout { .. })));
+        assert!(!qmp.is_silent());
+        assert_eq!(qmp.query("query-status").unwrap(), 7);
+        assert_eq!(
+            (qmp.connections(), qmp.timeout),
+            (1, Duration::from_secs(5))
+        );
     }
 
     #[test]
