@@ -22,6 +22,10 @@ use crate::threads;
 /// Time between two queries of guests' memory figures.
 const LOOK: Duration = Duration::from_secs(5);
 
+/// Time limit for each of QEMU's answers. All other guests wait for them, and the next query asks
+/// again.
+const ANSWER: Duration = Duration::from_secs(1);
+
 /// QOM path of the balloon in VMs that memfold starts.
 const BALLOON: &str = "/machine/peripheral/balloon0";
 
@@ -117,10 +121,7 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<Option<boo
     let asked = if let Some(asked) = known.get_mut(&machine.id()) {
         asked
     } else {
-        let device = find(machine, &mut qmp)?;
-        if let (Some(device), true) = (&device, is_ours(machine)) {
-            balloon::poll_guest_stats(&mut qmp, device, LOOK.as_secs())?;
-        }
+        let device = qmp.briefly(ANSWER, |qmp| begin_polls(machine, qmp))?;
         let new = Asked {
             device,
             last: None,
@@ -131,7 +132,7 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<Option<boo
     let Some(device) = &asked.device else {
         return Ok(Some(false));
     };
-    let now = balloon::guest_stats(&mut qmp, device)?;
+    let now = qmp.briefly(ANSWER, |qmp| balloon::guest_stats(qmp, device))?;
     drop(qmp);
     let now = now.filter(|now| now.updated_s + OLD_S >= threads::unix_time().as_secs());
     let before = std::mem::replace(&mut asked.last, now);
@@ -143,6 +144,16 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<Option<boo
         }
     }
     Ok(Some(is_short))
+}
+
+/// Returns the path of a VM's balloon; `None`: it has none. QEMU asks the guest from now on, unless
+/// another program decides that.
+fn begin_polls(machine: &Machine, qmp: &mut Qmp) -> Result<Option<String>, QmpError> {
+    let device = find(machine, qmp)?;
+    if let (Some(device), true) = (&device, is_ours(machine)) {
+        balloon::poll_guest_stats(qmp, device, LOOK.as_secs())?;
+    }
+    Ok(device)
 }
 
 fn find(machine: &Machine, qmp: &mut Qmp) -> Result<Option<String>, QmpError> {
@@ -169,7 +180,7 @@ fn stop_asking(machine: &Machine, known: &mut BTreeMap<u32, Asked>) {
     let device = asked.and_then(|asked| asked.device);
     if let Some(device) = device.filter(|_| is_ours(machine)) {
         // If this fails, QEMU still asks the guest, which costs little.
-        let _ = balloon::poll_guest_stats(&mut qmp, &device, 0);
+        let _ = qmp.briefly(ANSWER, |qmp| balloon::poll_guest_stats(qmp, &device, 0));
     }
 }
 

@@ -580,7 +580,7 @@ impl Rightsizing {
             return;
         };
         // If QEMU does not answer, the next look tries again.
-        let Ok(device) = virtio_mem::read(&mut qmp) else {
+        let Ok(device) = qmp.briefly(signals::ANSWER, virtio_mem::read) else {
             return;
         };
         if let Some(device) = device.filter(|device| device.requested < device.plugged) {
@@ -652,7 +652,7 @@ impl Rightsizing {
         let Some(mut qmp) = machine.idle_monitor() else {
             return;
         };
-        let noted = self.note_held(machine, &mut qmp);
+        let noted = qmp.briefly(signals::ANSWER, |qmp| self.note_held(machine, qmp));
         drop(qmp);
         match noted {
             Ok(held) => {

@@ -122,7 +122,9 @@ pub(super) fn absence(state: &RunState, silence: Option<&str>) -> String {
             "the VM does not run ({}), so it keeps its size",
             state.words()
         ),
-        None => "QEMU has not said yet how much memory the VM has, so the VM keeps its size".into(),
+        None => {
+            "QEMU has not said yet how much memory the VM has now, so the VM keeps its size".into()
+        }
     }
 }
 

@@ -12,7 +12,8 @@ use memfold_rightsize::{
     VirtioMem,
 };
 use memfold_units::{ByteSize, PageCount};
-use memfold_vm::{Qmp, QmpError, VmSpec, balloon, virtio_mem};
+use memfold_vm::balloon::{self, BalloonError};
+use memfold_vm::{Qmp, QmpError, VmSpec, virtio_mem};
 use memfold_wire::permission::Permission;
 use tracing::debug;
 
@@ -21,6 +22,10 @@ use crate::machine::Machine;
 /// Time between two questions to QEMU about the memory of a VM in which nothing can change without
 /// an order.
 const STILL: Duration = Duration::from_secs(30);
+
+/// Time limit for each of QEMU's answers. All other VMs wait for them, and the next look asks
+/// again.
+pub(super) const ANSWER: Duration = Duration::from_secs(1);
 
 /// What QEMU says about the memory of one VM.
 #[derive(Clone, Copy, Debug)]
@@ -60,6 +65,28 @@ struct Known {
     at: Instant,
 }
 
+/// What became of a question to QEMU.
+enum Answer {
+    /// QEMU has said the VM's memory.
+    Said(Known),
+    /// QEMU was not asked, or could not say it. What it last said counts.
+    NotSaid,
+    /// QEMU has not answered in time. What it last said may be wrong by now.
+    Late,
+}
+
+impl Answer {
+    fn of(asked: Result<Known, BalloonError>) -> Self {
+        match asked {
+            Ok(known) => Self::Said(known),
+            Err(BalloonError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. })) => {
+                Self::Late
+            }
+            Err(_) => Self::NotSaid,
+        }
+    }
+}
+
 impl Known {
     /// Returns whether the memory of a VM stays as it is unless right-sizing gives an order. The
     /// balloon of a VM that memfold started (`is_own`) is moved by no other program; a guest takes
@@ -86,25 +113,22 @@ impl QemuMemories {
 
     /// Asks QEMU for a VM's memory. `may_move`: right-sizing has given the VM an order, so an
     /// answer from before does not count. While the VM is saved, for example, the monitor is in
-    /// use, and the last answer is returned. `None`: QEMU has never answered, or not since the
-    /// guest claims to have more memory.
+    /// use, and the last answer is returned. `None`: QEMU has never answered, or answers late now.
     pub fn look(&mut self, machine: &Machine, may_move: bool) -> Option<QemuMemory> {
         let is_own = machine.vm().spec().is_some();
         let claimed = machine
             .guest_memory()
             .map(|(_, guest)| guest.mem_total_bytes);
-        let is_outgrown = self.is_outgrown(machine.id(), claimed);
-        let mut has_answered = false;
-        let memory = self.look_with(machine.id(), is_own, may_move || is_outgrown, |known| {
-            let mut qmp = machine.idle_monitor()?;
-            let answer = read(machine, &mut qmp, known).inspect_err(|error| {
+        let may_differ = may_move || self.is_outgrown(machine.id(), claimed);
+        self.look_with(machine.id(), is_own, may_differ, |known| {
+            let Some(mut qmp) = machine.idle_monitor() else {
+                return Answer::NotSaid;
+            };
+            let asked = qmp.briefly(ANSWER, |qmp| read(machine, qmp, known));
+            Answer::of(asked.inspect_err(|error| {
                 debug!(vm = machine.name(), %error, "cannot ask QEMU for the VM's memory; asking again at the next look");
-            });
-            has_answered = answer.is_ok();
-            answer.ok()
-        });
-        // Without a new answer, a guest to which memory was plugged would be taken for a liar.
-        memory.filter(|_| has_answered || !is_outgrown)
+            }))
+        })
     }
 
     /// Returns whether a guest claims more memory than QEMU has last said. Another program may have
@@ -122,14 +146,18 @@ impl QemuMemories {
         id: u32,
         is_own: bool,
         may_move: bool,
-        ask: impl FnOnce(Option<&Known>) -> Option<Known>,
+        ask: impl FnOnce(Option<&Known>) -> Answer,
     ) -> Option<QemuMemory> {
         let known = self.known.get(&id);
         let is_new = |known: &Known| known.at.elapsed() < STILL && known.is_still(is_own);
         let is_known = known.is_some_and(is_new);
         if may_move || !is_known {
-            if let Some(new) = ask(known) {
-                self.known.insert(id, new);
+            match ask(known) {
+                Answer::Said(new) => {
+                    self.known.insert(id, new);
+                }
+                Answer::NotSaid => {}
+                Answer::Late => return None,
             }
         }
         self.known(id)
@@ -152,16 +180,12 @@ fn own_device(qmp: &mut Qmp) -> Result<Option<(VirtioMem, bool)>, QmpError> {
 }
 
 /// Asks QEMU for a VM's memory.
-fn read(
-    machine: &Machine,
-    qmp: &mut Qmp,
-    known: Option<&Known>,
-) -> Result<Known, balloon::BalloonError> {
+fn read(machine: &Machine, qmp: &mut Qmp, known: Option<&Known>) -> Result<Known, BalloonError> {
     let deflate_on_oom = match known {
         Some(known) => known.deflate_on_oom,
         None => match balloon::find(qmp) {
             Ok(device) => Some(balloon::deflates_on_oom(qmp, &device)?),
-            Err(balloon::BalloonError::NoDevice) => None,
+            Err(BalloonError::NoDevice) => None,
             Err(error) => return Err(error),
         },
     };
@@ -431,8 +455,10 @@ mod tests {
         }
     }
 
-    /// Returns the plugged memory in MiB, or `None` if the memory of the VM is not known.
+    /// Returns the plugged memory in MiB, or `None` if the memory of the VM is not known. `answer`:
+    /// QEMU's; `None`: the monitor is in use.
     fn plugged(memories: &mut QemuMemories, answer: Option<Known>) -> Option<u64> {
+        let answer = answer.map_or(Answer::NotSaid, Answer::Said);
         let memory = memories.look_with(1, true, false, |_| answer)?;
         memory.virtio_mem.map(|device| device.plugged.0 >> 20)
     }
@@ -447,6 +473,27 @@ mod tests {
         );
         // The monitor is in use.
         assert_eq!(plugged(&mut memories, None), Some(1024));
+    }
+
+    #[test]
+    fn a_vm_whose_qemu_answers_late_is_left_out_until_it_answers_and_its_last_size_is_kept() {
+        let mut memories = QemuMemories::default();
+        assert_eq!(plugged(&mut memories, Some(answer(1024, true))), Some(1024));
+        let late = || QmpError::Timeout {
+            command: "query-balloon".into(),
+            seconds: 1.0,
+        };
+        for _ in 0..3 {
+            let answer = Answer::of(Err(late().into()));
+            assert!(memories.look_with(1, true, false, |_| answer).is_none());
+            // Reports show this size.
+            let known = memories.known(1).map(QemuMemory::installed);
+            assert_eq!(known, Some(ByteSize::mib(2048 + 1024)));
+        }
+        assert_eq!(plugged(&mut memories, Some(answer(512, true))), Some(512));
+        // QEMU cannot say it for another reason, so what it last said counts.
+        let answer = Answer::of(Err(BalloonError::NoDevice));
+        assert!(memories.look_with(1, true, false, |_| answer).is_some());
     }
 
     #[test]
@@ -466,7 +513,7 @@ mod tests {
         let claims =
             |memories: &QemuMemories, mib| memories.is_outgrown(1, Some(ByteSize::mib(mib)));
         assert!(!claims(&memories, 2048) && claims(&memories, 2049));
-        memories.look_with(1, true, true, |_| Some(answer(512, false)));
+        memories.look_with(1, true, true, |_| Answer::Said(answer(512, false)));
         assert!(!claims(&memories, 2560) && claims(&memories, 2561));
         assert!(!memories.is_outgrown(1, None));
         assert!(!memories.is_outgrown(2, Some(ByteSize::mib(1))));
