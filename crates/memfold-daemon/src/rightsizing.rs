@@ -324,7 +324,9 @@ impl Rightsizing {
             let id = VmId(u64::from(machine.id()));
             let answers = machine.state().is_running() && machine.is_silent().is_none();
             let may_move = ordered.contains_key(&machine.id());
-            let memory = answers.then(|| memories.look(&machine, may_move));
+            let report = machine.guest_memory();
+            let claimed = report.as_ref().map(|(_, guest)| guest.mem_total_bytes);
+            let memory = answers.then(|| memories.look(&machine, may_move, claimed));
             let Some(memory) = memory.flatten() else {
                 absent.push((id, self.describe_absent(&machine, memories)));
                 continue;
@@ -333,7 +335,7 @@ impl Rightsizing {
             let folded = ByteSize(folded.map_or(0, |vm| vm.folded_bytes));
             let is_untrimmable = self.state.lock().untrimmable.contains(machine.id());
             let trims = !is_untrimmable && signals::may_trim(&machine);
-            let signals = signals::of_vm(&machine, self.began, memory, folded, trims);
+            let signals = signals::of_vm(&machine, self.began, report, memory, folded, trims);
             let sizing = self.sizing(&machine);
             let limits = signals::limits(sizing, signals.ram, self.ceiling(&machine, &signals));
             looked.push(Looked {
@@ -347,9 +349,10 @@ impl Rightsizing {
 
     /// Describes a VM that gets no order, with the reason.
     fn describe_absent(&self, machine: &Machine, memories: &QemuMemories) -> VmRightsize {
+        let (report, folded) = (machine.guest_memory(), ByteSize(0));
         let known = memories.known(machine.id());
         let known =
-            known.map(|memory| signals::of_vm(machine, self.began, memory, ByteSize(0), false));
+            known.map(|memory| signals::of_vm(machine, self.began, report, memory, folded, false));
         let size = known
             .as_ref()
             .map_or_else(|| signals::ram(machine), Signals::size);

@@ -71,18 +71,25 @@ enum Answer {
     Said(Known),
     /// QEMU was not asked, or could not say it. What it last said counts.
     NotSaid,
-    /// QEMU has not answered in time. What it last said may be wrong by now.
+    /// QEMU has not answered in time. What it last said may be wrong by now, or is.
     Late,
 }
 
 impl Answer {
-    fn of(asked: Result<Known, BalloonError>) -> Self {
+    /// `asked`: what QEMU answered; `None`: its monitor is in use. `is_outgrown`: the guest claims
+    /// more memory than QEMU has last said.
+    fn of(asked: Option<Result<Known, BalloonError>>, is_outgrown: bool) -> Self {
+        let is_late = |error: &BalloonError| {
+            matches!(
+                error,
+                BalloonError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. })
+            )
+        };
         match asked {
-            Ok(known) => Self::Said(known),
-            Err(BalloonError::Qmp(QmpError::Timeout { .. } | QmpError::NoGreeting { .. })) => {
-                Self::Late
-            }
-            Err(_) => Self::NotSaid,
+            Some(Ok(known)) => Self::Said(known),
+            Some(Err(error)) if is_late(&error) => Self::Late,
+            _ if is_outgrown => Self::Late,
+            _ => Self::NotSaid,
         }
     }
 }
@@ -112,22 +119,26 @@ impl QemuMemories {
     }
 
     /// Asks QEMU for a VM's memory. `may_move`: right-sizing has given the VM an order, so an
-    /// answer from before does not count. While the VM is saved, for example, the monitor is in
-    /// use, and the last answer is returned. `None`: QEMU has never answered, or answers late now.
-    pub fn look(&mut self, machine: &Machine, may_move: bool) -> Option<QemuMemory> {
+    /// answer from before does not count. `claimed`: memory that the guest claims. While the VM is
+    /// saved, for example, the monitor is in use, and the last answer is returned. `None`: QEMU has
+    /// never answered, or answers late now, or has last said less than the guest claims.
+    pub fn look(
+        &mut self,
+        machine: &Machine,
+        may_move: bool,
+        claimed: Option<ByteSize>,
+    ) -> Option<QemuMemory> {
         let is_own = machine.vm().spec().is_some();
-        let claimed = machine
-            .guest_memory()
-            .map(|(_, guest)| guest.mem_total_bytes);
-        let may_differ = may_move || self.is_outgrown(machine.id(), claimed);
+        let is_outgrown = self.is_outgrown(machine.id(), claimed);
+        let may_differ = may_move || is_outgrown;
         self.look_with(machine.id(), is_own, may_differ, |known| {
-            let Some(mut qmp) = machine.idle_monitor() else {
-                return Answer::NotSaid;
-            };
-            let asked = qmp.briefly(ANSWER, |qmp| read(machine, qmp, known));
-            Answer::of(asked.inspect_err(|error| {
+            let asked = machine
+                .idle_monitor()
+                .map(|mut qmp| qmp.briefly(ANSWER, |qmp| read(machine, qmp, known)));
+            if let Some(Err(error)) = &asked {
                 debug!(vm = machine.name(), %error, "cannot ask QEMU for the VM's memory; asking again at the next look");
-            }))
+            }
+            Answer::of(asked, is_outgrown)
         })
     }
 
@@ -280,16 +291,17 @@ pub(super) fn may_trim(machine: &Machine) -> bool {
     allowed.is_none_or(|all| all.contains(&Permission::Trim)) && machine.reports_free_pages()
 }
 
-/// Returns the signals of one VM. `began`: the zero of the service's clock. `trims`: the VM's
-/// agent, if it has one, can trim page cache.
+/// Returns the signals of one VM. `began`: the zero of the service's clock. `memory`: the guest's
+/// newest report before QEMU was asked for `qemu`; memory that is plugged in between would make a
+/// later one a lie. `trims`: the VM's agent, if it has one, can trim page cache.
 pub(super) fn of_vm(
     machine: &Machine,
     began: Instant,
+    memory: Option<(Instant, GuestMemory)>,
     qemu: QemuMemory,
     folded_cache: ByteSize,
     trims: bool,
 ) -> Signals {
-    let memory = machine.guest_memory();
     let is_agent = |memory: &GuestMemory| memory.source == GuestMemorySource::Agent;
     let from_agent = memory.as_ref().is_some_and(|(_, memory)| is_agent(memory));
     let (at, guest) = report(memory, began).unzip();
@@ -484,7 +496,7 @@ mod tests {
             seconds: 1.0,
         };
         for _ in 0..3 {
-            let answer = Answer::of(Err(late().into()));
+            let answer = Answer::of(Some(Err(late().into())), false);
             assert!(memories.look_with(1, true, false, |_| answer).is_none());
             // Reports show this size.
             let known = memories.known(1).map(QemuMemory::installed);
@@ -492,7 +504,7 @@ mod tests {
         }
         assert_eq!(plugged(&mut memories, Some(answer(512, true))), Some(512));
         // QEMU cannot say it for another reason, so what it last said counts.
-        let answer = Answer::of(Err(BalloonError::NoDevice));
+        let answer = Answer::of(Some(Err(BalloonError::NoDevice)), false);
         assert!(memories.look_with(1, true, false, |_| answer).is_some());
     }
 
@@ -517,6 +529,22 @@ mod tests {
         assert!(!claims(&memories, 2560) && claims(&memories, 2561));
         assert!(!memories.is_outgrown(1, None));
         assert!(!memories.is_outgrown(2, Some(ByteSize::mib(1))));
+    }
+
+    #[test]
+    fn a_vm_whose_guest_outgrew_what_qemu_last_said_is_left_out_until_qemu_can_be_asked() {
+        let mut memories = QemuMemories::default();
+        assert_eq!(plugged(&mut memories, Some(answer(0, false))), Some(0));
+        let mut look = |asked| memories.look_with(1, true, true, |_| Answer::of(asked, true));
+        // The monitor is in use, or the connection was lost.
+        assert!(look(None).is_none());
+        let lost = QmpError::Lost {
+            command: "query-balloon".into(),
+            source: std::io::ErrorKind::UnexpectedEof.into(),
+        };
+        assert!(look(Some(Err(lost.into()))).is_none());
+        // QEMU says the same again, so the guest lies, and the controller is told so.
+        assert!(look(Some(Ok(answer(0, false)))).is_some());
     }
 
     #[test]
