@@ -11,7 +11,7 @@ use std::time::Duration;
 use memfold_api::LendRequest;
 use memfold_host::{chain, helper};
 use memfold_lend::registry::check_bytes;
-use memfold_lend::{Lender, LenderOptions, LenderStatus, Transport};
+use memfold_lend::{Lender, LenderOptions, LenderStatus, RegistryError, Transport};
 use memfold_vm::boot_id;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -94,6 +94,22 @@ fn check_server(transport: Transport) -> Result<(), DaemonError> {
     ))
 }
 
+/// Checks the maximum amount of memory to lend, in bytes.
+///
+/// # Errors
+///
+/// [`RegistryError::Value`], which names the option and the request's field, if the amount is too
+/// small or too large.
+fn check_max(bytes: u64) -> Result<(), RegistryError> {
+    check_bytes(bytes, LEAST).map_err(|error| match error {
+        RegistryError::Value { why, .. } => RegistryError::Value {
+            field: "--max (max_bytes)".into(),
+            why,
+        },
+        other => other,
+    })
+}
+
 impl Lending {
     /// Creates the service, which lends nothing yet. `needed`: bytes that must stay available for
     /// this host's VMs.
@@ -139,7 +155,7 @@ impl Lending {
     /// leases that exceed it.
     pub fn lend(&self, request: &LendRequest) -> Result<LenderStatus, DaemonError> {
         self.leases.check_host()?;
-        check_bytes(request.max_bytes, LEAST)?;
+        check_max(request.max_bytes)?;
         check_server(request.transport)?;
         // If the registry cannot be used, this request fails instead of the lender's thread. The
         // lender is not locked meanwhile, so that status requests do not wait.
@@ -319,6 +335,20 @@ mod tests {
         let registry = SqliteRegistry::open(&state.join("registry.db")).unwrap();
         let leases = Leases::of_registry("lender", Arc::new(registry), state);
         Lending::new(Arc::new(leases), state, configured, Arc::default())
+    }
+
+    #[test]
+    fn an_impossible_maximum_is_refused_by_the_options_name_with_readable_sizes() {
+        for (bytes, size) in [
+            (8 << 20, "8.00 MiB (8388608 bytes)"),
+            (LEAST - 1, "16.0 MiB (16777215 bytes)"),
+        ] {
+            let error = check_max(bytes).unwrap_err().to_string();
+            let wanted =
+                format!("--max (max_bytes): {size} is not possible; give 16.0 MiB to 1.00 PiB");
+            assert_eq!(error, wanted);
+        }
+        check_max(LEAST).unwrap();
     }
 
     #[test]

@@ -131,10 +131,14 @@ pub fn check_bytes(bytes: u64, least: u64) -> Result<()> {
     if (least..=MAX_BYTES).contains(&bytes) {
         return Ok(());
     }
-    Err(value(
-        "bytes",
-        format!("{bytes} is not {least} to {MAX_BYTES}"),
-    ))
+    // Three digits are not enough to tell a size just below the limit from the limit.
+    let why = format!(
+        "{} ({bytes} bytes) is not possible; give {} to {}",
+        ByteSize(bytes),
+        ByteSize(least),
+        ByteSize(MAX_BYTES)
+    );
+    Err(value("bytes", why))
 }
 
 /// Checks that a borrower that holds `leases` leases may take another one.
