@@ -174,7 +174,7 @@ impl Lending {
             if status.is_ending || status.listens != listens {
                 return Err(refused(
                     format!("this host already lends, on {}", status.listens),
-                    "stop lending first (memfold lend --stop), and wait until all leases have ended; only --max can be changed while lending",
+                    "to change only the limit, run 'memfold lend --max SIZE' without other options (HTTP: repeat 'lends_as' of GET /v1/leases with another 'max_bytes'); to change how this host lends, first stop lending (memfold lend --stop), and wait until all leases have ended",
                 ));
             }
             old.set_max(request.max_bytes);

@@ -21,7 +21,7 @@ use super::vm_info::segment as name_of_vm;
 #[derive(Args, Debug)]
 pub(super) struct LendArguments {
     /// Most of this host's RAM to lend; never more than the host can spare. Without --max: show
-    /// what is lent now
+    /// what is lent now. While the host lends, --max alone changes only the limit
     #[arg(long, value_name = "SIZE", conflicts_with = "stop")]
     max: Option<ByteSize>,
     /// Export on this IP address, each lease on a port of its own, with TLS and a key of its own
@@ -36,22 +36,29 @@ pub(super) struct LendArguments {
     /// Export on Unix sockets, to borrowers on this host (the default)
     #[arg(long, requires = "max", conflicts_with = "listen")]
     unix: bool,
-    /// Protocol of exports: NBD, encrypted between hosts, or iSCSI, not encrypted. With iSCSI,
-    /// exports listen on 127.0.0.1 unless --listen is given
-    #[arg(
-        long,
-        value_enum,
-        value_name = "WHAT",
-        requires = "max",
-        default_value_t
-    )]
-    transport: Transport,
+    /// Protocol of exports: NBD (the default), encrypted between hosts, or iSCSI, not encrypted.
+    /// With iSCSI, exports listen on 127.0.0.1 unless --listen is given
+    #[arg(long, value_enum, value_name = "WHAT", requires = "max")]
+    transport: Option<Transport>,
     /// Accept that iSCSI sends guests' swapped memory in clear text
     #[arg(long, requires = "max")]
     cleartext: bool,
     /// Stop lending, and take all lent RAM back
     #[arg(long)]
     stop: bool,
+}
+
+impl LendArguments {
+    /// Returns whether an option says how to export memory. If none does, the operator wants to
+    /// change only the limit of a host that lends.
+    const fn describe_exports(&self) -> bool {
+        self.listen.is_some()
+            || self.announce.is_some()
+            || self.ports.is_some()
+            || self.unix
+            || self.transport.is_some()
+            || self.cleartext
+    }
 }
 
 #[derive(Args, Debug)]
@@ -107,13 +114,22 @@ pub(super) fn lend(context: &Context, arguments: &LendArguments) -> anyhow::Resu
     let client = context.client()?;
     let status: Option<LenderStatus> = match arguments.max {
         Some(max) => {
-            let request = LendRequest {
+            let mut present = None;
+            if !arguments.describe_exports() {
+                let report: LeaseReport = client.get("/v1/leases")?;
+                present = report.lends_as;
+            }
+            let request = present.unwrap_or(LendRequest {
                 max_bytes: max.0,
                 listen: arguments.listen,
                 announce: arguments.announce,
                 ports: arguments.ports,
-                transport: arguments.transport,
+                transport: arguments.transport.unwrap_or_default(),
                 cleartext: arguments.cleartext,
+            });
+            let request = LendRequest {
+                max_bytes: max.0,
+                ..request
             };
             Some(client.post("/v1/lend", &request)?)
         }

@@ -21,6 +21,7 @@ mod forks;
 mod hangs;
 mod iscsi;
 mod ksm;
+mod lend_settings;
 mod lending;
 mod libvirt;
 mod lines;
