@@ -97,7 +97,7 @@ pub struct Leases {
     /// Whether this daemon serves the registry itself.
     own: bool,
     /// Whether other hosts can write to the registry.
-    elsewhere: bool,
+    pub(crate) elsewhere: bool,
     /// Time since which the registry has answered without interruption, and time of its last
     /// answer.
     heard: Mutex<Option<(Instant, Instant)>>,

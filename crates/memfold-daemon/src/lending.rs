@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use memfold_api::LendRequest;
 use memfold_host::{chain, helper};
+use memfold_lend::export::Listen;
 use memfold_lend::registry::check_bytes;
 use memfold_lend::{Lender, LenderOptions, LenderStatus, RegistryError, Transport};
 use memfold_vm::boot_id;
@@ -156,6 +157,7 @@ impl Lending {
     pub fn lend(&self, request: &LendRequest) -> Result<LenderStatus, DaemonError> {
         self.leases.check_host()?;
         check_max(request.max_bytes)?;
+        self.check_listen(request)?;
         check_server(request.transport)?;
         // If the registry cannot be used, this request fails instead of the lender's thread. The
         // lender is not locked meanwhile, so that status requests do not wait.
@@ -223,12 +225,32 @@ impl Lending {
         configured.or(lend)
     }
 
-    fn lender_options(&self, request: &LendRequest) -> Result<LenderOptions, DaemonError> {
+    /// Checks that borrowers can reach the exports.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::BadRequest`] if the request contradicts itself; [`DaemonError::Refused`] if
+    /// it asks for Unix sockets although borrowers of other hosts use the same registry.
+    fn check_listen(&self, request: &LendRequest) -> Result<Listen, DaemonError> {
         let listen = request.listens();
+        let listen = listen.map_err(|why| DaemonError::BadRequest(why.into()))?;
+        if listen == Listen::Unix && self.leases.elsewhere {
+            return Err(refused(
+                format!(
+                    "cannot lend on Unix sockets: borrowers of other hosts use the registry at {}, and cannot reach sockets of this host",
+                    self.leases.place
+                ),
+                "name an address of this host: memfold lend --max SIZE --listen ADDRESS",
+            ));
+        }
+        Ok(listen)
+    }
+
+    fn lender_options(&self, request: &LendRequest) -> Result<LenderOptions, DaemonError> {
         Ok(LenderOptions {
             host: self.leases.host.clone(),
             max_bytes: request.max_bytes,
-            listen: listen.map_err(|why| DaemonError::BadRequest(why.into()))?,
+            listen: self.check_listen(request)?,
             directory: self.directory.clone(),
             owed: self.needed.clone(),
             short_guests: self.short_guests.clone(),
@@ -248,8 +270,9 @@ impl Lending {
         let Some(request) = self.to_lend() else {
             return;
         };
-        let host = self.leases.check_host();
-        if let Err(error) = host.and_then(|()| check_server(request.transport)) {
+        let checked = self.leases.check_host();
+        let checked = checked.and_then(|()| self.check_listen(&request));
+        if let Err(error) = checked.and_then(|_| check_server(request.transport)) {
             warn!(
                 error = chain(&error),
                 "cannot start lending on this host; fix the cause and run 'memfold lend'"
@@ -332,8 +355,15 @@ mod tests {
     }
 
     fn lending(state: &Path, configured: Option<LendRequest>) -> Lending {
+        lending_with(leases(state), state, configured)
+    }
+
+    fn leases(state: &Path) -> Leases {
         let registry = SqliteRegistry::open(&state.join("registry.db")).unwrap();
-        let leases = Leases::of_registry("lender", Arc::new(registry), state);
+        Leases::of_registry("lender", Arc::new(registry), state)
+    }
+
+    fn lending_with(leases: Leases, state: &Path, configured: Option<LendRequest>) -> Lending {
         Lending::new(Arc::new(leases), state, configured, Arc::default())
     }
 
@@ -349,6 +379,25 @@ mod tests {
             assert_eq!(error, wanted);
         }
         check_max(LEAST).unwrap();
+    }
+
+    #[test]
+    fn unix_sockets_are_refused_if_another_host_or_an_etcd_serves_the_registry() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut leases = leases(directory.path());
+        leases.elsewhere = true;
+        let lending = lending_with(leases, directory.path(), Some(request()));
+        let error = lending.lend(&request()).unwrap_err();
+        assert!(error.to_string().contains("Unix sockets"), "{error}");
+        assert!(error.hint().unwrap().contains("--listen ADDRESS"));
+        lending.resume();
+        assert_eq!(lending.status(), None);
+        let listen = Some([127, 0, 0, 1].into());
+        let over_tcp = LendRequest {
+            listen,
+            ..request()
+        };
+        assert_ne!(lending.check_listen(&over_tcp).unwrap(), Listen::Unix);
     }
 
     #[test]

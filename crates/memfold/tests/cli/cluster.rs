@@ -224,7 +224,7 @@ fn a_lease_registry_refuses_and_counts_wrong_tokens_and_certificates() {
     ] {
         let token = authority.token(name, &text);
         let daemon = host("b", &authority.asking(&url, &token));
-        let output = daemon.run(&["lend", "--max", "64M"]);
+        let output = daemon.run(&["lend", "--max", "64M", "--listen", "127.0.0.1"]);
         if name == "c" && code(&output) == 0 {
             // The host may read the registry, but is refused when it acts in another host's name.
             wait("it is refused", || {
