@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64};
 use memfold_testkit::{patience, wait_for, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::super::calls::{Call, CallRegistry, answer};
+use super::super::calls::{Answer, Call, CallRegistry, answer};
 use super::super::endpoint::Address;
 use super::super::endpoint::Listen;
 use super::super::lease::{GIVE_BACK, Incarnation, MAX_TTL};
@@ -400,6 +400,35 @@ fn while_the_registry_is_slow_the_lender_still_checks_the_memory_of_its_host() {
     assert_eq!(work.exports.len(), 1);
     work.ask(|registry| registry.picture()).unwrap();
     assert!(work.exports.is_empty(), "it hasn't looked");
+}
+
+#[test]
+fn if_the_registry_refuses_to_publish_an_export_lent_memory_is_still_recalled() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lent = take(&registry);
+    look_until_exported(&registry, &mut work, lent.id);
+    let inner = registry.clone();
+    let refuses = move |call: &Call| {
+        if matches!(call, Call::Publish { .. }) {
+            return Ok(Answer::Refused(RegistryError::Value {
+                field: "endpoint".into(),
+                why: "not accepted".into(),
+            }));
+        }
+        Ok(answer(&*inner, call))
+    };
+    work.registry = Arc::new(CallRegistry::new("refusing".into(), refuses));
+    take(&registry);
+    wait_until("it is refused", Duration::from_secs(60), || {
+        work.keep_up().is_err()
+    });
+    work.options.wanted_back.store(MIB, Ordering::Relaxed);
+    work.keep_up().unwrap_err();
+    let leases = registry.picture().unwrap().leases;
+    assert!(leases.iter().any(|lease| lease.recall_ms.is_some()));
 }
 
 #[test]

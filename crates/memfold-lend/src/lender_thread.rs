@@ -269,9 +269,8 @@ impl Work {
         leases.retain(|lease| lease.lender == self.lender);
         // This step comes before new exports, because ended exports free memory.
         self.end_what_is_over(&leases);
-        for lease in &leases {
-            self.begin(lease)?;
-        }
+        let begun = self.begin_all(&leases);
+        // An export that cannot be published must not keep lent memory from being taken back.
         self.recall(&leases, wanted)?;
         if verdict.hurry > Hurry::No {
             // The deadline of borrowers that were asked in this round is shortened in the next.
@@ -285,6 +284,7 @@ impl Work {
             let recalled = leases.iter().filter(|lease| lease.recall_ms.is_some());
             status.recalled_bytes = recalled.map(|lease| lease.bytes).sum();
         });
+        begun?;
         Ok(ending && leases.is_empty() && self.exports.is_empty() && self.dying.is_empty())
     }
 
@@ -387,6 +387,22 @@ impl Work {
         };
         let is_new = lent.export.is_ready()? && !lent.published;
         Ok(is_new.then(|| lent.export.endpoint.clone()))
+    }
+
+    /// Starts the exports of new leases, and publishes those that are ready. An error of one lease
+    /// does not keep the other leases waiting, unless the registry cannot be used. Returns the
+    /// first error.
+    fn begin_all(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
+        let mut first = Ok(());
+        for lease in leases {
+            let begun = self.begin(lease);
+            let is_away = matches!(begun, Err(RegistryError::Unusable { .. }));
+            first = first.and(begun);
+            if is_away {
+                break;
+            }
+        }
+        first
     }
 
     pub(super) fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {
