@@ -447,6 +447,50 @@ fn a_lease_recalled_before_its_export_is_not_exported() {
 }
 
 #[test]
+fn a_lease_is_ended_before_its_export_if_the_lender_stops_or_has_too_little_memory() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    work.proc = directory.path().join("proc");
+    std::fs::create_dir(&work.proc).unwrap();
+    std::fs::write(work.proc.join("vmstat"), "pswpin 0\n").unwrap();
+    let meminfo = work.proc.join("meminfo");
+    // The reserve of this host is 512 MiB.
+    let has = |mib: u64| {
+        let text = format!("MemTotal: 8388608 kB\nMemAvailable: {} kB\n", mib << 10);
+        std::fs::write(&meminfo, text).unwrap();
+    };
+    let is_refused = |work: &mut Work| {
+        let lease = take(&registry);
+        work.keep_up().unwrap();
+        assert!(work.exports.is_empty());
+        assert!(registry.endpoint(lease.id, "b").is_err());
+        assert!(registry.picture().unwrap().leases.is_empty());
+        // The registry grants leases until it knows a smaller offer.
+        let offer = Offer {
+            lender: work.lender.clone(),
+            bytes: 64 * MIB,
+        };
+        registry.offer(&offer, OFFER_TTL).unwrap();
+    };
+    has(257);
+    is_refused(&mut work);
+    has(7000);
+    work.set(|status| status.max_bytes = 8 * MIB);
+    is_refused(&mut work);
+    work.set(|status| status.max_bytes = 64 * MIB);
+    work.options.wanted_back.store(MIB, Ordering::Relaxed);
+    is_refused(&mut work);
+    work.options.wanted_back.store(0, Ordering::Relaxed);
+    work.set(|status| status.is_ending = true);
+    is_refused(&mut work);
+    work.set(|status| status.is_ending = false);
+    let lease = take(&registry);
+    look_until_exported(&registry, &mut work, lease.id);
+}
+
+#[test]
 fn a_released_lease_is_not_recalled() {
     let directory = tempfile::tempdir().unwrap();
     let Some((registry, mut work)) = work(directory.path()) else {

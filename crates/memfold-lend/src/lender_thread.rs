@@ -269,7 +269,8 @@ impl Work {
         leases.retain(|lease| lease.lender == self.lender);
         // This step comes before new exports, because ended exports free memory.
         self.end_what_is_over(&leases);
-        let begun = self.begin_all(&leases);
+        let room = if ending { 0 } else { verdict.room_bytes };
+        let begun = self.begin_all(&leases, room);
         // An export that cannot be published must not keep lent memory from being taken back.
         self.recall(&leases, wanted)?;
         if verdict.hurry > Hurry::No {
@@ -389,12 +390,20 @@ impl Work {
         Ok(is_new.then(|| lent.export.endpoint.clone()))
     }
 
-    /// Starts the exports of new leases, and publishes those that are ready. An error of one lease
-    /// does not keep the other leases waiting, unless the registry cannot be used. Returns the
-    /// first error.
-    fn begin_all(&mut self, leases: &[Lease]) -> Result<(), RegistryError> {
+    /// Starts the exports of new leases, and publishes those that are ready. Ends new leases for
+    /// which `room` bytes do not suffice, so that their borrowers can ask other lenders at once. An
+    /// error of one lease does not keep the other leases waiting, unless the registry cannot be
+    /// used. Returns the first error.
+    fn begin_all(&mut self, leases: &[Lease], mut room: u64) -> Result<(), RegistryError> {
         let mut first = Ok(());
         for lease in leases {
+            if self.is_new(lease) {
+                if lease.bytes > room || lease.recall_ms.is_some() {
+                    self.refuse(lease);
+                    continue;
+                }
+                room -= lease.bytes;
+            }
             let begun = self.begin(lease);
             let is_away = matches!(begun, Err(RegistryError::Unusable { .. }));
             first = first.and(begun);
@@ -403,6 +412,25 @@ impl Work {
             }
         }
         first
+    }
+
+    /// Returns whether the lease needs an export and has none.
+    fn is_new(&self, lease: &Lease) -> bool {
+        let has_export = self.exports.contains_key(&lease.id) || self.dying.contains_key(&lease.id);
+        lease.state == LeaseState::Taken && !is_over(lease) && !has_export
+    }
+
+    /// Ends a lease that has no export: since the registry has granted it, this host has begun to
+    /// need the memory itself.
+    fn refuse(&mut self, lease: &Lease) {
+        info!(
+            lease = lease.id.0,
+            borrower = lease.borrower,
+            vm = lease.vm,
+            bytes = lease.bytes,
+            "lease ended before its export: this host lends no more, or needs the memory itself"
+        );
+        self.end_export(lease.id, false);
     }
 
     pub(super) fn begin(&mut self, lease: &Lease) -> Result<(), RegistryError> {

@@ -108,6 +108,9 @@ pub struct Verdict {
     pub offer_bytes: u64,
     /// Number of lent bytes that the host needs back from borrowers.
     pub recall_bytes: u64,
+    /// Most bytes that new exports may take now. An offer that a borrower has accepted may be some
+    /// seconds old. More than this many bytes would have to be taken back at once.
+    pub room_bytes: u64,
     /// How urgently the host needs the bytes in `recall_bytes` back.
     pub hurry: Hurry,
     /// Reason why `offer_bytes` is not larger, as text for the operator.
@@ -159,6 +162,14 @@ impl Judge {
         };
         let wanted_back = now.wanted_back_bytes.min(lent_bytes);
         let recall_bytes = missing.max(beyond).max(wanted_back);
+        let is_needed = recall_bytes > 0 || now.wanted_back_bytes > 0 || self.short >= 2;
+        // Exports that are still being allocated will take memory that counts as available.
+        let low_mark = (reserve / 2).saturating_add(now.beginning_bytes);
+        let room_bytes = if is_needed {
+            0
+        } else {
+            spare(&now).saturating_sub(low_mark)
+        };
         // The smallest surplus of all recent samples counts, because memory that comes and goes is
         // no surplus.
         let available = self.looked.iter().map(|(look, _)| spare(look)).min();
@@ -192,6 +203,7 @@ impl Judge {
         Verdict {
             offer_bytes: all.min(self.max_bytes) / GRAIN * GRAIN,
             recall_bytes,
+            room_bytes: room_bytes.min(self.max_bytes.saturating_sub(lent_bytes)),
             hurry,
             why,
         }
@@ -316,6 +328,36 @@ mod tests {
         judge.max_bytes = 3 * GIB;
         let verdict = judge.judge(calm(1, 8 * GIB), 4 * GIB);
         assert_eq!((verdict.offer_bytes, verdict.recall_bytes), (3 * GIB, GIB));
+    }
+
+    #[test]
+    fn new_exports_have_room_only_down_to_the_mark_at_which_memory_is_recalled() {
+        // The reserve of this host is 1 GiB, and the mark is the half of it.
+        let mut judge = Judge::new(4 * GIB);
+        assert_eq!(judge.judge(calm(0, 3 * GIB), 0).room_bytes, 5 * GIB / 2);
+        assert_eq!(judge.judge(calm(1, 9 * GIB), GIB).room_bytes, 3 * GIB);
+        let beginning = Sample {
+            beginning_bytes: GIB,
+            ..calm(2, 3 * GIB)
+        };
+        assert_eq!(judge.judge(beginning, GIB).room_bytes, 3 * GIB / 2);
+        // A task that waits for a moment keeps the host from offering more, and takes nothing back.
+        let busy = Sample {
+            some_avg10: Some(2.0),
+            ..calm(3, 3 * GIB)
+        };
+        let verdict = judge.judge(busy, 0);
+        assert_eq!((verdict.offer_bytes, verdict.room_bytes), (0, 5 * GIB / 2));
+        let wanted = Sample {
+            wanted_back_bytes: GIB,
+            ..calm(4, 3 * GIB)
+        };
+        assert_eq!(judge.judge(wanted, 0).room_bytes, 0);
+        // There is no lent memory that could be recalled.
+        let verdict = judge.judge(calm(5, GIB / 4), 0);
+        assert_eq!((verdict.recall_bytes, verdict.room_bytes), (0, 0));
+        judge.max_bytes = GIB;
+        assert_eq!(judge.judge(calm(6, 3 * GIB), 2 * GIB).room_bytes, 0);
     }
 
     #[test]
