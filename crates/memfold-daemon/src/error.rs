@@ -118,6 +118,16 @@ pub enum DaemonError {
         /// What the operator can do to make the condition hold, as text.
         fix: String,
     },
+    /// A lender cannot serve memory that it has offered. Another lender may be able to.
+    #[error("{why}")]
+    LenderFailed {
+        /// Host name of the lender.
+        lender: String,
+        /// What the lender failed to do, as text that names the lender.
+        why: String,
+        /// What the operator can do about it, as text.
+        fix: String,
+    },
     /// The daemon keeps no history.
     #[error("this daemon keeps no history of memory use; see the daemon's log for the reason")]
     NoHistory,
@@ -162,7 +172,7 @@ impl DaemonError {
             _ if self.impossible_here() => {
                 Some("'memfold doctor' shows what this host lacks, and how to fix it".into())
             }
-            Self::Refused { fix, .. } => Some(fix.clone()),
+            Self::Refused { fix, .. } | Self::LenderFailed { fix, .. } => Some(fix.clone()),
             Self::Lvm(error) => error.fix(),
             Self::NoSuchDefinition(_) => Some("define the VM: memfold vm define FILE".into()),
             Self::Definition { .. } => Some(

@@ -40,6 +40,14 @@ const LEASE_TTL: Duration = Duration::from_secs(60);
 /// After that time, the daemon moves data that only lenders hold to a local disk.
 pub(crate) const RESUMED: Duration = Duration::from_secs(10);
 
+/// What an operator can do about a lender that does not serve its memory.
+const LENDERS_LOG: &str =
+    "the log of the lender's daemon says why; 'memfold leases' shows other offers";
+
+/// Longest wait for lenders to free the memory of returned leases, so that it can be borrowed
+/// again. A lender looks for such leases twice a second.
+const FREED: Duration = Duration::from_secs(3);
+
 /// Time between two renewals of a lease.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 
@@ -84,6 +92,58 @@ fn fewest(bytes: u64, mut free: Vec<u64>) -> Option<u64> {
         *least >= stripes.of_each()
     };
     counts.into_iter().find(fits).map(|(count, _)| count)
+}
+
+/// A lender that could not serve memory which it had offered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LenderFault {
+    /// Host name of the lender.
+    pub lender: String,
+    /// What the lender failed to do, as text that names the lender.
+    pub why: String,
+}
+
+impl LenderFault {
+    /// Returns the fault of the lender to which an error is due; `None` if no lender is at fault.
+    pub(crate) fn of(error: &DaemonError) -> Option<Self> {
+        let DaemonError::LenderFailed { lender, why, .. } = error else {
+            return None;
+        };
+        Some(Self {
+            lender: lender.clone(),
+            why: why.clone(),
+        })
+    }
+}
+
+/// Returns the error of a request for memory after the registry's refusal `error`. If the request
+/// was also refused because lenders are distrusted or have failed, the error names them.
+pub(crate) fn no_lender_left(
+    error: RegistryError,
+    distrusted: &[String],
+    faults: &[LenderFault],
+) -> DaemonError {
+    let RegistryError::NothingToSpare { lenders, .. } = error else {
+        return error.into();
+    };
+    if distrusted.is_empty() && faults.is_empty() {
+        return error.into();
+    }
+    let mut reasons: Vec<String> = faults.iter().map(|fault| fault.why.clone()).collect();
+    if faults.is_empty() {
+        reasons.push(error.to_string());
+    } else if lenders > 0 {
+        reasons.push(format!("and of the other lenders, {error}"));
+    }
+    if !distrusted.is_empty() {
+        reasons.push(format!("not asked: {}", distrusted.join(", ")));
+    }
+    let fix = if faults.is_empty() {
+        "these lenders served wrong bytes: 'memfold leases' names them, 'memfold leases --trust HOST' trusts one again"
+    } else {
+        LENDERS_LOG
+    };
+    refused(reasons.join("; "), fix)
 }
 
 /// This host's access to the lease registry, as a borrower and as a lender.
@@ -254,16 +314,20 @@ impl Leases {
     }
 
     /// Takes leases for a disk of `bytes` and adds them to `taken`: first all stripes of the first
-    /// copy, then those of the second. Returns the number of stripes of a copy.
+    /// copy, then those of the second. `faults`: lenders that have failed, and are not asked.
+    /// Returns the number of stripes of a copy.
     pub(crate) fn take_leases(
         &self,
         vm: &str,
         bytes: u64,
         request: &BorrowRequest,
+        faults: &[LenderFault],
         taken: &mut Vec<Lease>,
     ) -> Result<u8, DaemonError> {
         let distrusted = self.distrusted();
-        let count = self.stripes(bytes, request)?;
+        let failed = faults.iter().map(|fault| fault.lender.clone());
+        let avoided: Vec<String> = distrusted.iter().cloned().chain(failed).collect();
+        let count = self.stripes(bytes, request, &avoided)?;
         let stripes = Stripes {
             count: u64::from(count),
             bytes,
@@ -277,22 +341,22 @@ impl Leases {
                 vm: vm.to_owned(),
                 bytes: stripes.of_each(),
                 durability: request.durability,
-                apart_from: ours.chain(distrusted.clone()).collect(),
+                apart_from: ours.chain(avoided.iter().cloned()).collect(),
             };
-            let lease = self.registry.take(&want, ttl).map_err(|error| match error {
-                RegistryError::NothingToSpare { .. } if !distrusted.is_empty() => refused(
-                    format!("{error}; not asked: {}", distrusted.join(", ")),
-                    "these lenders served wrong bytes: 'memfold leases' names them, 'memfold leases --trust HOST' trusts one again",
-                ),
-                error => error.into(),
-            })?;
-            taken.push(lease);
+            let lease = self.registry.take(&want, ttl);
+            taken.push(lease.map_err(|error| no_lender_left(error, &distrusted, faults))?);
         }
         Ok(count)
     }
 
-    /// Returns the number of lenders over which a disk is striped.
-    fn stripes(&self, bytes: u64, request: &BorrowRequest) -> Result<u8, DaemonError> {
+    /// Returns the number of lenders over which a disk is striped. `avoided`: lenders that are not
+    /// used.
+    fn stripes(
+        &self,
+        bytes: u64,
+        request: &BorrowRequest,
+        avoided: &[String],
+    ) -> Result<u8, DaemonError> {
         if let Some(count) = request.stripes {
             if !(1..=MOST).contains(&u64::from(count)) {
                 let why = format!("{count} stripes are not 1 to {MOST}");
@@ -311,10 +375,9 @@ impl Leases {
             return Ok(1);
         }
         let picture = self.registry.picture()?;
-        let distrusted = self.distrusted();
         let others = picture.lenders.iter().filter(|lender| {
             let host = &lender.lender.host;
-            lender.left_ms > 0 && *host != self.host && !distrusted.contains(host)
+            lender.left_ms > 0 && *host != self.host && !avoided.contains(host)
         });
         let free = others.map(|lender| lender.offered_bytes.saturating_sub(lender.lent_bytes));
         let fewest = fewest(bytes, free.collect());
@@ -357,23 +420,36 @@ impl Leases {
         Some(format!("lender '{lender}' needs its own memory"))
     }
 
+    /// Waits until a lease's lender exports the memory.
+    ///
+    /// # Errors
+    ///
+    /// [`DaemonError::LenderFailed`] if the lender does not, or in a way that this host cannot use;
+    /// [`DaemonError::Registry`] if the registry cannot be used.
     pub(crate) fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
         let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
         let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
         let end = Instant::now() + patience;
-        let failed = |why: &str| {
-            refused(
-                format!("lender '{}' {why}", lease.lender.host),
-                "the log of the lender's daemon says why; 'memfold leases' shows other offers",
-            )
+        let lender = &lease.lender.host;
+        let failed = |why: &str| DaemonError::LenderFailed {
+            lender: lender.clone(),
+            why: format!("lender '{lender}' {why}"),
+            fix: LENDERS_LOG.into(),
+        };
+        let unusable = |error: &RegistryError| {
+            failed(&format!(
+                "exports memory in a way that this host cannot use ({error})"
+            ))
         };
         loop {
             match self.registry.endpoint(lease.id, &lease.borrower) {
                 Ok(Some(endpoint)) => {
-                    if self.elsewhere {
-                        endpoint.check_of_another_host()?;
-                    }
-                    endpoint.check()?;
+                    let checked = if self.elsewhere {
+                        endpoint.check_of_another_host()
+                    } else {
+                        endpoint.check()
+                    };
+                    checked.map_err(|error| unusable(&error))?;
                     return Ok(endpoint);
                 }
                 Ok(None) if Instant::now() < end => {
@@ -385,6 +461,8 @@ impl Leases {
                 Err(RegistryError::NoLease { .. }) => {
                     return Err(failed("could not export the offered memory"));
                 }
+                // A registry in another process checks the endpoint itself.
+                Err(error @ RegistryError::Value { .. }) => return Err(unusable(&error)),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -395,6 +473,19 @@ impl Leases {
             if let Err(error) = self.registry.release(id, &self.host) {
                 warn!(lease = id.0, %error, "cannot release the lease in the registry; the lender ends the lease at its deadline");
             }
+        }
+    }
+
+    /// Waits until the lenders of returned leases have freed the memory, or until [`FREED`] has
+    /// passed.
+    pub(crate) fn wait_freed(&self, leases: &[LeaseId]) {
+        let end = Instant::now() + FREED;
+        let is_left = || {
+            let picture = self.registry.picture();
+            picture.is_ok_and(|now| now.leases.iter().any(|lease| leases.contains(&lease.id)))
+        };
+        while !leases.is_empty() && Instant::now() < end && is_left() {
+            std::thread::sleep(Duration::from_millis(100));
         }
     }
 
@@ -420,11 +511,90 @@ impl Leases {
 
 #[cfg(test)]
 mod tests {
+    use memfold_lend::{Address, Incarnation, LenderId, Offer, Transport};
+
     use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    /// Returns the access of host `b` to a registry in which `a` and `c` offer memory.
+    fn two_lenders(state: &std::path::Path) -> Leases {
+        let registry = SqliteRegistry::open(&state.join("registry.db")).unwrap();
+        for (host, mib) in [("a", 512), ("c", 128)] {
+            let lender = LenderId {
+                host: host.into(),
+                incarnation: Incarnation(1),
+            };
+            let bytes = mib * MIB;
+            registry.offer(&Offer { lender, bytes }, MINUTE).unwrap();
+        }
+        Leases::of_registry("b", Arc::new(registry), state)
+    }
+
+    #[test]
+    fn after_a_lender_has_failed_others_are_asked_and_the_last_error_names_each_failure() {
+        let directory = tempfile::tempdir().unwrap();
+        let leases = two_lenders(directory.path());
+        let take = |mib: u64, failed: &[&str]| {
+            let fault = |lender: &&str| LenderFault {
+                lender: (*lender).to_owned(),
+                why: format!("lender '{lender}' failed"),
+            };
+            let faults: Vec<LenderFault> = failed.iter().map(fault).collect();
+            let (request, mut taken) = (BorrowRequest::default(), Vec::new());
+            let done = leases.take_leases("v", mib * MIB, &request, &faults, &mut taken);
+            done.map(|_| taken[0].lender.host.clone())
+        };
+        assert_eq!(take(64, &[]).unwrap(), "a");
+        assert_eq!(take(64, &["a"]).unwrap(), "c");
+        let error = take(64, &["a", "c"]).unwrap_err();
+        assert_eq!(error.to_string(), "lender 'a' failed; lender 'c' failed");
+        assert!(error.hint().unwrap().contains("log of the lender's daemon"));
+        let error = take(256, &["a"]).unwrap_err().to_string();
+        for word in ["lender 'a' failed", "no lender has 256 MiB"] {
+            assert!(error.contains(word), "{error}");
+        }
+        let error = take(1024, &[]).unwrap_err().to_string();
+        assert!(error.starts_with("no lender has"), "{error}");
+    }
+
+    #[test]
+    fn a_lender_that_ends_a_new_lease_or_exports_it_unusably_is_at_fault() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut leases = two_lenders(directory.path());
+        leases.elsewhere = true;
+        let (request, mut taken) = (BorrowRequest::default(), Vec::new());
+        for _ in 0..2 {
+            let done = leases.take_leases("v", 64 * MIB, &request, &[], &mut taken);
+            done.unwrap();
+        }
+        let ended = &taken[0];
+        leases.registry.ended(ended.id, &ended.lender).unwrap();
+        let fault = LenderFault::of(&leases.wait_exported(ended).unwrap_err()).unwrap();
+        assert_eq!(fault.lender, "a");
+        assert!(fault.why.contains("'a' could not export"), "{}", fault.why);
+        let on_socket = &taken[1];
+        let endpoint = Endpoint {
+            address: Address::Unix("/run/x".into()),
+            key: None,
+            transport: Transport::Nbd,
+        };
+        let published = leases
+            .registry
+            .publish(on_socket.id, &on_socket.lender, &endpoint);
+        published.unwrap();
+        let fault = LenderFault::of(&leases.wait_exported(on_socket).unwrap_err()).unwrap();
+        assert_eq!(fault.lender, "c");
+        assert!(fault.why.contains("Unix socket"), "{}", fault.why);
+        leases.release(taken.iter().map(|lease| lease.id));
+        let began = Instant::now();
+        leases.wait_freed(&[ended.id]);
+        assert!(began.elapsed() < FREED);
+    }
 
     #[test]
     fn a_swap_disk_is_split_over_the_fewest_lenders_with_enough_room() {
-        const MIB: u64 = 1 << 20;
         for (bytes, free, count) in [
             (64, vec![], None),
             (64, vec![63], None),

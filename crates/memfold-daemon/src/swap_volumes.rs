@@ -26,7 +26,7 @@ use self::on_lvm::{
 };
 use crate::error::{DaemonError, refused, state_error};
 use crate::json_file::write_json;
-use crate::leases::{Leases, RESUMED, lease_ttl, ms, returned};
+use crate::leases::{Leases, LenderFault, RESUMED, lease_ttl, ms, no_lender_left, returned};
 use crate::locks::GroupRight;
 use crate::threads;
 
@@ -185,18 +185,21 @@ impl SwapVolumes {
         durability: Durability,
     ) -> Result<(Lease, Endpoint), DaemonError> {
         let mut by_nbd: Vec<String> = Vec::new();
+        let mut faults: Vec<LenderFault> = Vec::new();
         loop {
+            let failed = faults.iter().map(|fault| fault.lender.clone());
             let want = Want {
                 borrower: self.leases.host.clone(),
                 vm: volume.holder(),
                 bytes,
                 durability,
-                apart_from: [self.leases.distrusted(), by_nbd.clone()].concat(),
+                apart_from: [self.leases.distrusted(), by_nbd.clone(), failed.collect()].concat(),
             };
             let ttl = lease_ttl(durability, bytes);
             let lease = match self.leases.registry.take(&want, ttl) {
                 Ok(lease) => lease,
                 Err(error @ RegistryError::NothingToSpare { .. }) if !by_nbd.is_empty() => {
+                    let error = no_lender_left(error, &[], &faults);
                     return Err(refused(
                         format!(
                             "{error}; not asked: {}, because they export by NBD",
@@ -205,7 +208,7 @@ impl SwapVolumes {
                         "volumes borrow by iSCSI: lend with 'memfold lend --transport iscsi' there",
                     ));
                 }
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(no_lender_left(error, &[], &faults)),
             };
             match self.leases.wait_exported(&lease) {
                 Ok(endpoint) if endpoint.transport == Transport::Iscsi => {
@@ -213,8 +216,10 @@ impl SwapVolumes {
                 }
                 other => {
                     self.leases.release(std::iter::once(lease.id));
-                    other?;
-                    by_nbd.push(lease.lender.host);
+                    match other {
+                        Ok(_) => by_nbd.push(lease.lender.host),
+                        Err(error) => faults.push(LenderFault::of(&error).ok_or(error)?),
+                    }
                 }
             }
         }

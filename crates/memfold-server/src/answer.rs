@@ -116,6 +116,7 @@ impl IntoResponse for Failure {
             | DaemonError::Segment(SegmentError::Unknown(_)) => StatusCode::NOT_FOUND,
             DaemonError::NameTaken(_)
             | DaemonError::Refused { .. }
+            | DaemonError::LenderFailed { .. }
             | DaemonError::Agent(
                 AgentError::TooOld { .. } | AgentError::NotAllowed(_) | AgentError::TooManyStreams,
             )

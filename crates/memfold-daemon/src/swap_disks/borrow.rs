@@ -11,13 +11,13 @@ use memfold_host::chain;
 use memfold_lend::graph::{self, Borrowing, Failed, GraphError, Part, Phase, Stripe, Top};
 use memfold_lend::iscsi::bridge;
 use memfold_lend::wire::{Wire, patience};
-use memfold_lend::{Durability, Endpoint, Lease, Transport};
+use memfold_lend::{Durability, Endpoint, Lease, LeaseId, Transport};
 use memfold_units::ByteSize;
 use memfold_vm::{VmDirectory, swap};
 use tracing::{info, warn};
 
 use crate::error::{DaemonError, refused, state_error};
-use crate::leases::{RENEW, RESUMED, lease_ttl, ms};
+use crate::leases::{LenderFault, RENEW, RESUMED, lease_ttl, ms};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
@@ -52,9 +52,19 @@ pub(crate) struct BorrowAttempt {
     pub heard_on: Option<u64>,
     /// The loan that QEMU was told to switch to.
     pub borrowing: Option<Borrowing>,
+    /// Lenders that have failed in earlier attempts of the same request.
+    pub faults: Vec<LenderFault>,
 }
 
 impl BorrowAttempt {
+    /// Returns the fault of the lender because of which this attempt failed with `error`; `None` if
+    /// other lenders would not help.
+    fn fault(&self, error: &DaemonError) -> Option<LenderFault> {
+        let fault = LenderFault::of(error)?;
+        let mut lenders = self.leases.iter().map(|lease| &lease.lender.host);
+        lenders.any(|host| *host == fault.lender).then_some(fault)
+    }
+
     pub fn cut(&self) {
         self.wires.iter().flatten().for_each(Wire::cut);
     }
@@ -138,7 +148,20 @@ impl SwapDisks {
         }
         let mut begun = BorrowAttempt::default();
         let by_itself = asker == Asker::Itself;
-        let done = self.switch_to_lent(machine, directory, &top, request, by_itself, &mut begun);
+        let mut done =
+            self.switch_to_lent(machine, directory, &top, request, by_itself, &mut begun);
+        // Each lender fails at most once, so there are at most as many attempts as lenders.
+        while let Some(fault) = done.as_ref().err().and_then(|error| begun.fault(error)) {
+            warn!(
+                vm,
+                lender = fault.lender,
+                error = fault.why,
+                "lender cannot serve the lease, asking other lenders; see the log of the lender's daemon"
+            );
+            self.undo(machine, &begun);
+            begun = self.after_fault(begun, fault);
+            done = self.switch_to_lent(machine, directory, &top, request, by_itself, &mut begun);
+        }
         let watch = |borrowing, begun: BorrowAttempt| {
             let guard = Guard::new(vm, borrowing, begun.wires);
             guard.state.lock().heard_on = begun.heard_on;
@@ -174,16 +197,36 @@ impl SwapDisks {
                     error = chain(&error),
                     "swap disk not moved to a lender; fix the cause and repeat 'memfold borrow'"
                 );
-                begun.cut();
-                Self::clean_up(machine);
-                for part in &begun.parts {
-                    hear_end_of(&self.leases, vm, part);
-                }
-                self.leases
-                    .release(begun.leases.iter().map(|lease| lease.id));
-                remove_note(machine);
+                self.undo(machine, &begun);
                 Err(error)
             }
+        }
+    }
+
+    /// Undoes a failed attempt to borrow, and releases its leases.
+    fn undo(&self, machine: &Machine, begun: &BorrowAttempt) {
+        begun.cut();
+        Self::clean_up(machine);
+        for part in &begun.parts {
+            hear_end_of(&self.leases, machine.name(), part);
+        }
+        self.leases
+            .release(begun.leases.iter().map(|lease| lease.id));
+        remove_note(machine);
+    }
+
+    /// Returns the next attempt after one that a lender's fault has ended. Waits until the other
+    /// lenders of the failed attempt can lend the same memory again.
+    fn after_fault(&self, failed: BorrowAttempt, fault: LenderFault) -> BorrowAttempt {
+        let leases = failed.leases.iter();
+        let others = leases.filter(|lease| lease.lender.host != fault.lender);
+        let others: Vec<LeaseId> = others.map(|lease| lease.id).collect();
+        self.leases.wait_freed(&others);
+        let mut faults = failed.faults;
+        faults.push(fault);
+        BorrowAttempt {
+            faults,
+            ..BorrowAttempt::default()
         }
     }
 
@@ -196,9 +239,10 @@ impl SwapDisks {
         by_itself: bool,
         begun: &mut BorrowAttempt,
     ) -> Result<Borrowing, DaemonError> {
+        let (faults, leases) = (&begun.faults, &mut begun.leases);
         let stripes =
             self.leases
-                .take_leases(machine.name(), top.bytes, request, &mut begun.leases)?;
+                .take_leases(machine.name(), top.bytes, request, faults, leases)?;
         let mut endpoints = Vec::new();
         for lease in &begun.leases {
             endpoints.push(reach(directory, lease, self.leases.wait_exported(lease)?)?);
@@ -371,14 +415,13 @@ fn reach(
     if endpoint.transport == Transport::Nbd {
         return Ok(endpoint);
     }
+    let lender = &lease.lender.host;
     bridge::begin(directory.path(), lease.id, &endpoint).map_err(|error| {
-        refused(
-            format!(
-                "lender '{}' exports by iSCSI and cannot be reached ({error})",
-                lease.lender.host
-            ),
-            "check the lender's log and the network between the hosts; or lend by NBD there (memfold lend --transport nbd)",
-        )
+        DaemonError::LenderFailed {
+            lender: lender.clone(),
+            why: format!("lender '{lender}' exports by iSCSI and cannot be reached ({error})"),
+            fix: "check the lender's log and the network between the hosts; or lend by NBD there (memfold lend --transport nbd)".into(),
+        }
     })
 }
 

@@ -71,7 +71,11 @@ fn relay_failed(error: &RelayError, part: &Part) -> DaemonError {
         } => {
             let name = part.stripes().nth(*lender).map(|s| s.lender.clone());
             let name = name.unwrap_or_default();
-            refused(format!("cannot use lender '{name}': {why}"), fix)
+            DaemonError::LenderFailed {
+                why: format!("cannot use lender '{name}': {why}"),
+                lender: name,
+                fix: fix.into(),
+            }
         }
         error => refused(
             format!("no relay to {}: {}", part.lenders(), chain(error)),

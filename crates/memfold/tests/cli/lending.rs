@@ -99,7 +99,7 @@ impl<'a> Swapping<'a> {
     }
 
     /// Returns the files of the swap disk that are removed with the VM; each must exist.
-    fn files(&self) -> Vec<PathBuf> {
+    pub fn files(&self) -> Vec<PathBuf> {
         let record = std::fs::read(self.directory().join("process.json")).unwrap();
         let record: Value = serde_json::from_slice(&record).unwrap();
         let path = |path: &Value| PathBuf::from(path.as_str().unwrap());
