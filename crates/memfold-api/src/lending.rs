@@ -86,8 +86,8 @@ impl LendRequest {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BorrowRequest {
-    /// Amount of lent RAM to borrow, in bytes. Less than the size of the VM's swap disk is refused.
-    /// Null: the size of the swap disk.
+    /// Amount of lent RAM to borrow, in bytes. For a VM, any other size than that of its swap disk
+    /// is refused; for a volume, less than its size. Null: the size of the swap disk or volume.
     pub bytes: Option<u64>,
     /// Protection of the swapped data against a lender's death: a copy on this host's disk, a copy
     /// at a second lender, or none.

@@ -116,32 +116,10 @@ impl SwapDisks {
         self.leases.check_host()?;
         let guard = self.reconciled_guard(machine, right)?;
         let top = graph::top(&mut machine.monitor(), vm)?;
-        if let Some(bytes) = request.bytes.filter(|bytes| *bytes < top.bytes) {
-            return Err(refused(
-                format!(
-                    "the swap disk of VM '{vm}' has {}, and {} of lent RAM cannot hold it",
-                    ByteSize(top.bytes),
-                    ByteSize(bytes)
-                ),
-                format!(
-                    "borrow the whole size (memfold borrow {vm}), or start the VM with a smaller --swap"
-                ),
-            ));
-        }
+        check_size(vm, top.bytes, request, asker)?;
         if let Some(guard) = guard {
-            let now = guard.borrowed();
-            let laid_out = request.stripes.is_none_or(|n| now.stripes == Some(n));
-            let as_asked = now.durability == Some(request.durability) && laid_out;
-            if now.place == SwapPlace::Lent && as_asked {
+            if let Some(now) = same_loan(guard.borrowed(), request)? {
                 return Ok(now);
-            }
-            if now.place != SwapPlace::OnCopy {
-                return Err(refused(
-                    format!(
-                        "VM '{vm}' has already borrowed, with other durability, copies or stripes"
-                    ),
-                    format!("return the loan first: memfold return {vm}"),
-                ));
             }
             // The disk is on this host, even if the note of a loan says otherwise.
             self.drop_note(machine, right);
@@ -389,6 +367,67 @@ impl SwapDisks {
     }
 }
 
+/// Checks that a request asks for the size of the VM's swap disk, `disk_bytes`. Earlier versions
+/// saved requests for more, so only a new request for more is refused.
+fn check_size(
+    vm: &str,
+    disk_bytes: u64,
+    request: &BorrowRequest,
+    asker: Asker,
+) -> Result<(), DaemonError> {
+    let Some(bytes) = request.bytes else {
+        return Ok(());
+    };
+    let (disk, asked) = (ByteSize(disk_bytes), ByteSize(bytes));
+    let (why, swap) = if bytes < disk_bytes {
+        (format!("{asked} of lent RAM cannot hold it"), "smaller")
+    } else if bytes > disk_bytes && asker == Asker::Operator {
+        (format!("it cannot use {asked} of lent RAM"), "larger")
+    } else {
+        return Ok(());
+    };
+    Err(refused(
+        format!("the swap disk of VM '{vm}' has {disk}, and {why}"),
+        format!(
+            "borrow the whole size (memfold borrow {vm}), or start the VM with a {swap} --swap"
+        ),
+    ))
+}
+
+/// Returns the present loan of a VM, `now`, if the request asks for the same; `None` if the swap
+/// disk is on this host, so that the VM can borrow.
+///
+/// # Errors
+///
+/// [`DaemonError::Refused`] if the VM has borrowed in another way, or its loan is damaged.
+fn same_loan(now: Borrowed, request: &BorrowRequest) -> Result<Option<Borrowed>, DaemonError> {
+    let vm = &now.vm;
+    let is_laid_out = request.stripes.is_none_or(|n| now.stripes == Some(n));
+    let is_as_asked = now.durability == Some(request.durability) && is_laid_out;
+    let (why, fix) = match now.place {
+        SwapPlace::OnCopy | SwapPlace::OnDisk => return Ok(None),
+        SwapPlace::Lent if is_as_asked => return Ok(Some(now)),
+        SwapPlace::Lent => (
+            format!("VM '{vm}' has already borrowed, with other durability, copies or stripes"),
+            format!("return the loan first: memfold return {vm}"),
+        ),
+        SwapPlace::Degraded => (
+            format!(
+                "the swap disk of VM '{vm}' has lost a copy: it is on {}",
+                now.where_it_is()
+            ),
+            format!(
+                "wait until memfold has moved the swap disk to this host's disk, or do so now (memfold return {vm}), and borrow again"
+            ),
+        ),
+        SwapPlace::Lost => (
+            format!("the swap disk of VM '{vm}' is lost with its lender"),
+            format!("end the VM (memfold vm stop {vm}), and start it again"),
+        ),
+    };
+    Err(refused(why, fix))
+}
+
 /// Returns which part of the new disk has failed during the move, if QEMU has reported that. The
 /// move itself goes on with the other part, but the disk would then be without a second copy.
 fn failed_write(machine: &Machine, borrowing: &Borrowing) -> Option<String> {
@@ -443,4 +482,68 @@ fn parts(leases: &[Lease], endpoints: &[Endpoint], stripes: usize) -> Vec<Part> 
         });
     }
     parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_request_for_another_size_than_that_of_the_swap_disk_is_refused() {
+        for (mib, asker, word) in [
+            (63, Asker::Operator, Some("smaller")),
+            (63, Asker::SavedRequest, Some("smaller")),
+            (65, Asker::Operator, Some("larger")),
+            (65, Asker::SavedRequest, None),
+            (64, Asker::Operator, None),
+        ] {
+            let request = BorrowRequest {
+                bytes: Some(mib * MIB),
+                ..BorrowRequest::default()
+            };
+            let done = check_size("v", 64 * MIB, &request, asker);
+            let hint = done.err().and_then(|error| error.hint());
+            let wanted = word.map(|word| {
+                format!(
+                    "borrow the whole size (memfold borrow v), or start the VM with a {word} --swap"
+                )
+            });
+            assert_eq!(hint, wanted, "{mib} {asker:?}");
+        }
+        check_size("v", 64 * MIB, &BorrowRequest::default(), Asker::Operator).unwrap();
+    }
+
+    #[test]
+    fn borrowing_again_returns_the_same_loan_or_names_the_state_of_the_present_one() {
+        let loan = |place| Borrowed {
+            vm: "v".into(),
+            place,
+            bytes: 64 * MIB,
+            durability: Some(Durability::Disk),
+            lenders: vec!["a".into()],
+            stripes: Some(1),
+            waits: None,
+            changed: false,
+            took_ms: 0,
+        };
+        let same = BorrowRequest::default();
+        let other = BorrowRequest {
+            durability: Durability::None,
+            ..BorrowRequest::default()
+        };
+        let lent = loan(SwapPlace::Lent);
+        assert_eq!(same_loan(lent.clone(), &same).unwrap(), Some(lent));
+        assert_eq!(same_loan(loan(SwapPlace::OnCopy), &same).unwrap(), None);
+        for (place, request, words) in [
+            (SwapPlace::Lent, &other, ["other durability", "return v"]),
+            (SwapPlace::Degraded, &same, ["with one copy only", "wait"]),
+            (SwapPlace::Lost, &same, ["is lost", "memfold vm stop v"]),
+        ] {
+            let error = same_loan(loan(place), request).unwrap_err();
+            let said = format!("{error}; {}", error.hint().unwrap_or_default());
+            assert!(words.iter().all(|word| said.contains(word)), "{said}");
+        }
+    }
 }

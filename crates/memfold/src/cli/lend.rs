@@ -66,7 +66,8 @@ pub(super) struct BorrowArguments {
     /// VM whose swap disk to move; needs a swap disk (vm run --swap)
     #[arg(value_name = "VM", required_unless_present = "lvm")]
     vm: Option<String>,
-    /// Size to borrow: at least the size of the swap disk, which is the default
+    /// Size to borrow: that of the swap disk, which is the default; with --lvm, at least that of
+    /// the volume
     #[arg(conflicts_with = "lvm")]
     size: Option<ByteSize>,
     /// Move a swap volume of this host's LVM to lent RAM, instead of a VM's swap disk; the lender
