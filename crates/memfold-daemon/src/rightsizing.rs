@@ -739,13 +739,12 @@ impl Rightsizing {
         qmp: &mut Qmp,
         moved: MovedBalloon,
     ) -> Result<ByteSize, DaemonError> {
-        let ram = balloon::full_size(qmp)?;
-        let before = moved.for_ram(ram).before();
-        balloon::restore(qmp, Some(before))?;
-        let returned = MovedBalloon::moved(Some(moved), before, before, ram);
+        let size = balloon::actual(qmp)?;
+        let returned = moved.given_back(size, balloon::full_size(qmp)?);
+        balloon::restore(qmp, Some(returned.before()))?;
         self.records
             .change(machine, |record| record.moved = Some(returned))?;
-        Ok(before)
+        Ok(returned.before())
     }
 }
 

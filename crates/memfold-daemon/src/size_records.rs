@@ -84,6 +84,14 @@ impl MovedBalloon {
         }
     }
 
+    /// Returns the record after a VM of the size `now` was told to take everything back. What it
+    /// gets is [`before`](Self::before) of that record: a VM that is larger than before was given
+    /// memory by another program, and keeps it.
+    pub fn given_back(self, now: ByteSize, ram: ByteSize) -> Self {
+        let size = self.for_ram(ram).before().max(now);
+        Self::moved(Some(self), now, size, ram)
+    }
+
     /// Returns the record for a VM that has the size `now` of the RAM `ram`. `None`: the VM has
     /// everything back. If the VM is smaller than right-sizing has ordered, another program has
     /// moved the balloon, and this size counts from now on. A larger VM may only be booting: its
@@ -259,6 +267,20 @@ mod tests {
         assert_eq!(record.seen(RAM, RAM), Some(record));
         let taken = MovedBalloon::moved(Some(record), RAM, ByteSize::mib(1900), RAM);
         assert_eq!(taken, moved(2048, 800, false));
+    }
+
+    #[test]
+    fn a_vm_that_another_program_has_enlarged_loses_nothing_when_it_gets_its_balloon_back() {
+        let mib = ByteSize::mib;
+        let record = moved(1500, 800, false);
+        let smaller = record.given_back(mib(900), RAM);
+        assert_eq!(smaller, moved(1500, 800, true));
+        let larger = record.given_back(mib(1800), RAM);
+        assert_eq!(larger, moved(1800, 800, true));
+        assert_eq!(larger.seen(mib(1800), RAM), None);
+        // A DIMM was plugged since.
+        let plugged = record.given_back(mib(2000), mib(3072));
+        assert_eq!(plugged.before(), mib(2524));
     }
 
     #[test]
