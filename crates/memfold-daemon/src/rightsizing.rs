@@ -35,7 +35,7 @@ use crate::debt::{DebtWatch, LadderNote};
 use crate::error::{DaemonError, refused};
 use crate::lending::Lending;
 use crate::machine::Machine;
-use crate::size_records::{MovedBalloon, SizeRecords, VmRecord};
+use crate::size_records::{MovedBalloon, SizeRecords};
 use crate::threads;
 use crate::vm_registry::VmRegistry;
 
@@ -534,7 +534,7 @@ impl Rightsizing {
             let is_own = machine.vm().directory().is_some();
             return if is_own { signals.ram } else { size };
         };
-        let seen = moved.seen(size, signals.ram);
+        let seen = moved.seen(size, signals.ram, is_shared(machine));
         if signals.balloon.is_none() || seen == Some(moved) {
             return moved.before().max(size);
         }
@@ -702,16 +702,6 @@ impl Rightsizing {
         let Some(mut qmp) = machine.idle_monitor() else {
             return;
         };
-        if moved.is_returned() {
-            let size = balloon::actual(&mut qmp);
-            let sizes = size.and_then(|size| Ok((size, balloon::full_size(&mut qmp)?)));
-            if let Ok((size, ram)) = sizes {
-                let change = |record: &mut VmRecord| record.moved = moved.seen(size, ram);
-                let changed = self.records.change(machine, change);
-                drop(changed); // the next look tries again
-            }
-            return;
-        }
         let result = self.return_balloon(machine, &mut qmp, moved);
         drop(qmp);
         let mut state = self.state.lock();
@@ -719,8 +709,12 @@ impl Rightsizing {
             Ok(size) => {
                 state.owed.remove(&machine.id());
                 drop(state);
-                info!(vm = machine.name(), %size, "right-sizing: the VM gets back what was in its balloon");
+                if let Some(size) = size {
+                    info!(vm = machine.name(), %size, "right-sizing: the VM gets back what was in its balloon");
+                }
             }
+            // The VM was told; only whether it has everything is not known yet.
+            Err(_) if moved.is_returned() => {}
             Err(error) => {
                 let is_new = state.owed.insert(machine.id());
                 drop(state);
@@ -732,20 +726,31 @@ impl Rightsizing {
     }
 
     /// Tells a guest to take back what right-sizing has put into its balloon, and records that.
-    /// Returns the size that the VM gets.
+    /// Returns the size that the VM gets; `None`: nothing is left to give back.
     fn return_balloon(
         &self,
         machine: &Machine,
         qmp: &mut Qmp,
         moved: MovedBalloon,
-    ) -> Result<ByteSize, DaemonError> {
+    ) -> Result<Option<ByteSize>, DaemonError> {
         let size = balloon::actual(qmp)?;
-        let returned = moved.given_back(size, balloon::full_size(qmp)?);
+        let ram = balloon::full_size(qmp)?;
+        let seen = moved.seen(size, ram, is_shared(machine));
+        let Some(owed) = seen.filter(|seen| !seen.is_returned()) else {
+            self.records.change(machine, |record| record.moved = seen)?;
+            return Ok(None);
+        };
+        let returned = owed.given_back(size, ram);
         balloon::restore(qmp, Some(returned.before()))?;
         self.records
             .change(machine, |record| record.moved = Some(returned))?;
-        Ok(returned.before())
+        Ok(Some(returned.before()))
     }
+}
+
+/// Returns whether other programs may move a VM's balloon, too: memfold did not start the VM.
+fn is_shared(machine: &Machine) -> bool {
+    machine.vm().directory().is_none()
 }
 
 /// Returns whether memfold started a VM and gave it a balloon.

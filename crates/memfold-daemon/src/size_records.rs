@@ -30,6 +30,9 @@ pub(crate) struct VmRecord {
     pub moved: Option<MovedBalloon>,
 }
 
+/// Sizes that differ by less are the same: QEMU and guests count in pages, which can be large.
+const SLACK: u64 = 1 << 20;
+
 /// A balloon that right-sizing has moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MovedBalloon {
@@ -41,9 +44,16 @@ pub(crate) struct MovedBalloon {
     /// RAM of the VM, with DIMMs, to which these sizes belong; unset in records of older daemons.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ram_bytes: Option<u64>,
-    /// Whether the last order was to give everything back. The guest may take a while for it.
+    /// Whether right-sizing has nothing more to give back: its last order was to give everything
+    /// back, for which the guest may take a while, or another program has set the size.
     #[serde(default)]
     is_returned: bool,
+    /// Size of the last order; unset in records of older daemons.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    target_bytes: Option<u64>,
+    /// Whether the VM has had that size since.
+    #[serde(default)]
+    is_reached: bool,
 }
 
 impl MovedBalloon {
@@ -52,7 +62,7 @@ impl MovedBalloon {
         ByteSize(self.before_bytes)
     }
 
-    /// Whether the guest was told to take everything back.
+    /// Whether right-sizing has nothing more to give back.
     pub const fn is_returned(self) -> bool {
         self.is_returned
     }
@@ -66,6 +76,7 @@ impl MovedBalloon {
             before_bytes: now(self.before_bytes),
             lowest_bytes: now(self.lowest_bytes),
             ram_bytes: Some(ram.0),
+            target_bytes: self.target_bytes.map(now),
             ..self
         }
     }
@@ -81,6 +92,8 @@ impl MovedBalloon {
             lowest_bytes: lowest_bytes.min(target.0),
             ram_bytes: Some(ram.0),
             is_returned: target.0 >= before_bytes,
+            target_bytes: Some(target.0),
+            is_reached: false,
         }
     }
 
@@ -93,22 +106,39 @@ impl MovedBalloon {
     }
 
     /// Returns the record for a VM that has the size `now` of the RAM `ram`. `None`: the VM has
-    /// everything back. If the VM is smaller than right-sizing has ordered, another program has
-    /// moved the balloon, and this size counts from now on. A larger VM may only be booting: its
-    /// balloon is empty then.
-    pub fn seen(self, now: ByteSize, ram: ByteSize) -> Option<Self> {
+    /// everything back. `is_shared`: other programs may move the balloon, too. If they have made
+    /// the VM smaller, its size counts from now on.
+    ///
+    /// A larger VM says nothing: a guest empties its balloon when it boots, and takes memory from
+    /// it before its OOM killer runs.
+    pub fn seen(self, now: ByteSize, ram: ByteSize, is_shared: bool) -> Option<Self> {
         let record = self.for_ram(ram);
         if record.is_returned && now.0 >= record.before_bytes {
             return None;
         }
-        if now.0 >= record.lowest_bytes {
-            return Some(record);
+        if is_shared && record.is_undercut(now) {
+            return Some(Self {
+                before_bytes: now.0,
+                lowest_bytes: now.0,
+                is_returned: true,
+                target_bytes: None,
+                is_reached: false,
+                ..record
+            });
         }
+        let is_there = |target| now.0.abs_diff(target) < SLACK;
         Some(Self {
-            before_bytes: now.0,
-            lowest_bytes: now.0,
+            is_reached: record.is_reached || record.target_bytes.is_some_and(is_there),
             ..record
         })
+    }
+
+    /// Returns whether a VM of the size `now` is smaller than right-sizing has made it. On the way
+    /// to its target, a VM can have each size down to the smallest one that was ordered.
+    fn is_undercut(self, now: ByteSize) -> bool {
+        let reached = self.target_bytes.filter(|_| self.is_reached);
+        let is_below = |target| now.0.saturating_add(SLACK) <= target;
+        now.0 < self.lowest_bytes || reached.is_some_and(is_below)
     }
 }
 
@@ -232,7 +262,29 @@ mod tests {
             lowest_bytes: lowest_mib << 20,
             ram_bytes: Some(RAM.0),
             is_returned,
+            target_bytes: None,
+            is_reached: false,
         }
+    }
+
+    /// The same, after an order to reach `target_mib`.
+    fn ordered(target_mib: u64, record: MovedBalloon) -> MovedBalloon {
+        MovedBalloon {
+            target_bytes: Some(target_mib << 20),
+            ..record
+        }
+    }
+
+    fn reached(record: MovedBalloon) -> MovedBalloon {
+        MovedBalloon {
+            is_reached: true,
+            ..record
+        }
+    }
+
+    /// Returns what `record` becomes when the VM, which other programs size, too, has `now_mib`.
+    fn seen(record: MovedBalloon, now_mib: u64) -> Option<MovedBalloon> {
+        record.seen(ByteSize::mib(now_mib), RAM, true)
     }
 
     #[test]
@@ -241,32 +293,63 @@ mod tests {
         let then = |record, now, target| MovedBalloon::moved(record, mib(now), mib(target), RAM);
         // libvirt has given the VM 1500 MiB of 2048 MiB (currentMemory).
         let first = then(None, 1500, 1200);
-        assert_eq!(first, moved(1500, 1200, false));
+        assert_eq!(first, ordered(1200, moved(1500, 1200, false)));
         let second = then(Some(first), 1200, 800);
-        assert_eq!(second, moved(1500, 800, false));
+        assert_eq!(second, ordered(800, moved(1500, 800, false)));
         let third = then(Some(second), 800, 1000);
-        assert_eq!(third, moved(1500, 800, false));
+        assert_eq!(third, ordered(1000, moved(1500, 800, false)));
         let last = then(Some(third), 1000, 1500);
-        assert_eq!(last, moved(1500, 800, true));
+        assert_eq!(last, ordered(1500, moved(1500, 800, true)));
         // The record stays until the guest has taken everything.
-        assert_eq!(last.seen(mib(1499), RAM), Some(last));
-        assert_eq!(last.seen(mib(1500), RAM), None);
+        assert_eq!(seen(last, 1400), Some(last));
+        assert_eq!(seen(last, 1500), None);
         let again = then(Some(last), 1200, 1100);
-        assert_eq!(again, moved(1500, 800, false));
+        assert_eq!(again, ordered(1100, moved(1500, 800, false)));
     }
 
     #[test]
     fn a_size_to_which_another_program_has_moved_the_balloon_is_the_one_that_counts() {
         let record = moved(1500, 800, false);
         for between in [800, 1000, 1500] {
-            assert_eq!(record.seen(ByteSize::mib(between), RAM), Some(record));
+            assert_eq!(seen(record, between), Some(record));
         }
-        let smaller = record.seen(ByteSize::mib(600), RAM);
-        assert_eq!(smaller, Some(moved(600, 600, false)));
+        assert_eq!(seen(record, 600), Some(moved(600, 600, true)));
         // While the guest boots, its balloon is empty.
-        assert_eq!(record.seen(RAM, RAM), Some(record));
+        assert_eq!(record.seen(RAM, RAM, true), Some(record));
         let taken = MovedBalloon::moved(Some(record), RAM, ByteSize::mib(1900), RAM);
-        assert_eq!(taken, moved(2048, 800, false));
+        assert_eq!(taken, ordered(1900, moved(2048, 800, false)));
+        // No other program sizes a VM that memfold started: its balloon still gets larger.
+        let alone = record.seen(ByteSize::mib(600), RAM, false);
+        assert_eq!(alone, Some(record));
+    }
+
+    #[test]
+    fn a_size_between_the_smallest_and_the_last_order_counts_once_the_last_order_was_carried_out() {
+        let mib = ByteSize::mib;
+        let taken = MovedBalloon::moved(None, mib(1500), mib(800), RAM);
+        let given = MovedBalloon::moved(Some(taken), mib(800), mib(1200), RAM);
+        // The balloon is on its way.
+        assert_eq!(seen(given, 1000), Some(given));
+        let there = reached(given);
+        assert_eq!(seen(given, 1200), Some(there));
+        // The guest takes memory from its balloon before its OOM killer runs, and returns it.
+        assert_eq!(seen(there, 1300), Some(there));
+        assert_eq!(seen(there, 1200), Some(there));
+        // Another program sets 1000 MiB, which the balloon reaches slowly.
+        let (passing, set) = (moved(1100, 1100, true), moved(1000, 1000, true));
+        assert_eq!(seen(there, 1100), Some(passing));
+        assert_eq!(seen(passing, 1000), Some(set));
+        assert_eq!(seen(set, 1000), None);
+        // After a new order, the VM passes other sizes again.
+        let again = MovedBalloon::moved(Some(there), mib(1200), mib(900), RAM);
+        assert_eq!(seen(again, 1000), Some(again));
+    }
+
+    #[test]
+    fn a_record_of_a_balloon_that_an_older_daemon_wrote_is_read() {
+        let text = r#"{"before_bytes": 1572864000, "lowest_bytes": 838860800}"#;
+        let record: MovedBalloon = serde_json::from_str(text).unwrap();
+        assert_eq!(record.for_ram(RAM), moved(1500, 800, false));
     }
 
     #[test]
@@ -274,10 +357,10 @@ mod tests {
         let mib = ByteSize::mib;
         let record = moved(1500, 800, false);
         let smaller = record.given_back(mib(900), RAM);
-        assert_eq!(smaller, moved(1500, 800, true));
+        assert_eq!(smaller, ordered(1500, moved(1500, 800, true)));
         let larger = record.given_back(mib(1800), RAM);
-        assert_eq!(larger, moved(1800, 800, true));
-        assert_eq!(larger.seen(mib(1800), RAM), None);
+        assert_eq!(larger, ordered(1800, moved(1800, 800, true)));
+        assert_eq!(seen(larger, 1800), None);
         // A DIMM was plugged since.
         let plugged = record.given_back(mib(2000), mib(3072));
         assert_eq!(plugged.before(), mib(2524));
@@ -293,19 +376,21 @@ mod tests {
             ram_bytes: Some(ram_mib << 20),
             ..record
         };
-        let removed = record.seen(mib(288), mib(1536));
-        assert_eq!(removed, Some(of_ram(1536, moved(1536, 288, false))));
-        let plugged = record.seen(mib(1824), mib(3072));
-        assert_eq!(plugged, Some(of_ram(3072, moved(3072, 1824, false))));
+        let removed = record.seen(mib(288), mib(1536), true);
+        let expected = reached(ordered(288, moved(1536, 288, false)));
+        assert_eq!(removed, Some(of_ram(1536, expected)));
+        let plugged = record.seen(mib(1824), mib(3072), true);
+        let expected = reached(ordered(1824, moved(3072, 1824, false)));
+        assert_eq!(plugged, Some(of_ram(3072, expected)));
         // A VM that gets everything back has it all if it has what is left.
         let returned = MovedBalloon::moved(Some(record), mib(800), RAM, RAM);
         assert_eq!(
             returned
-                .seen(mib(1535), mib(1536))
+                .seen(mib(1535), mib(1536), true)
                 .map(MovedBalloon::before),
             Some(mib(1536))
         );
-        assert_eq!(returned.seen(mib(1536), mib(1536)), None);
+        assert_eq!(returned.seen(mib(1536), mib(1536), true), None);
         // An older daemon has not recorded the RAM.
         let old = MovedBalloon {
             ram_bytes: None,
