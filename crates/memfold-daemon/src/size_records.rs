@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::error::{DaemonError, state_error};
+use crate::error::{DaemonError, refused, state_error};
 use crate::json_file::write_json;
 use crate::machine::Machine;
 
@@ -235,7 +235,7 @@ impl SizeRecords {
             return written.map_err(state_error(&path));
         }
         let process = machine.vm().process().identity();
-        let mut all = self.attached().unwrap_or_default();
+        let mut all = self.attached_to_rewrite()?;
         let has_ended = |of: &Attached| {
             let opened = Process::open(of.process);
             opened.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
@@ -243,6 +243,22 @@ impl SizeRecords {
         all.retain(|of| of.process != process && !has_ended(of));
         all.push(Attached { process, record });
         write_json(&self.file, &all).map_err(state_error(&self.file))
+    }
+
+    /// Returns the records of VMs that have no directory. If their file cannot be read, it must not
+    /// be replaced: it may be all that is known of other VMs.
+    fn attached_to_rewrite(&self) -> Result<Vec<Attached>, DaemonError> {
+        match self.attached() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(refused(
+                format!(
+                    "cannot record the size of a VM, because {} cannot be read: {error}",
+                    self.file.display()
+                ),
+                "repair the file and restart the daemon; or move the file away, set limits and pins of VMs that memfold did not start again, and empty their balloons with the program that manages them",
+            )),
+            Ok(all) => Ok(all),
+        }
     }
 
     fn attached(&self) -> io::Result<Vec<Attached>> {
@@ -343,6 +359,22 @@ mod tests {
         // After a new order, the VM passes other sizes again.
         let again = MovedBalloon::moved(Some(there), mib(1200), mib(900), RAM);
         assert_eq!(seen(again, 1000), Some(again));
+    }
+
+    #[test]
+    fn records_of_other_vms_that_cannot_be_read_are_not_replaced_and_the_error_names_file_and_fix()
+    {
+        let directory = tempfile::tempdir().unwrap();
+        let records = SizeRecords::open(directory.path());
+        assert!(records.attached_to_rewrite().unwrap().is_empty());
+        for text in ["", "[{\"process\": 1", "{}"] {
+            std::fs::write(&records.file, text).unwrap();
+            let error = records.attached_to_rewrite().unwrap_err();
+            let file = records.file.display().to_string();
+            assert!(error.to_string().contains(&file), "{text}: {error}");
+            let fix = error.hint().unwrap_or_default();
+            assert!(fix.contains("move the file away"), "{text}: {fix}");
+        }
     }
 
     #[test]
