@@ -35,7 +35,8 @@ pub(crate) struct Assessment {
     pub(crate) is_at_risk: bool,
     /// Page cache that trims could take.
     pub(crate) trimmable: u64,
-    /// Why the VM gets no order at all.
+    /// Why the VM gets no order. If the guest is silent or not believed, it may get back what its
+    /// balloon holds.
     pub(crate) keeps: Option<Reason>,
     /// No balloon takes from the VM for a while: it was given memory, or the last order had no
     /// effect.
@@ -239,9 +240,14 @@ impl Assessment {
         Call::order(action, bytes, reason)
     }
 
-    /// Gives the VM a part of what its balloon holds, because the host has `spare` memory.
+    /// Gives the VM a part of what its balloon holds, because the host has `spare` memory. A guest
+    /// that is silent or not believed gets it, too: it cannot ask for it.
     pub(crate) fn call_to_give_back(&self, spare: u64, policy: &Policy) -> Option<Call> {
-        if self.keeps.is_some() || self.held == 0 {
+        let may_grow = matches!(
+            self.keeps,
+            None | Some(Reason::Silent { .. } | Reason::Distrusted(_))
+        );
+        if !may_grow || self.held == 0 {
             return None;
         }
         let step = share_of(self.parts.size, policy.balloon_step).max(SMALLEST_BALLOON_STEP);

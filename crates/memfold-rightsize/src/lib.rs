@@ -19,7 +19,8 @@
 //!
 //! What always holds:
 //!
-//! - A VM that is pinned, does not answer or contradicts itself gets no order. It keeps its size.
+//! - A VM that is pinned gets no order. A VM whose guest is silent or contradicts itself loses
+//!   nothing; it gets back what its balloon holds when the host has had room for a while.
 //! - No order takes memory from the working set, and none makes a VM smaller than its working set
 //!   plus its buffer, or than its minimum.
 //! - What one step gives never exceeds the host's available memory less a quarter of the reserve.

@@ -302,6 +302,10 @@ impl VmState {
         let (parts, fresh) = match heard {
             Heard::Nothing(reason) => {
                 assessment.keeps = assessment.keeps.or(Some(reason));
+                // QEMU says the size, whatever the guest does.
+                if self.watched.is_some_and(|last| !last.is_trim()) {
+                    self.watch_effect(clock, &assessment);
+                }
                 self.idle_since = None;
                 return assessment;
             }

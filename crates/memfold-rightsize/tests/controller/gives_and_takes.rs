@@ -342,6 +342,53 @@ fn a_vm_whose_usual_step_is_larger_than_what_the_host_has_to_spare_gets_its_ball
 }
 
 #[test]
+fn a_ballooned_vm_whose_guest_is_silent_or_not_believed_gets_its_memory_back_and_loses_nothing() {
+    for lies in [false, true] {
+        let mut vm = Vm::without_agent(1000, 1000);
+        vm.signals.balloon = Some(Balloon {
+            held: ByteSize::mib(1200),
+            deflate_on_oom: true,
+        });
+        let mut controller = Controller::new(policy());
+        let mut moves = Vec::new();
+        for second in 1..2600 {
+            let mut signals = vm.report(if lies { second } else { second.min(10) });
+            if let (true, Some(guest)) = (lies && second > 10, &mut signals.guest) {
+                guest.free = ByteSize(u64::MAX);
+            }
+            // The host has room, and then not even a quarter of its reserve.
+            let host = host(if second < 2500 { 20_000 } else { 500 });
+            let input = [(VmId(1), vm.limits, signals)];
+            let decision = controller.step(Duration::from_secs(second), host, &input);
+            let decided = &decision.vms[0];
+            if second > 30 && decided.order.is_none() {
+                let is_lie = matches!(decided.reason, Reason::Distrusted(_));
+                let is_silent = matches!(decided.reason, Reason::Silent { .. });
+                assert!(is_lie == lies && is_silent != lies, "{}", decided.reason);
+            }
+            let Some(order) = decided.order else { continue };
+            let Action::Balloon { target } = order.action else {
+                panic!("{order:?} moves no balloon");
+            };
+            assert!(target > decided.size, "at {second} s: {order:?}");
+            assert!(matches!(decided.reason, Reason::GiveBack { .. }));
+            moves.push(second);
+            let balloon = vm.signals.balloon.as_mut().expect("a balloon");
+            balloon.held.0 = vm.signals.ram.0 - target.0;
+        }
+        // After ten minutes of room, one step a minute.
+        assert!(
+            moves.first().is_some_and(|first| *first >= 600),
+            "{moves:?}"
+        );
+        let mut pauses = moves.windows(2).map(|two| two[1] - two[0]);
+        assert!(pauses.all(|pause| pause >= 60), "{moves:?}");
+        let held = vm.signals.balloon.expect("a balloon").held;
+        assert_eq!(held, ByteSize(0), "{moves:?}");
+    }
+}
+
+#[test]
 fn memory_that_was_given_back_and_taken_again_is_given_back_later_each_time() {
     let mut vm = Vm::without_agent(1000, 1000);
     let mut controller = Controller::new(policy());
