@@ -19,7 +19,7 @@ use memfold_ledger::DebtReport;
 use memfold_ledger::history::VmSize;
 use memfold_rightsize::{Action, Controller, Decision, Limits, Order, Policy, Signals, VmId};
 use memfold_units::ByteSize;
-use memfold_vm::{Qmp, Trim, balloon, virtio_mem};
+use memfold_vm::{Qmp, Trim, VmSpec, balloon, virtio_mem};
 use memfold_wire::memory::TrimEnd;
 use memfold_wire::permission::Permission;
 use parking_lot::{Mutex, MutexGuard};
@@ -623,7 +623,7 @@ impl Rightsizing {
     /// memfold started: the guest gets it back at once, or when it needs it while right-sizing is
     /// on.
     pub(crate) fn note_restored(&self, machine: &Machine) {
-        if !has_own_balloon(machine) {
+        if !has_own_balloon(machine.vm().spec()) {
             return;
         }
         let noted = self.note_held(machine, &mut machine.monitor());
@@ -645,7 +645,7 @@ impl Rightsizing {
         if !machine.came_with_balloon() || !machine.state().is_running() {
             return;
         }
-        if !has_own_balloon(machine) {
+        if !has_own_balloon(machine.vm().spec()) {
             return machine.note_balloon_known();
         }
         if machine.is_silent().is_some() {
@@ -753,10 +753,11 @@ fn is_shared(machine: &Machine) -> bool {
     machine.vm().directory().is_none()
 }
 
-/// Returns whether memfold started a VM and gave it a balloon.
-fn has_own_balloon(machine: &Machine) -> bool {
-    let spec = machine.vm().spec();
-    spec.is_some_and(|spec| spec.foreign.is_none() && spec.balloon)
+/// Returns whether memfold started a VM that has a balloon. No other program moves that balloon,
+/// also if the VM is a copy of one that memfold did not start. `spec`: the VM's description;
+/// `None`: memfold did not start the VM.
+fn has_own_balloon(spec: Option<&VmSpec>) -> bool {
+    spec.is_some_and(|spec| spec.balloon)
 }
 
 fn trim_end(end: TrimEnd) -> String {
@@ -770,5 +771,23 @@ fn trim_end(end: TrimEnd) -> String {
         TrimEnd::Forbidden => Permission::Trim.refusal(),
         TrimEnd::Unsupported => "the guest's kernel cannot reclaim page cache alone".into(),
         TrimEnd::Failed(errno) => format!("then the kernel refused (errno {errno})"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_vm::foreign::Foreign;
+
+    use super::*;
+
+    #[test]
+    fn the_balloon_of_a_restored_vm_is_memfolds_own_whoever_started_the_vm_that_was_saved() {
+        let mut spec = VmSpec::new("restored", ByteSize::mib(512));
+        assert!(has_own_balloon(Some(&spec)));
+        spec.foreign = Some(Foreign::default());
+        assert!(has_own_balloon(Some(&spec)));
+        spec.balloon = false;
+        assert!(!has_own_balloon(Some(&spec)));
+        assert!(!has_own_balloon(None));
     }
 }
