@@ -218,6 +218,7 @@ impl Assessment {
         let bytes = self.lacks.min(headroom);
         let exhausted = Call::none(Reason::HostExhausted {
             needs: ByteSize(self.lacks),
+            left: ByteSize(headroom),
         });
         let Some((action, bytes)) = self.growth(bytes, headroom) else {
             return exhausted;

@@ -224,10 +224,13 @@ pub enum Reason {
         /// How much the VM gets.
         bytes: ByteSize,
     },
-    /// The guest needs memory, but the host has none left to give.
+    /// The guest needs memory, but the host has too little left to give.
     HostExhausted {
         /// How much the guest lacks.
         needs: ByteSize,
+        /// What the host could give: its available memory without a quarter of its reserve, and
+        /// without what other VMs are given.
+        left: ByteSize,
     },
     /// The host is short, and this VM is hurt least.
     HostShort {
@@ -356,11 +359,13 @@ impl fmt::Display for Reason {
             Self::Restarted => f.write_str("the guest booted again, so its estimate starts again"),
             Self::FirstReport => f.write_str("the guest reported for the first time"),
             Self::NoMeans => f.write_str(
-                "the VM keeps its size because it has no agent that trims and no balloon",
+                "the VM keeps its size because it has no agent that trims and no balloon; start it \
+                 with balloon = true (libvirt: <memballoon model='virtio' autodeflate='on'/>)",
             ),
             Self::NoDeflateOnOom => f.write_str(
                 "the balloon is not used because the guest would not deflate it before its OOM \
-                 killer runs",
+                 killer runs; start the VM with deflate-on-oom=on (libvirt: <memballoon \
+                 model='virtio' autodeflate='on'/>)",
             ),
             Self::KeepsFreedRam => f.write_str(
                 "nothing is taken because the host would get no memory back: a device pins the \
@@ -399,9 +404,11 @@ impl fmt::Display for Reason {
             Self::Waiting { wait } => write!(f, "the next change is due in {}", seconds(wait)),
             Self::AtWorkingSet => f.write_str("the page cache that is left is working set"),
             Self::AtTarget => f.write_str("the VM has the size that it needs"),
-            Self::HostExhausted { needs } => write!(
+            Self::HostExhausted { needs, left } => write!(
                 f,
-                "the guest lacks {needs}, but the host has no memory left to give"
+                "the guest lacks {needs}, but the host has {left} left to give: its available \
+                 memory less a quarter of its reserve and less other gives; end or move VMs, or \
+                 lower --reserve"
             ),
             Self::CacheNotMissed { .. }
             | Self::CacheGrewBack { .. }
@@ -427,6 +434,28 @@ fn seconds(time: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_vm_that_cannot_be_sized_or_given_memory_is_told_the_condition_and_the_fix() {
+        let says = |reason: Reason, all: &[&str]| {
+            let text = reason.to_string();
+            for words in all {
+                assert!(text.contains(words), "'{text}' lacks '{words}'");
+            }
+        };
+        let libvirt = "<memballoon model='virtio' autodeflate='on'/>";
+        says(Reason::NoMeans, &["balloon = true", libvirt]);
+        says(Reason::NoDeflateOnOom, &["deflate-on-oom=on", libvirt]);
+        let exhausted = Reason::HostExhausted {
+            needs: ByteSize::mib(464),
+            left: ByteSize::mib(8),
+        };
+        let condition = "lacks 464 MiB, but the host has 8.00 MiB left to give";
+        says(
+            exhausted,
+            &[condition, "quarter of its reserve", "--reserve"],
+        );
+    }
 
     #[test]
     fn the_reason_of_an_order_that_is_only_shown_says_what_would_be_done() {

@@ -429,7 +429,8 @@ fn a_guest_whose_counters_begin_again_is_estimated_anew_although_the_time_of_its
     assert_eq!(step(104, 3), Reason::Restarted);
     // The host has nothing left for it, but it would get it.
     let needs = ByteSize::mib(464);
-    assert_eq!(step(106, 3), Reason::HostExhausted { needs });
+    let left = ByteSize(0);
+    assert_eq!(step(106, 3), Reason::HostExhausted { needs, left });
     // A guest that says so all the time keeps its size.
     for turn in 0..10 {
         let reason = step(108 + turn, 1000 - turn);
