@@ -168,9 +168,16 @@ impl Controller {
         state.is_some_and(|state| state.may_unplug(self.clock))
     }
 
-    /// Gives memory to the VMs that need it, within what the host has.
+    /// Gives memory to the VMs that need it, within what the host has and has not promised yet. A
+    /// guest whose OOM killer could run soon gets memory although others have not used theirs.
     fn give(&self, host: &HostState, vms: &[Assessment], calls: &mut [Option<Call>]) {
-        let mut headroom = host.available.0.saturating_sub(host.reserve.0 / 4);
+        let promised = vms.iter().filter_map(|vm| {
+            let state = self.vms.get(&vm.vm)?;
+            Some(state.promised(self.clock, vm.parts.in_use()))
+        });
+        let promised = promised.fold(0, u64::saturating_add);
+        let available = host.available.0.saturating_sub(promised);
+        let mut headroom = available.saturating_sub(host.reserve.0 / 4);
         let mut last_resort = host.available.0.min(host.reserve.0 / 4);
         last_resort = last_resort.saturating_add(host.swap_free.0 / 2);
         let mut asking: Vec<usize> = (0..vms.len()).filter(|&i| vms[i].lacks > 0).collect();
@@ -199,7 +206,7 @@ impl Controller {
             .ample_since
             .is_some_and(|since| self.clock.saturating_sub(since) >= self.policy.give_back_after);
         let comfortable = host.reserve.0.saturating_add(host.reserve.0 / 2);
-        let mut spare = headroom.min(host.available.0.saturating_sub(comfortable)) / 2;
+        let mut spare = headroom.min(available.saturating_sub(comfortable)) / 2;
         for (vm, call) in vms.iter().zip(calls.iter_mut()) {
             let state = self.vms.get(&vm.vm);
             if !calm || call.is_some() || !state.is_some_and(|s| s.may_get_back(self.clock)) {

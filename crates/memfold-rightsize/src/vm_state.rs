@@ -21,6 +21,9 @@ const POSTPONED: Duration = Duration::from_secs(5);
 /// Gives within this time of each other grow.
 const REPEATED: Duration = Duration::from_secs(60);
 
+/// Time in which a guest should use what it was given: until then, nobody else is given it.
+const PROMISED: Duration = Duration::from_secs(20);
+
 /// Time without a give after which the wait before takes is at its shortest again.
 const FORGOTTEN: Duration = Duration::from_secs(2 * 3600);
 
@@ -52,6 +55,8 @@ pub(crate) struct VmState {
     /// The last give that the guest needed, and the last one without need.
     last_give: Option<Duration>,
     last_back: Option<Duration>,
+    /// What the VM was given lately, and has perhaps not used yet.
+    promise: Option<Promise>,
     /// Time after a take without gives that the guest does not need, because such a give was taken
     /// away again.
     back_rest: Duration,
@@ -79,9 +84,26 @@ struct Issued {
     unplug_before: Option<Duration>,
 }
 
+/// Gives to one VM that followed each other.
+#[derive(Clone, Copy, Debug)]
+struct Promise {
+    /// When the last one was ordered.
+    at: Duration,
+    /// Their sum.
+    bytes: u64,
+    /// What the guest used before the first one.
+    in_use: u64,
+}
+
 impl Issued {
     fn is_trim(&self) -> bool {
         matches!(self.order.action, Action::Trim { .. })
+    }
+}
+
+impl Promise {
+    fn counts(&self, clock: Duration) -> bool {
+        clock.saturating_sub(self.at) < PROMISED
     }
 }
 
@@ -93,6 +115,9 @@ impl VmState {
             return;
         };
         self.watched = Some(issued);
+        if issued.is_give {
+            self.record_promise(&issued);
+        }
         if issued.is_back {
             let since_shrink = self.last_shrink.map(|at| issued.at.saturating_sub(at));
             if since_shrink.is_none_or(|time| time >= FORGOTTEN) {
@@ -220,6 +245,26 @@ impl VmState {
             && long_ago(self.last_give, minute)
             && long_ago(self.last_back, minute)
             && long_ago(self.last_shrink, self.back_rest)
+    }
+
+    fn record_promise(&mut self, give: &Issued) {
+        let before = self.promise.filter(|promise| promise.counts(give.at));
+        let bytes = before.map_or(0, |promise| promise.bytes);
+        self.promise = Some(Promise {
+            at: give.at,
+            bytes: bytes.saturating_add(give.order.bytes.0),
+            in_use: before.map_or(give.size - give.free, |promise| promise.in_use),
+        });
+    }
+
+    /// Returns what the VM was given lately and has not used yet. It is still part of what the host
+    /// has available. `in_use`: memory that the guest uses now.
+    pub(crate) fn promised(&self, clock: Duration, in_use: u64) -> u64 {
+        let promise = self.promise.filter(|promise| promise.counts(clock));
+        promise.map_or(0, |promise| {
+            let used = in_use.saturating_sub(promise.in_use);
+            promise.bytes.saturating_sub(used)
+        })
     }
 
     fn record_give(&mut self, at: Duration, policy: &Policy) {

@@ -295,6 +295,54 @@ fn a_host_with_a_few_pages_left_gives_them_only_to_a_guest_about_to_lose_a_proce
     assert_eq!(action, Action::Balloon { target });
 }
 
+/// Steps with two VMs. At second 2, the first one is given 404 MiB, and the host has 500 MiB to give
+/// at any time. From second 4 on, the VMs use so many MiB that cannot be reclaimed. Returns the
+/// gives to the second VM, as (second, MiB).
+fn gives_after_another_give(host: HostState, used: [u64; 2]) -> Vec<(u64, u64)> {
+    let mut squeezed = Vm::without_agent(2700, 100);
+    squeezed.limits.max = ByteSize::mib(3300);
+    squeezed.signals.balloon = Some(Balloon {
+        held: ByteSize::mib(1200),
+        deflate_on_oom: true,
+    });
+    let mut vms = [squeezed.clone(), squeezed];
+    let mut controller = Controller::new(policy());
+    let mut gives = [Vec::new(), Vec::new()];
+    for second in 1..30 {
+        [vms[0].used, vms[1].used] = if second < 4 { [2700, 1000] } else { used };
+        let input = [0, 1].map(|vm| {
+            let limits = vms[vm].limits;
+            (VmId(vm as u64), limits, vms[vm].report(second))
+        });
+        let decision = controller.step(Duration::from_secs(second), host, &input);
+        for (index, decided) in decision.vms.iter().enumerate() {
+            let Some(order) = decided.order else { continue };
+            assert!(order.is_give(decided.size), "at {second} s: {order:?}");
+            gives[index].push((second, order.bytes.0 / MIB));
+            let balloon = vms[index].signals.balloon.as_mut();
+            balloon.expect("a balloon").held.0 -= order.bytes.0;
+        }
+    }
+    let [first, second] = gives;
+    assert_eq!(first, [(2, 404)]);
+    second
+}
+
+#[test]
+fn memory_that_a_vm_was_given_and_has_not_used_yet_is_not_given_to_another_one_for_20_s() {
+    let mut roomy = host(501);
+    roomy.reserve = ByteSize::mib(4);
+    // Both need 404 MiB. The first one does not use them.
+    let gives = gives_after_another_give(roomy, [2700, 2700]);
+    assert_eq!(gives, [(4, 96), (22, 308)]);
+    // The first one uses 400 MiB of them.
+    assert_eq!(gives_after_another_give(roomy, [3100, 2700]), [(4, 404)]);
+    // The second one could lose a process.
+    let mut tight = host(1000);
+    tight.reserve = ByteSize::mib(2000);
+    assert_eq!(gives_after_another_give(tight, [2700, 2850]), [(4, 404)]);
+}
+
 #[test]
 fn if_a_trim_ended_because_the_guest_missed_files_the_rest_counts_as_needed_and_probes_wait() {
     for delay in [1, 4] {
