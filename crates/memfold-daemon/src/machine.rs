@@ -654,8 +654,8 @@ pub(crate) const fn is_disconnected(error: &AgentError) -> bool {
     )
 }
 
-/// Makes the error of a save that another user of the VM's memory prevents. `is_saved`: whether that
-/// is another save.
+/// Makes the error of a save that another user of the VM's memory prevents. `is_saved`: whether
+/// that is another save.
 fn save_refusal(vm: &str, is_saved: bool) -> DaemonError {
     if is_saved {
         return refused(

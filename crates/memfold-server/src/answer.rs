@@ -175,8 +175,8 @@ impl IntoResponse for Failure {
     }
 }
 
-/// Returns whether a VM, its guest's agent or the registry of leases did not answer in time, so that
-/// the same request may succeed later.
+/// Returns whether a VM, its guest's agent or the registry of leases did not answer in time, so
+/// that the same request may succeed later.
 fn is_unanswered(error: &DaemonError) -> bool {
     let qmp = match error {
         DaemonError::Registry(RegistryError::Unusable { .. })

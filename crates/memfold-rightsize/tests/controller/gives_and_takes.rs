@@ -295,9 +295,9 @@ fn a_host_with_a_few_pages_left_gives_them_only_to_a_guest_about_to_lose_a_proce
     assert_eq!(action, Action::Balloon { target });
 }
 
-/// Steps with two VMs. At second 2, the first one is given 404 MiB, and the host has 500 MiB to give
-/// at any time. From second 4 on, the VMs use so many MiB that cannot be reclaimed. Returns the
-/// gives to the second VM, as (second, MiB).
+/// Steps with two VMs. At second 2, the first one is given 404 MiB, and the host has 500 MiB to
+/// give at any time. From second 4 on, the VMs use so many MiB that cannot be reclaimed. Returns
+/// the gives to the second VM, as (second, MiB).
 fn gives_after_another_give(host: HostState, used: [u64; 2]) -> Vec<(u64, u64)> {
     let mut squeezed = Vm::without_agent(2700, 100);
     squeezed.limits.max = ByteSize::mib(3300);
