@@ -280,8 +280,8 @@ impl Leases {
         let mut leases = self.registry.picture()?.leases.into_iter();
         let lease = leases.find(|lease| lease.id == id && lease.lender.host == who);
         let lease = lease.ok_or(RegistryError::NoLease { id, who })?;
-        let within = lease.durability.time_to_give_back(lease.bytes);
-        self.registry.recall(id, &lease.lender, within)?;
+        self.registry
+            .recall(id, &lease.lender, lease.time_to_give_back())?;
         Ok(lease)
     }
 
@@ -340,6 +340,7 @@ impl Leases {
                 borrower: self.host.clone(),
                 vm: vm.to_owned(),
                 bytes: stripes.of_each(),
+                disk_bytes: bytes,
                 durability: request.durability,
                 apart_from: ours.chain(avoided.iter().cloned()).collect(),
             };
@@ -453,7 +454,7 @@ impl Leases {
                     return Ok(endpoint);
                 }
                 Ok(None) if Instant::now() < end => {
-                    let ttl = lease_ttl(lease.durability, lease.bytes);
+                    let ttl = lease_ttl(lease.durability, lease.bytes_to_copy());
                     self.keep(std::iter::once(lease.id), ttl, false);
                     std::thread::sleep(Duration::from_millis(50));
                 }
@@ -591,6 +592,36 @@ mod tests {
         let began = Instant::now();
         leases.wait_freed(&[ended.id]);
         assert!(began.elapsed() < FREED);
+    }
+
+    #[test]
+    fn a_striped_disk_without_a_copy_is_recalled_with_the_time_to_copy_all_its_stripes() {
+        let directory = tempfile::tempdir().unwrap();
+        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
+        for host in ["a", "b"] {
+            let lender = LenderId {
+                host: host.into(),
+                incarnation: Incarnation(1),
+            };
+            let bytes = 2000 * MIB;
+            registry
+                .offer(&Offer { lender, bytes }, Duration::from_secs(60))
+                .unwrap();
+        }
+        let leases = Leases::of_registry("borrower", Arc::new(registry), directory.path());
+        let request = BorrowRequest {
+            durability: Durability::None,
+            stripes: Some(2),
+            ..BorrowRequest::default()
+        };
+        let mut taken = Vec::new();
+        let count = leases.take_leases("v", 2000 * MIB, &request, &[], &mut taken);
+        assert_eq!((count.unwrap(), taken.len()), (2, 2));
+        for lease in &taken {
+            assert!(lease.bytes < 1001 * MIB);
+            // 10 s, and a second for each 20 MiB of the disk.
+            assert_eq!(lease.time_to_give_back().as_secs(), 110);
+        }
     }
 
     #[test]

@@ -439,6 +439,7 @@ mod tests {
             borrower: "borrower".into(),
             vm: "v".into(),
             bytes: LEAST,
+            disk_bytes: 0,
             durability: Durability::None,
             apart_from: Vec::new(),
         };

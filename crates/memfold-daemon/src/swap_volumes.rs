@@ -192,6 +192,7 @@ impl SwapVolumes {
                 borrower: self.leases.host.clone(),
                 vm: volume.holder(),
                 bytes,
+                disk_bytes: bytes,
                 durability,
                 apart_from: [self.leases.distrusted(), by_nbd.clone(), failed.collect()].concat(),
             };

@@ -154,6 +154,7 @@ impl Registry for EtcdRegistry {
                 borrower: want.borrower.clone(),
                 vm: want.vm.clone(),
                 bytes: want.bytes,
+                disk_bytes: want.disk_bytes,
                 durability: want.durability,
                 state: LeaseState::Taken,
             };
@@ -245,7 +246,7 @@ impl Registry for EtcdRegistry {
             let mut txn = Txn::default()
                 .when_at(&keys.what, revision)
                 .put(&keys.what, &what);
-            let time = check_ttl(what.durability.time_to_give_back(what.bytes))?;
+            let time = check_ttl(lease.time_to_give_back())?;
             let is_asked_for_sooner = lease.recall_ms.is_some_and(|left| left < time);
             if is_asked_for_sooner {
                 txn = txn.hold(&keys.recall, time, None);

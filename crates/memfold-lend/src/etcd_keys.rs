@@ -40,6 +40,9 @@ pub(super) struct What {
     pub(super) borrower: String,
     pub(super) vm: String,
     pub(super) bytes: u64,
+    /// Size of the whole swap disk, in bytes; 0 in records of older versions.
+    #[serde(default)]
+    pub(super) disk_bytes: u64,
     pub(super) durability: Durability,
     pub(super) state: LeaseState,
 }
@@ -259,6 +262,7 @@ impl EtcdRegistry {
             borrower: what.borrower,
             vm: what.vm,
             bytes: what.bytes,
+            disk_bytes: what.disk_bytes,
             durability: what.durability,
             state: what.state,
             left_ms: ms(left),

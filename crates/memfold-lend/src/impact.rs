@@ -85,6 +85,7 @@ mod tests {
             borrower: "host".into(),
             vm: vm.into(),
             bytes: 1,
+            disk_bytes: 0,
             durability,
             state: LeaseState::Exported,
             left_ms: 1,

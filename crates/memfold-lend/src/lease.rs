@@ -131,6 +131,10 @@ pub struct Lease {
     pub vm: String,
     /// Size of the lent RAM, in bytes.
     pub bytes: u64,
+    /// Size of the VM's whole swap disk, in bytes: larger than `bytes` if several lenders hold a
+    /// part of the disk each. 0 in records of older versions.
+    #[serde(default)]
+    pub disk_bytes: u64,
     /// Place where the lease's bytes survive if the lender dies.
     pub durability: Durability,
     /// How far the lease has come.
@@ -144,10 +148,24 @@ pub struct Lease {
 }
 
 impl Lease {
+    /// Returns the number of bytes that the borrower copies before it can give the lease back. A
+    /// borrower copies its whole swap disk, even if the lease holds only a part of the disk.
+    #[must_use]
+    pub fn bytes_to_copy(&self) -> u64 {
+        self.disk_bytes.max(self.bytes)
+    }
+
+    /// Returns the time that the borrower has to give the lease back, at most an hour.
+    #[must_use]
+    pub fn time_to_give_back(&self) -> Duration {
+        self.durability.time_to_give_back(self.bytes_to_copy())
+    }
+
     /// Returns the time that the borrower gets when the lender wants the lease back `within` a
     /// time. A borrower that must copy the bytes first gets at least the time to copy them.
     pub(super) fn within(&self, within: Duration) -> Duration {
-        within.max(self.durability.time_to_copy(self.bytes).min(MAX_TTL))
+        let copying = self.durability.time_to_copy(self.bytes_to_copy());
+        within.max(copying.min(MAX_TTL))
     }
 }
 

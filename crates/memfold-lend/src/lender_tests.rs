@@ -65,6 +65,7 @@ impl Host {
             borrower: "b".into(),
             vm: "v".into(),
             bytes,
+            disk_bytes: 0,
             durability: Durability::Disk,
             apart_from: Vec::new(),
         };
@@ -141,6 +142,7 @@ fn if_the_lender_is_short_of_memory_a_borrower_with_a_copy_gets_a_shorter_deadli
             borrower: "b".into(),
             vm: "v".into(),
             bytes: MIB,
+            disk_bytes: 0,
             durability,
             state: LeaseState::Exported,
             left_ms: 60_000,
@@ -288,6 +290,7 @@ fn take_with(registry: &SqliteRegistry, durability: Durability) -> Lease {
         borrower: "b".into(),
         vm: "v".into(),
         bytes: 16 * MIB,
+        disk_bytes: 0,
         durability,
         apart_from: Vec::new(),
     };

@@ -616,7 +616,7 @@ impl Work {
             if coming >= wanted {
                 break;
             }
-            let within = lease.durability.time_to_give_back(lease.bytes);
+            let within = lease.time_to_give_back();
             let recall = |registry: &dyn Registry| registry.recall(lease.id, &lease.lender, within);
             if !self.ask_of_lease(recall)? {
                 continue;

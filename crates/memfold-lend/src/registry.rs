@@ -46,6 +46,10 @@ pub struct Want {
     pub vm: String,
     /// Number of bytes that the borrower wants, all from one lender: 64 KiB to 1 PiB.
     pub bytes: u64,
+    /// Size of the VM's whole swap disk, in bytes, at most 1 PiB. A disk over several lenders is
+    /// larger than `bytes`. 0: the disk has `bytes` (requests of older versions).
+    #[serde(default)]
+    pub disk_bytes: u64,
     /// Place where the borrowed bytes survive if the lender dies.
     #[serde(default)]
     pub durability: Durability,
@@ -63,7 +67,8 @@ impl Want {
     pub fn check(&self) -> Result<()> {
         check_name("borrower", &self.borrower)?;
         check_name("vm", &self.vm)?;
-        check_bytes(self.bytes, LEAST_LEASE)
+        check_bytes(self.bytes, LEAST_LEASE)?;
+        check_bytes(self.disk_bytes, 0)
     }
 
     /// Chooses the lender with the most free bytes, and of several the first. `lenders` are sorted

@@ -48,6 +48,7 @@ pub(super) fn want(vm: &str, bytes: u64) -> Want {
         borrower: "borrower".into(),
         vm: vm.into(),
         bytes,
+        disk_bytes: 0,
         durability: Durability::Disk,
         apart_from: Vec::new(),
     }
@@ -89,6 +90,7 @@ pub(super) fn suite(make: &dyn Fn() -> Fixture) {
     bytes_are_lent_once_and_come_back_by_their_lender_alone(&make());
     deadlines(&make());
     who_has_no_other_copy_has_time_to_make_one(&make());
+    the_borrower_of_a_part_of_a_disk_has_time_to_copy_the_whole_disk(&make());
     incarnations(&make());
     an_export_is_for_its_borrower(&make());
     choices(&make());
@@ -188,6 +190,38 @@ fn who_has_no_other_copy_has_time_to_make_one(fixture: &Fixture) {
     assert!(lease.recall_ms.unwrap() <= 100_000, "{lease:?}");
     let all = registry.picture().unwrap().leases;
     assert!(all.iter().all(|l| l.durability == Durability::None));
+}
+
+fn the_borrower_of_a_part_of_a_disk_has_time_to_copy_the_whole_disk(fixture: &Fixture) {
+    const MIB: u64 = 1 << 20;
+    let registry = &*fixture.registry;
+    offer(registry, "a", 1, 4000 * MIB / UNIT);
+    let ours = lender("a", 1);
+    // A call of etcd may take seconds on a busy machine.
+    let late = u64::try_from(patience(Duration::from_secs(2)).as_millis()).unwrap();
+    // To copy the part alone would take 25 s, and to copy the whole disk takes 100 s.
+    let part = |durability| Want {
+        disk_bytes: 2000 * MIB,
+        durability,
+        ..want("vm", 500 * MIB)
+    };
+    let none = registry.take(&part(Durability::None), TTL).unwrap();
+    assert_eq!((none.bytes, none.disk_bytes), (500 * MIB, 2000 * MIB));
+    assert_eq!(none.time_to_give_back().as_secs(), 110);
+    registry.recall(none.id, &ours, TTL).unwrap();
+    let recalled = registry.renew(none.id, "borrower", TTL).unwrap();
+    let left_ms = recalled.recall_ms.unwrap();
+    assert!(
+        (100_000 - late..=100_000).contains(&left_ms),
+        "{recalled:?}"
+    );
+    // A borrower that loses its copy gets that time, too.
+    let disk = registry.take(&part(Durability::Disk), TTL).unwrap();
+    assert_eq!(disk.time_to_give_back().as_secs(), 10);
+    registry.recall(disk.id, &ours, Duration::ZERO).unwrap();
+    let alone = registry.sole_copy(disk.id, "borrower").unwrap();
+    let left_ms = alone.recall_ms.unwrap();
+    assert!((110_000 - late..=110_000).contains(&left_ms), "{alone:?}");
 }
 
 fn incarnations(fixture: &Fixture) {
@@ -506,6 +540,7 @@ fn after_a_registry_reboot_leases_last_one_more_minute_and_their_numbers_are_not
         borrower: "b".into(),
         vm: "v".into(),
         bytes: UNIT,
+        disk_bytes: 0,
         durability: Durability::None,
         apart_from: Vec::new(),
     };
@@ -566,6 +601,24 @@ fn a_lender_with_256_leases_is_not_chosen_and_a_host_with_1024_leases_gets_no_mo
     registry.release(id, "borrower").unwrap();
     take(&registry, 1).unwrap();
     take(&registry, 1).unwrap_err();
+}
+
+#[test]
+fn a_lease_of_the_previous_database_version_counts_as_a_whole_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = Arc::new(AtomicI64::new(1));
+    let registry = sqlite_in(directory.path(), &clock);
+    offer(&registry, "a", 1, 100);
+    let lease = take(&registry, 60).unwrap();
+    drop(registry);
+    let by_hand = rusqlite::Connection::open(directory.path().join("registry.db")).unwrap();
+    let before = "ALTER TABLE leases DROP COLUMN disk_bytes; PRAGMA user_version = 2;";
+    by_hand.execute_batch(before).unwrap();
+    drop(by_hand);
+    let registry = sqlite_in(directory.path(), &clock);
+    let known = registry.picture().unwrap().leases.pop().unwrap();
+    assert_eq!((known.id, known.disk_bytes), (lease.id, 0));
+    assert_eq!(known.bytes_to_copy(), 60 * UNIT);
 }
 
 #[test]

@@ -35,7 +35,7 @@ use super::registry_error::{
 const BUSY: Duration = Duration::from_secs(5);
 
 /// Version (`user_version`) of databases that this code can read.
-const VERSION: i64 = 2;
+const VERSION: i64 = 3;
 
 /// How long lenders and borrowers have to report again after a reboot of the registry's host.
 const AFTER_BOOT_MS: i64 = 60_000;
@@ -71,7 +71,13 @@ CREATE TABLE clock (boot TEXT NOT NULL) STRICT;
 PRAGMA user_version = 2;
 ";
 
-const LEASE: &str = "SELECT id, host, incarnation, borrower, vm, bytes, state, expires_ms, recall_ms, durability FROM leases";
+/// Database schema, version 3: the size of the whole swap disk; 0 for leases of older versions.
+const SCHEMA_3: &str = "
+ALTER TABLE leases ADD COLUMN disk_bytes INTEGER NOT NULL DEFAULT 0;
+PRAGMA user_version = 3;
+";
+
+const LEASE: &str = "SELECT id, host, incarnation, borrower, vm, bytes, state, expires_ms, recall_ms, durability, disk_bytes FROM leases";
 
 const LENDERS: &str = "SELECT host, incarnation, bytes, heard_ms, expires_ms, (SELECT COALESCE(SUM(bytes), 0) FROM leases WHERE leases.host = lenders.host) FROM lenders ORDER BY host";
 
@@ -137,6 +143,9 @@ impl SqliteRegistry {
             if version < 2 {
                 transaction.execute_batch(SCHEMA_2)?;
             }
+            if version < 3 {
+                transaction.execute_batch(SCHEMA_3)?;
+            }
             set_clock(&transaction, boot, clock())?;
             transaction.commit()?;
             Ok(connection)
@@ -195,6 +204,7 @@ impl Now<'_> {
             borrower: row.get(3)?,
             vm: row.get(4)?,
             bytes: number(row, 5)?,
+            disk_bytes: number(row, 10)?,
             state: named(row, 6)?,
             left_ms: self.left(row.get(7)?),
             recall_ms: recall.map(|until| self.left(until)),
@@ -378,7 +388,7 @@ impl Registry for SqliteRegistry {
             let leases = |view: &LenderView| counts.get(&view.lender.host).copied().unwrap_or(0);
             let lender = want.choose(now.lenders()?, |view| view, leases)?.lender;
             now.change(
-                "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+                "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability, disk_bytes) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
                 params![
                     lender.host,
                     stored(lender.incarnation.0),
@@ -387,7 +397,8 @@ impl Registry for SqliteRegistry {
                     stored(want.bytes),
                     LeaseState::Taken.to_string(),
                     now.after(ttl),
-                    want.durability.name()
+                    want.durability.name(),
+                    stored(want.disk_bytes)
                 ],
             )?;
             let id = u64::try_from(now.sql.last_insert_rowid()).unwrap_or(0);
@@ -446,7 +457,7 @@ impl Registry for SqliteRegistry {
                 return Ok(lease);
             }
             let only = Durability::None;
-            let time = check_ttl(only.time_to_give_back(lease.bytes))?;
+            let time = check_ttl(only.time_to_give_back(lease.bytes_to_copy()))?;
             // A lease that was not recalled (NULL) stays so, because MAX of NULL is NULL.
             now.change(
                 "UPDATE leases SET durability = ?2, recall_ms = MAX(recall_ms, ?3) WHERE id = ?1",

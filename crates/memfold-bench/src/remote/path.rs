@@ -177,6 +177,7 @@ impl<'a> Taken<'a> {
             borrower: HERE.into(),
             vm: HERE.into(),
             bytes: BYTES,
+            disk_bytes: 0,
             durability: Durability::None,
             apart_from: Vec::new(),
         };

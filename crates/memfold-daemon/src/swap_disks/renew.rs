@@ -196,6 +196,7 @@ mod tests {
             borrower: "borrower".into(),
             vm: "v".into(),
             bytes: MIB,
+            disk_bytes: 0,
             durability,
             apart_from: Vec::new(),
         };

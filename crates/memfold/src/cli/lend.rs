@@ -214,7 +214,7 @@ pub(super) fn give_back(
         let place = format!("/v1/leases/{number}/return");
         let lease: Lease = context.client()?.post(&place, &())?;
         return context.print(&lease, |lease| {
-            let seconds = lease.durability.time_to_give_back(lease.bytes).as_secs();
+            let seconds = lease.time_to_give_back().as_secs();
             format!(
                 "{} of '{}' on host '{}' are asked for; they are back within {seconds} s",
                 ByteSize(lease.bytes),

@@ -37,6 +37,7 @@ pub fn take(registry: &SqliteRegistry, vm: &str) -> Result<Lease, RegistryError>
         borrower: "b".into(),
         vm: vm.into(),
         bytes: 64 * MIB,
+        disk_bytes: 0,
         durability: Durability::Disk,
         apart_from: Vec::new(),
     };
