@@ -12,7 +12,7 @@ use memfold_api::{BorrowRequest, Borrowed, SwapPlace, registry_at};
 use memfold_lend::calls::{Answer, Call, CallRegistry, answer};
 use memfold_lend::distrust::{Distrust, Distrusted};
 use memfold_lend::graph::{Borrowing, Stripe};
-use memfold_lend::registry::{MAX_TTL, check_name};
+use memfold_lend::registry::check_name;
 use memfold_lend::relay::stripes::{MOST, Stripes};
 use memfold_lend::{
     Durability, Endpoint, Lease, LeaseId, Picture, Registry, RegistryAt, RegistryError,
@@ -33,9 +33,6 @@ const GAP: Duration = Duration::from_secs(3);
 const EXPORT_LEAST: Duration = Duration::from_secs(30);
 const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
 
-/// Duration of a lease without renewal: a borrower's daemon may be away this long.
-const LEASE_TTL: Duration = Duration::from_secs(60);
-
 /// Time for which a new daemon tries to reach the registry, to renew an earlier daemon's leases.
 /// After that time, the daemon moves data that only lenders hold to a local disk.
 pub(crate) const RESUMED: Duration = Duration::from_secs(10);
@@ -51,12 +48,9 @@ const FREED: Duration = Duration::from_secs(3);
 /// Time between two renewals of a lease.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 
-/// Returns the duration of a lease. It is [`LEASE_TTL`], plus the time to copy `bytes` twice if the
-/// lender holds the only copy: the data is moved to a local disk when half of the duration has
-/// passed.
+/// Returns the duration of a lease without renewal. `bytes`: size of the whole disk.
 pub(crate) fn lease_ttl(durability: Durability, bytes: u64) -> Duration {
-    let copying = durability.time_to_copy(bytes.saturating_mul(2));
-    LEASE_TTL.saturating_add(copying).min(MAX_TTL)
+    durability.lease_time(bytes)
 }
 
 /// Returns the milliseconds that have passed since `since`.

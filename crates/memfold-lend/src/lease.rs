@@ -15,6 +15,10 @@ pub const MAX_TTL: Duration = Duration::from_secs(3600);
 /// bytes.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);
 
+/// Duration of a lease without renewal, without the time to copy bytes: a borrower's daemon may be
+/// away this long.
+const HOLDS: Duration = Duration::from_secs(60);
+
 /// Speed that memfold assumes for a borrower that copies lent RAM to its disk while the guest
 /// swaps, in bytes per second.
 pub const COPIED_A_SECOND: u64 = 20 << 20;
@@ -82,6 +86,15 @@ impl Durability {
     pub fn time_to_give_back(self, bytes: u64) -> Duration {
         let copying = self.time_to_copy(bytes);
         GIVE_BACK.saturating_add(copying).min(MAX_TTL)
+    }
+
+    /// Returns the duration of a lease without renewal, for a disk of `bytes` bytes, at most an
+    /// hour. If the lender holds the only copy, the duration includes the time to copy the disk
+    /// twice: the borrower moves the disk when half of the duration has passed.
+    #[must_use]
+    pub fn lease_time(self, bytes: u64) -> Duration {
+        let copying = self.time_to_copy(bytes.saturating_mul(2));
+        HOLDS.saturating_add(copying).min(MAX_TTL)
     }
 
     /// Returns the time that a borrower needs to copy `bytes` lent bytes to its disk; zero with

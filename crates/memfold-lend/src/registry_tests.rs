@@ -521,7 +521,8 @@ fn leases_survive_a_daemon_restart_in_database_files_that_only_their_owner_can_r
 }
 
 #[test]
-fn after_a_registry_reboot_leases_last_one_more_minute_and_their_numbers_are_not_reused() {
+fn after_a_registry_reboot_leases_hold_with_time_to_copy_and_their_numbers_are_not_reused() {
+    const MIB: u64 = 1 << 20;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("registry.db");
     let open =
@@ -533,21 +534,39 @@ fn after_a_registry_reboot_leases_last_one_more_minute_and_their_numbers_are_not
     let before = open(1_000_000_000, "first");
     let offer = Offer {
         lender: lender.clone(),
-        bytes: 4 * UNIT,
+        bytes: 8000 * MIB,
     };
     before.offer(&offer, Duration::from_secs(10)).unwrap();
     let want = Want {
         borrower: "b".into(),
         vm: "v".into(),
-        bytes: UNIT,
+        bytes: 2000 * MIB,
         disk_bytes: 0,
         durability: Durability::None,
         apart_from: Vec::new(),
     };
-    let [first, second] = [(), ()].map(|()| before.take(&want, Duration::from_secs(5)).unwrap());
-    before
-        .recall(second.id, &lender, Duration::from_secs(1))
-        .unwrap();
+    let take = |registry: &SqliteRegistry, want: &Want| {
+        registry.take(want, Duration::from_secs(5)).unwrap().id
+    };
+    let [first, second] = [(), ()].map(|()| take(&before, &want));
+    let stripe = take(
+        &before,
+        &Want {
+            bytes: MIB,
+            disk_bytes: 2000 * MIB,
+            ..want.clone()
+        },
+    );
+    let copied = take(
+        &before,
+        &Want {
+            durability: Durability::Disk,
+            ..want.clone()
+        },
+    );
+    for id in [second, stripe, copied] {
+        before.recall(id, &lender, Duration::from_secs(1)).unwrap();
+    }
     drop(before);
     // In the same boot, 3 s later, the lease has 3 s less.
     let picture = open(1_000_003_000, "first").picture().unwrap();
@@ -559,16 +578,22 @@ fn after_a_registry_reboot_leases_last_one_more_minute_and_their_numbers_are_not
         .leases
         .iter()
         .map(|l| (l.id, l.left_ms, l.recall_ms));
-    let minute = 60_000;
+    // To copy a disk takes 100 s. Its borrower moves it when half of the lease's time has passed.
+    let (minute, holds, recall) = (60_000, 60_000 + 2 * 100_000, Some(110_000));
     assert_eq!(
         lefts.collect::<Vec<_>>(),
-        [(first.id, minute, None), (second.id, minute, Some(minute))]
+        [
+            (first, holds, None),
+            (second, holds, recall),
+            (stripe, holds, recall),
+            (copied, minute, Some(minute)),
+        ]
     );
     std::fs::remove_file(&path).unwrap();
     let anew = open(8, "second");
     anew.offer(&offer, Duration::from_secs(10)).unwrap();
-    let other = anew.take(&want, Duration::from_secs(5)).unwrap();
-    assert!(other.id != first.id && other.id != second.id);
+    let other = take(&anew, &want);
+    assert!(![first, second, stripe, copied].contains(&other));
 }
 
 /// Adds `count` leases of lender `host` to a database: as many as take long to request.

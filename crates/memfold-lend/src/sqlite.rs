@@ -23,7 +23,7 @@ use serde::de::DeserializeOwned;
 use super::endpoint::Endpoint;
 use super::files;
 use super::lease::{
-    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
+    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture, ms,
 };
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{
@@ -38,7 +38,7 @@ const BUSY: Duration = Duration::from_secs(5);
 const VERSION: i64 = 3;
 
 /// How long lenders and borrowers have to report again after a reboot of the registry's host.
-const AFTER_BOOT_MS: i64 = 60_000;
+const AFTER_BOOT: Duration = Duration::from_secs(60);
 
 const SCHEMA: &str = "
 CREATE TABLE lenders (
@@ -278,7 +278,8 @@ fn now_ms() -> i64 {
 }
 
 /// Makes all times relative to the present boot. Times of another boot are meaningless, so every
-/// lender and borrower gets [`AFTER_BOOT_MS`].
+/// lease begins anew: it holds as long as its borrower assumes, and a recalled lease is recalled
+/// with at least [`AFTER_BOOT`], and with the time to copy the disk if there is no other copy.
 fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::Result<()> {
     let known = transaction.query_row("SELECT boot FROM clock", [], |row| row.get(0));
     let known: Option<String> = known.optional()?;
@@ -289,10 +290,22 @@ fn set_clock(transaction: &Transaction<'_>, boot: &str, now: i64) -> rusqlite::R
     transaction.execute("INSERT INTO clock VALUES (?1)", [boot])?;
     // No lender has reported since the boot, so nobody can borrow from them yet.
     transaction.execute("UPDATE lenders SET heard_ms = ?1, expires_ms = ?1", [now])?;
-    transaction.execute(
-        "UPDATE leases SET expires_ms = ?1, recall_ms = IIF(recall_ms IS NULL, NULL, ?1)",
-        [now.saturating_add(AFTER_BOOT_MS)],
-    )?;
+    let mut query = transaction.prepare("SELECT id, durability, bytes, disk_bytes FROM leases")?;
+    let leases = query.query_map([], |row| {
+        let (durability, bytes): (Durability, u64) = (named(row, 1)?, number(row, 2)?);
+        let id: i64 = row.get(0)?;
+        Ok((id, durability, bytes.max(number(row, 3)?)))
+    })?;
+    let leases: Vec<(i64, Durability, u64)> = leases.collect::<rusqlite::Result<_>>()?;
+    for (id, durability, bytes) in leases {
+        let after = |time: Duration| now.saturating_add(stored(ms(time)));
+        let expires = after(durability.lease_time(bytes));
+        let recall = after(durability.time_to_give_back(bytes).max(AFTER_BOOT));
+        transaction.execute(
+            "UPDATE leases SET expires_ms = ?2, recall_ms = IIF(recall_ms IS NULL, NULL, ?3) WHERE id = ?1",
+            [id, expires, recall],
+        )?;
+    }
     Ok(())
 }
 
