@@ -564,6 +564,11 @@ impl Machine {
         SwapRight::take(|| self.marks.swapping.lock())
     }
 
+    /// Locks the VM's swap disk for changes if no other thread has locked it; `None` if one has.
+    pub(crate) fn try_swap_right(&self) -> Option<SwapRight<'_>> {
+        SwapRight::try_take(|| self.marks.swapping.try_lock())
+    }
+
     /// Locks the VM for a save that a user has asked for. Waits for whatever else holds the lock
     /// for a moment, such as the record of the pages that a restored VM needs first.
     ///

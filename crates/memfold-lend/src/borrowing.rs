@@ -178,6 +178,14 @@ impl Borrowing {
         self.has_copy() && !self.copy_unwatched
     }
 
+    /// Returns whether QEMU must not read the file on the borrower's disk any more: the file may
+    /// hold older bytes, because a request to it has failed, and lent RAM holds the present ones.
+    #[must_use]
+    pub fn must_drop_copy(&self) -> bool {
+        let is_lent = self.phase == Phase::Lent && self.reached().next().is_some();
+        self.copy.is_some() && self.copy_failed && is_lent
+    }
+
     /// Returns whether copy number `part` on lent RAM is the only copy of the swap disk that is
     /// left.
     #[must_use]
@@ -188,4 +196,50 @@ impl Borrowing {
 
 pub(super) fn lent_node(generation: u64, part: usize) -> String {
     format!("swap-lent{generation}-{part}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn borrowing() -> Borrowing {
+        let first = Stripe {
+            lease: LeaseId(1),
+            lender: "a".into(),
+            address: Address::Unix("/x".into()),
+        };
+        Borrowing {
+            generation: 1,
+            durability: Durability::Disk,
+            bytes: 1,
+            parts: vec![Part {
+                first,
+                others: Vec::new(),
+                relay: None,
+                lost: false,
+            }],
+            copy: Some("/copy".into()),
+            copy_failed: false,
+            copy_unwatched: true,
+            phase: Phase::Lent,
+            by_itself: false,
+        }
+    }
+
+    #[test]
+    fn a_failed_copy_on_disk_is_dropped_only_while_lent_memory_holds_the_data() {
+        assert!(!borrowing().must_drop_copy());
+        let failed = Borrowing {
+            copy_failed: true,
+            ..borrowing()
+        };
+        assert!(failed.must_drop_copy());
+        // QEMU may not use the copy yet.
+        let mut switching = failed.clone();
+        switching.phase = Phase::Switching;
+        assert!(!switching.must_drop_copy());
+        let mut lost = failed;
+        lost.parts[0].lost = true;
+        assert!(!lost.must_drop_copy());
+    }
 }

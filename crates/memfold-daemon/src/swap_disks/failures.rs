@@ -136,6 +136,24 @@ pub(crate) fn hear(machine: &Machine, guard: &Guard) {
     changed(machine, guard, &before);
 }
 
+/// Takes a copy on this host that has failed out of QEMU's block nodes, before anything that may
+/// take long. If the lender is lost meanwhile, reads then fail instead of returning the older data
+/// of the copy. `is_out`: whether the copy was taken out before.
+pub(crate) fn take_failed_copy_out(machine: &Machine, guard: &Guard, is_out: &mut bool) {
+    if *is_out || !guard.borrowing().must_drop_copy() {
+        return;
+    }
+    // A thread that moves the disk may hold the right for minutes, and leases must be renewed.
+    let Some(_right) = machine.try_swap_right() else {
+        return;
+    };
+    let borrowing = guard.borrowing();
+    // After a failure, the next check tries again. The move to a new file tries, too, and logs it.
+    *is_out = !guard.is_stopped()
+        && borrowing.must_drop_copy()
+        && graph::take_copy_out(&mut machine.monitor(), &borrowing).is_ok();
+}
+
 /// Records a loan that differs from `before`. If the copy on this host has failed, so that lent RAM
 /// has the only copy, logs that, and extends the relays' timeout.
 fn changed(machine: &Machine, guard: &Guard, before: &Borrowing) {

@@ -63,7 +63,7 @@ impl SwapDisks {
         hear(machine, guard);
         let borrowing = guard.borrowing();
         let is_last = borrowing.reached().next().is_none();
-        if borrowing.copy_failed && !is_last {
+        if borrowing.must_drop_copy() {
             graph::take_copy_out(&mut machine.monitor(), &borrowing)?;
         }
         if borrowing.has_whole_copy() || is_last {

@@ -13,7 +13,7 @@ use tracing::warn;
 use crate::leases::RENEW;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
-use crate::swap_disks::failures::{Comparison, hear};
+use crate::swap_disks::failures::{Comparison, hear, take_failed_copy_out};
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::renew::{cut_late_copy, end_stop};
 use crate::threads;
@@ -47,6 +47,7 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     let mut moved: Option<Instant> = None;
     let mut comparison = Comparison::default();
     let (mut is_stop_told, mut is_search_told) = (false, false);
+    let mut is_copy_out = false;
     // The watch ends when no lent part is left.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
@@ -81,6 +82,8 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
         }
         hear(&machine, guard);
         comparison.step(&machine, guard);
+        // The registry may be slow, so its calls come later.
+        take_failed_copy_out(&machine, guard, &mut is_copy_out);
         if renewed.elapsed() >= RENEW {
             renewed = Instant::now();
             if let Err(error) = disks.reconcile_alone(&machine, guard) {
