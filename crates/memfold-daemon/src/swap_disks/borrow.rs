@@ -26,7 +26,7 @@ use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{
     note, remove_note, save_request, saved_request, swap_directory, write_note,
 };
-use crate::swap_disks::relays::{connect, hear_end_of};
+use crate::swap_disks::relays::{connect, hear_end_of, wait_longer};
 use crate::swap_disks::renew::waited;
 
 /// Who asks for a loan of memory.
@@ -362,7 +362,11 @@ impl SwapDisks {
         // The time of the last renewal is unknown, so half of the lease's duration is assumed to be
         // left.
         state.holds = Some(Instant::now() + ttl / 2 + RESUMED);
+        let is_unwatched = state.borrowing.copy_unwatched;
         drop(state);
+        if is_unwatched {
+            wait_longer(&guard);
+        }
         self.watch(machine, &guard);
     }
 }

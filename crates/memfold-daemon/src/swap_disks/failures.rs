@@ -17,7 +17,7 @@ use tracing::{error, info, warn};
 use crate::machine::Machine;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::note;
-use crate::swap_disks::relays::wait_longer;
+use crate::swap_disks::relays::{wait_as_usual, wait_longer};
 
 /// Pause before a failed verification of the copy is repeated.
 const AGAIN: Duration = Duration::from_secs(60);
@@ -154,8 +154,8 @@ pub(crate) fn take_failed_copy_out(machine: &Machine, guard: &Guard, is_out: &mu
         && graph::take_copy_out(&mut machine.monitor(), &borrowing).is_ok();
 }
 
-/// Records a loan that differs from `before`. If the copy on this host has failed, so that lent RAM
-/// has the only copy, logs that, and extends the relays' timeout.
+/// Records a loan that differs from `before`. If lent RAM has the only copy that is known to be
+/// complete from now on, extends the relays' timeout. Logs a failure of the copy on this host.
 fn changed(machine: &Machine, guard: &Guard, before: &Borrowing) {
     let now = guard.borrowing();
     if now == *before {
@@ -166,7 +166,70 @@ fn changed(machine: &Machine, guard: &Guard, before: &Borrowing) {
             vm = guard.vm,
             "swap disk's copy on this host failed; free space for a new copy, and keep the lender running meanwhile"
         );
-        wait_longer(guard);
+    }
+    match new_wait(before, &now) {
+        Some(RelayWait::Longer) => wait_longer(guard),
+        Some(RelayWait::AsUsual) => wait_as_usual(guard),
+        None => {}
     }
     note(machine, &now);
+}
+
+/// How long relays wait for a lender that does not answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RelayWait {
+    Longer,
+    AsUsual,
+}
+
+/// Returns how long relays must wait from now on; `None` if nothing changes. `before` and `now`:
+/// the loan before and after a change of the copy on this host.
+fn new_wait(before: &Borrowing, now: &Borrowing) -> Option<RelayWait> {
+    let has_failed = now.copy_failed && !before.copy_failed;
+    let is_new = has_failed || now.copy_unwatched != before.copy_unwatched;
+    let wait = if now.has_whole_copy() {
+        RelayWait::AsUsual
+    } else {
+        RelayWait::Longer
+    };
+    (now.copy.is_some() && is_new).then_some(wait)
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_lend::Durability;
+    use memfold_lend::graph::Phase;
+
+    use super::*;
+
+    #[test]
+    fn relays_wait_longer_while_the_copy_on_disk_is_not_known_to_be_complete() {
+        let loan = |copy_failed, copy_unwatched| Borrowing {
+            generation: 1,
+            durability: Durability::Disk,
+            bytes: 1,
+            parts: Vec::new(),
+            copy: Some("/copy".into()),
+            copy_failed,
+            copy_unwatched,
+            phase: Phase::Lent,
+            by_itself: false,
+        };
+        let [whole, unwatched, failed, both] = [
+            loan(false, false),
+            loan(false, true),
+            loan(true, false),
+            loan(true, true),
+        ];
+        for (before, now, wait) in [
+            (&whole, &unwatched, Some(RelayWait::Longer)),
+            (&unwatched, &whole, Some(RelayWait::AsUsual)),
+            (&whole, &failed, Some(RelayWait::Longer)),
+            (&unwatched, &both, Some(RelayWait::Longer)),
+            (&unwatched, &unwatched, None),
+            (&failed, &failed, None),
+        ] {
+            assert_eq!(new_wait(before, now), wait, "{before:?} {now:?}");
+        }
+    }
 }

@@ -2,6 +2,8 @@
 //! disk on to the host whose RAM holds that disk.
 
 use std::fs::File;
+use std::io;
+use std::time::Duration;
 
 use memfold_host::{chain, own_program};
 use memfold_lend::graph::{self, Borrowing, Part};
@@ -84,16 +86,36 @@ fn relay_failed(error: &RelayError, part: &Part) -> DaemonError {
     }
 }
 
-/// Extends the relays' timeout because lent RAM has the only copy: a guest that waits for a minute
-/// loses less than a guest whose swap disk is lost.
+/// Extends the relays' timeout because lent RAM has the only copy, or the only one that is known to
+/// be complete: a guest that waits for a minute loses less than a guest whose swap disk is lost.
 pub(crate) fn wait_longer(guard: &Guard) {
-    let patience = Ask::Patience(u64::try_from(LAST_PATIENCE.as_millis()).unwrap_or(u64::MAX));
     for relay in guard.relays() {
-        // The relay's answer to this request is not needed.
-        if let Err(error) = relay.ask(&patience) {
-            warn!(vm = guard.vm, %error, "cannot tell the relay process to wait longer for the lender, which has the only copy of the swap disk; run 'memfold return'");
+        if let Err(error) = change_patience(&relay, LAST_PATIENCE) {
+            warn!(vm = guard.vm, %error, "cannot tell the relay process to wait longer for the lender, which has the only complete copy of the swap disk; run 'memfold return'");
         }
     }
+}
+
+/// Sets the relays' timeout to its usual value again, because there is another complete copy.
+pub(crate) fn wait_as_usual(guard: &Guard) {
+    let borrowing = guard.borrowing();
+    for (number, part) in borrowing.reached() {
+        let patience = patience(borrowing.durability, number);
+        let told = part
+            .relay
+            .as_ref()
+            .map(|relay| change_patience(relay, patience));
+        if let Some(Err(error)) = told {
+            warn!(vm = guard.vm, %error, "cannot tell the relay process to leave a silent lender after the usual time again; no action is needed");
+        }
+    }
+}
+
+/// Tells a relay how long to wait for a lender's answer. The relay's answer to this request is not
+/// needed.
+fn change_patience(relay: &Running, patience: Duration) -> io::Result<()> {
+    let ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+    relay.ask(&Ask::Patience(ms)).map(drop)
 }
 
 /// Collects the result of a part's relay. Returns why the relay ended, as text; `None` if the part

@@ -122,7 +122,7 @@ fn answer(
     let mut line = String::new();
     BufReader::new((&asker).take(MAX_LINE)).read_line(&mut line)?;
     let answer = match serde_json::from_str(&line) {
-        Ok(Ask::Compare(file)) => compare(&file, sums, limits),
+        Ok(Ask::Compare(file)) => compare(&file, sums, patience, limits),
         Ok(Ask::Patience(ms)) => {
             patience.set(ms);
             Answer::Done
@@ -135,12 +135,13 @@ fn answer(
     asker.write_all(&said)
 }
 
-fn compare(file: &Path, sums: &Sums, limits: Limits) -> Answer {
+fn compare(file: &Path, sums: &Sums, patience: &Patience, limits: Limits) -> Answer {
     // The call affects this thread only (setpriority(2): Linux treats the caller as a thread).
     if let Err(error) = setpriority_process(None, NICE) {
         memfold_host::say!("cannot lower the priority of the comparing thread: {error}");
     }
-    let compared = File::open(file).and_then(|file| compare::compare(&file, sums, limits));
+    let waited = || Duration::from_millis(patience.waited_ms());
+    let compared = File::open(file).and_then(|file| compare::compare(&file, sums, limits, &waited));
     match compared {
         Ok(None) => Answer::Same,
         Ok(Some(block)) => Answer::Differs(block),
@@ -213,6 +214,7 @@ mod tests {
         let sums = Arc::new(Sums::new(BLOCKS * 4096).unwrap());
         let patience = Arc::new(Patience::ms(3000));
         let limits = Limits {
+            answer: Duration::from_secs(3),
             before: Duration::ZERO,
             stays: Duration::from_millis(50),
             most: Duration::from_millis(200),

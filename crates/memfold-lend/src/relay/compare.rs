@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
+use super::super::connection::PATIENCE;
 use super::super::nbd::BLOCK;
 use super::sums::Sums;
 
@@ -24,11 +25,17 @@ const AT_ONCE: u64 = 64;
 /// Time between two reads of a block that differs.
 const LOOK: Duration = Duration::from_millis(5);
 
+/// Time between two looks at the lender's answers before the first read.
+const LOOK_AT_LENDER: Duration = Duration::from_millis(100);
+
 /// Time limits for a comparison of the copy on disk with the relay's checksums.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
+    /// How long a lender's answer may take. While an answer takes longer, no other limit counts:
+    /// the writes behind it are in the copy, but not yet in the checksums.
+    pub answer: Duration,
     /// Delay before the first read of the copy. Only after the delay do the checksums contain every
-    /// write that began before it, because a lender that takes longer for an answer counts as lost.
+    /// write that began before it.
     pub before: Duration,
     /// How long a block of the copy may differ from its checksum while QEMU does not write the
     /// block.
@@ -41,6 +48,7 @@ pub struct Limits {
 impl Limits {
     /// Time limits for lenders whose answers may take 3 s.
     pub const REAL: Self = Self {
+        answer: PATIENCE,
         before: Duration::from_secs(10),
         stays: Duration::from_secs(10),
         most: Duration::from_secs(60),
@@ -48,12 +56,18 @@ impl Limits {
 }
 
 /// Compares the copy of the swap disk in `file` with the relay's checksums. Returns the number of
-/// the first block that differs from what QEMU wrote, if there is one.
+/// the first block that differs from what QEMU wrote, if there is one. `waited`: for how long the
+/// oldest request to a lender has waited now.
 ///
 /// # Errors
 /// Fails if the file cannot be read or is too short.
-pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u64>> {
-    std::thread::sleep(limits.before);
+pub fn compare(
+    file: &File,
+    sums: &Sums,
+    limits: Limits,
+    waited: &dyn Fn() -> Duration,
+) -> io::Result<Option<u64>> {
+    wait_for_answers(limits, waited);
     let mut bytes = vec![0; BLOCK_BYTES * usize::try_from(AT_ONCE).unwrap_or(1)];
     let mut next = 0;
     while next < sums.blocks() {
@@ -66,7 +80,7 @@ pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u6
         file.read_exact_at(bytes, next * u64::from(BLOCK))?;
         for (block, bytes) in (next..).zip(bytes.chunks_exact_mut(BLOCK_BYTES)) {
             if sums.other_than(block, bytes).is_some()
-                && stays_other(file, sums, block, bytes, limits)?
+                && stays_other(file, sums, block, bytes, limits, waited)?
             {
                 return Ok(Some(block));
             }
@@ -74,6 +88,17 @@ pub fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u6
         next += count;
     }
     Ok(None)
+}
+
+/// Waits until all answers of the lenders have been quick for the time [`Limits::before`].
+fn wait_for_answers(limits: Limits, waited: &dyn Fn() -> Duration) {
+    let mut since = Instant::now();
+    while since.elapsed() < limits.before {
+        std::thread::sleep(LOOK_AT_LENDER);
+        if waited() > limits.answer {
+            since = Instant::now();
+        }
+    }
 }
 
 /// Returns whether these blocks of the file were never written. Reading such blocks would only fill
@@ -96,8 +121,9 @@ fn stays_other(
     block: u64,
     bytes: &mut [u8],
     limits: Limits,
+    waited: &dyn Fn() -> Duration,
 ) -> io::Result<bool> {
-    let began = Instant::now();
+    let mut began = Instant::now();
     let mut seen: Option<(u64, Instant)> = None;
     loop {
         file.read_exact_at(bytes, block * u64::from(BLOCK))?;
@@ -109,7 +135,9 @@ fn stays_other(
             _ => Instant::now(),
         };
         seen = Some((sum, since));
-        if since.elapsed() >= limits.stays || began.elapsed() >= limits.most {
+        if waited() > limits.answer {
+            (began, seen) = (Instant::now(), None);
+        } else if since.elapsed() >= limits.stays || began.elapsed() >= limits.most {
             return Ok(true);
         }
         std::thread::sleep(LOOK);
@@ -124,6 +152,7 @@ mod tests {
 
     const BLOCKS: u64 = 200;
     const QUICK: Limits = Limits {
+        answer: Duration::from_millis(50),
         before: Duration::ZERO,
         stays: Duration::from_millis(300),
         most: Duration::from_secs(5),
@@ -131,6 +160,10 @@ mod tests {
 
     fn block(seed: u64) -> Vec<u8> {
         seed.to_le_bytes().repeat(BLOCK_BYTES / 8)
+    }
+
+    fn compare(file: &File, sums: &Sums, limits: Limits) -> io::Result<Option<u64>> {
+        super::compare(file, sums, limits, &|| Duration::ZERO)
     }
 
     /// Returns a file and its checksums; every third block was never written.
@@ -168,6 +201,36 @@ mod tests {
         put(&file, 70, 0);
         put(&file, 71, 0);
         assert!(compare(&file, &sums, QUICK).is_err());
+    }
+
+    #[test]
+    fn while_a_lender_keeps_requests_waiting_no_block_of_a_disk_copy_counts_as_different() {
+        let (file, sums) = copy();
+        let silence = QUICK.stays * 3;
+        // The lender is silent at first.
+        let compare = |limits: Limits| {
+            let began = Instant::now();
+            let waited = || {
+                let is_silent = began.elapsed() < silence;
+                if is_silent {
+                    QUICK.answer * 2
+                } else {
+                    Duration::ZERO
+                }
+            };
+            let found = super::compare(&file, &sums, limits, &waited).unwrap();
+            (found, began.elapsed() >= silence)
+        };
+        sums.written(5, &block(999));
+        assert_eq!(compare(QUICK), (Some(5), true));
+        put(&file, 5, 999);
+        assert_eq!(compare(QUICK).0, None);
+        // The first read waits for the lender, too.
+        let late = Limits {
+            before: QUICK.stays,
+            ..QUICK
+        };
+        assert_eq!(compare(late), (None, true));
     }
 
     #[test]
