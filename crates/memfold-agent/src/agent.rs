@@ -204,7 +204,7 @@ impl Agent {
             }
             self.say_counters(false);
             if let Some(figures) = self.memory.next() {
-                // If the queue is full, the next figures tell as much.
+                // If the queue is full, the next figures tell as much, at most seven seconds later.
                 self.say(&figures);
             }
         }
@@ -229,7 +229,7 @@ impl Agent {
         }
         let polled = self.poll()?;
         let mut port_signal = false;
-        // A signal that came after the poll is seen at the next one.
+        // A signal that comes after this poll is reported by the next poll.
         if !polled.signals.is_empty() {
             while let Some(signal) = guest::next_signal(&self.signals)? {
                 if signal != guest::signal::IO {

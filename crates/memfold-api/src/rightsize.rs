@@ -119,7 +119,8 @@ pub struct OrderCount {
 pub struct VmRightsize {
     /// Name of the VM.
     pub vm: String,
-    /// Memory that the guest may use now, in bytes.
+    /// Memory that the guest may use now, in bytes. For a VM that does not run, or whose QEMU does
+    /// not answer: as QEMU last said.
     pub size_bytes: u64,
     /// Part of `size_bytes` that virtio-mem has plugged, in bytes; null if the VM has no virtio-mem
     /// device.

@@ -179,6 +179,8 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
             results[format!("{arm}_p99_{name}_ms")] = json!(ms);
         }
     }
+    let traces = plan.vms.iter().zip(&traces);
+    let traces: Value = traces.map(|(vm, trace)| trace.json(vm)).collect();
     Ok(Found {
         samples: vec![json!({
             "arm": arm,
@@ -186,7 +188,7 @@ fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
             "at_s": samples.iter().map(|sample| sample.at_s).collect::<Vec<f64>>(),
             "memory_bytes": samples.iter().map(Sample::bytes).collect::<Vec<f64>>(),
             "orders": orders(&lab),
-            "traces": plan.vms.iter().zip(&traces).map(|(vm, trace)| trace.json(vm)).collect::<Value>(),
+            "traces": traces,
         })],
         results,
         ..Found::default()

@@ -127,7 +127,7 @@ struct Marks {
     arriving: Mutex<Option<String>>,
     /// Whether the VM has come from another QEMU by a migration, and the daemon does not know yet
     /// what its balloon held then.
-    came_with_balloon: AtomicBool,
+    has_unseen_balloon: AtomicBool,
 }
 
 /// A VM that the daemon manages.
@@ -198,7 +198,7 @@ impl Machine {
             }),
             marks: Marks {
                 arriving: Mutex::new(is_arriving.then(|| "being fetched".to_owned())),
-                came_with_balloon: AtomicBool::new(is_incoming),
+                has_unseen_balloon: AtomicBool::new(is_incoming),
                 ..Marks::default()
             },
             commands: commands.clone(),

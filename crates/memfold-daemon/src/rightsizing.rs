@@ -642,7 +642,7 @@ impl Rightsizing {
     /// counts as after a restore: the daemon of the other host knew what to give back, and this one
     /// does not.
     fn note_received(&self, machine: &Machine) {
-        if !machine.came_with_balloon() || !machine.state().is_running() {
+        if !machine.has_unseen_balloon() || !machine.state().is_running() {
             return;
         }
         if !has_own_balloon(machine.vm().spec()) {
@@ -655,6 +655,10 @@ impl Rightsizing {
         let Some(mut qmp) = machine.idle_monitor() else {
             return;
         };
+        // Somebody may have moved the balloon since.
+        if !machine.has_unseen_balloon() {
+            return;
+        }
         let noted = qmp.briefly(signals::ANSWER, |qmp| self.note_held(machine, qmp));
         drop(qmp);
         match noted {
@@ -689,7 +693,8 @@ impl Rightsizing {
     /// Gives a guest back what right-sizing has put into its balloon. If that is not possible now,
     /// the next look tries again.
     fn give_all_back(&self, machine: &Machine) {
-        // What the guest was told to unplug, and what is in its balloon, comes with its memory.
+        // Until the migration ends, QEMU knows neither what the guest was told to unplug nor what its
+        // balloon holds.
         if machine.state().is_incoming() {
             return;
         }

@@ -399,8 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dimm_that_is_removed_or_plugged_changes_no_balloon_and_what_the_vm_gets_back_by_its_size()
-    {
+    fn a_dimm_changes_what_the_vm_gets_back_by_its_size_and_leaves_the_balloon_alone() {
         let mib = ByteSize::mib;
         // The balloon holds 1248 MiB of 2048 MiB.
         let record = MovedBalloon::moved(None, RAM, mib(800), RAM);

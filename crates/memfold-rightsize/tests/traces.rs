@@ -28,8 +28,8 @@ const LEAST_SAVING: f64 = 0.1;
 /// Time in which a VM reads all its files once at the beginning, in seconds, as in a backup.
 const BACKUP: f64 = 600.0;
 
-/// How often each trace is followed: about a day, because a trace has about a quarter of an hour.
-const ROUNDS: usize = 96;
+/// How often each trace is followed: more than a day, because a trace has about twelve minutes.
+const ROUNDS: usize = 120;
 
 /// How the files that a guest reads again are read.
 const PERIOD: f64 = 30.0;

@@ -185,14 +185,16 @@ impl Machine {
 
     /// Returns whether the VM has come from another QEMU by a migration, and the daemon does not
     /// know yet what its balloon held then.
-    pub(crate) fn came_with_balloon(&self) -> bool {
-        self.marks.came_with_balloon.load(Ordering::Relaxed)
+    pub(crate) fn has_unseen_balloon(&self) -> bool {
+        self.marks.has_unseen_balloon.load(Ordering::Relaxed)
     }
 
     /// Notes that the daemon knows what the balloon held when the VM came from another QEMU, or
     /// that somebody has moved the balloon since.
     pub(crate) fn note_balloon_known(&self) {
-        self.marks.came_with_balloon.store(false, Ordering::Relaxed);
+        self.marks
+            .has_unseen_balloon
+            .store(false, Ordering::Relaxed);
     }
 
     /// Sets the size that the guest should have. The guest reaches it later.
