@@ -693,8 +693,8 @@ impl Rightsizing {
     /// Gives a guest back what right-sizing has put into its balloon. If that is not possible now,
     /// the next look tries again.
     fn give_all_back(&self, machine: &Machine) {
-        // Until the migration ends, QEMU knows neither what the guest was told to unplug nor what its
-        // balloon holds.
+        // Until the migration ends, QEMU does not know what the guest was told to unplug, nor what
+        // its balloon holds.
         if machine.state().is_incoming() {
             return;
         }

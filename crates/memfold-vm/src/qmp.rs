@@ -173,6 +173,15 @@ impl Qmp {
                 seconds: waited.as_secs_f64(),
             });
         }
+        let connected = self.connect_anew();
+        if connected.is_err() {
+            // QEMU accepts no other command before the capabilities are negotiated.
+            self.stream = None;
+        }
+        connected
+    }
+
+    fn connect_anew(&mut self) -> Result<(), QmpError> {
         self.stream = None;
         self.buffer.clear();
         self.connections += 1;
@@ -209,11 +218,7 @@ impl Qmp {
         self.greeting = greeting;
         // QEMU sends its greeting from a separate thread, but executes commands on the one that may
         // hang.
-        let negotiated = self.once("qmp_capabilities", &Value::Null, limit);
-        if negotiated.is_err() {
-            self.stream = None;
-        }
-        negotiated.map(drop)
+        self.once("qmp_capabilities", &Value::Null, limit).map(drop)
     }
 
     /// Closes the connection after a missed deadline. QEMU then drops commands that it has not
@@ -660,6 +665,28 @@ mod tests {
             "QEMU did not answer blockdev-backup within 0.05 s"
         );
         assert_eq!(qmp.timeout, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn after_a_greeting_that_cannot_be_read_the_next_qmp_command_connects_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("q");
+        let listener = UnixListener::bind(&path).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut first, _) = listener.accept().unwrap();
+            writeln!(first, "no greeting").unwrap();
+            // The client closes this connection, and sends no command on it.
+            let mut sent = String::new();
+            first.read_to_string(&mut sent).unwrap();
+            assert_eq!(sent, "");
+            listener.accept().unwrap();
+        });
+        let mut qmp = Qmp::unconnected(&path, Duration::from_secs(5));
+        for connections in 1..=2 {
+            assert!(qmp.query("query-status").is_err());
+            assert_eq!(qmp.connections(), connections);
+        }
+        server.join().unwrap();
     }
 
     #[test]
