@@ -23,7 +23,7 @@ const BUDGET: f64 = 0.75;
 const GOAL: f64 = 0.8;
 
 /// So much less memory do the VMs take than with free page reporting alone, at least.
-const LEAST_SAVING: f64 = 0.1;
+const LEAST_SAVING: f64 = 0.5;
 
 /// Time in which a VM reads all its files once at the beginning, in seconds, as in a backup.
 const BACKUP: f64 = 600.0;
