@@ -183,7 +183,7 @@ impl HostSpec {
             host.braked = Some((at, at + random.between(60.0, 7200.0)));
         }
         for vm in &mut host.vms {
-            vm.report_interval = random.choose(&[0.0, 2.0, 5.0]);
+            vm.report_interval = random.choose(&[0.0, 2.0, 7.0]);
         }
         host
     }
