@@ -22,10 +22,6 @@ use crate::threads;
 /// Time between two queries of guests' memory figures.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// Time limit for each of QEMU's answers. All other guests wait for them, and the next query asks
-/// again.
-const ANSWER: Duration = Duration::from_secs(1);
-
 /// QOM path of the balloon in VMs that memfold starts.
 const BALLOON: &str = "/machine/peripheral/balloon0";
 
@@ -121,7 +117,7 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<Option<boo
     let asked = if let Some(asked) = known.get_mut(&machine.id()) {
         asked
     } else {
-        let device = qmp.briefly(ANSWER, |qmp| begin_polls(machine, qmp))?;
+        let device = qmp.briefly(|qmp| begin_polls(machine, qmp))?;
         let new = Asked {
             device,
             last: None,
@@ -132,7 +128,7 @@ fn ask(machine: &Machine, known: &mut BTreeMap<u32, Asked>) -> Result<Option<boo
     let Some(device) = &asked.device else {
         return Ok(Some(false));
     };
-    let now = qmp.briefly(ANSWER, |qmp| balloon::guest_stats(qmp, device))?;
+    let now = qmp.briefly(|qmp| balloon::guest_stats(qmp, device))?;
     drop(qmp);
     let now = now.filter(|now| now.updated_s + OLD_S >= threads::unix_time().as_secs());
     let before = std::mem::replace(&mut asked.last, now);
@@ -180,7 +176,7 @@ fn stop_asking(machine: &Machine, known: &mut BTreeMap<u32, Asked>) {
     let device = asked.and_then(|asked| asked.device);
     if let Some(device) = device.filter(|_| is_ours(machine)) {
         // If this fails, QEMU still asks the guest, which costs little.
-        let _ = qmp.briefly(ANSWER, |qmp| balloon::poll_guest_stats(qmp, &device, 0));
+        let _ = qmp.briefly(|qmp| balloon::poll_guest_stats(qmp, &device, 0));
     }
 }
 

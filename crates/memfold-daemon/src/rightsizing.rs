@@ -28,7 +28,7 @@ use tracing::{debug, info, warn};
 use self::in_progress::InProgress;
 use self::last::{DecidedVm, Last, absence, left_out};
 use self::order_log::OrderLog;
-use self::signals::QemuMemories;
+use self::signals::{QemuMemories, QemuMemory};
 use self::unplugs::Unplugs;
 use self::untrimmable::{Untrimmable, is_refusal};
 use crate::debt::{DebtWatch, LadderNote};
@@ -349,21 +349,12 @@ impl Rightsizing {
 
     /// Describes a VM that gets no order, with the reason.
     fn describe_absent(&self, machine: &Machine, memories: &QemuMemories) -> VmRightsize {
-        let (report, folded) = (machine.guest_memory(), ByteSize(0));
         let known = memories.known(machine.id());
-        let known =
-            known.map(|memory| signals::of_vm(machine, self.began, report, memory, folded, false));
-        let size = known
-            .as_ref()
-            .map_or_else(|| signals::ram(machine), Signals::size);
+        let size = known.map_or_else(|| signals::ram(machine), QemuMemory::size);
         let device = known.and_then(|known| known.virtio_mem);
         let reason = absence(&machine.state(), machine.is_silent().as_deref());
-        left_out(
-            (machine.name(), self.sizing(machine)),
-            size,
-            device.map(|device| device.plugged.0),
-            reason,
-        )
+        let plugged = device.map(|device| device.plugged.0);
+        left_out(machine.name(), self.sizing(machine), size, plugged, reason)
     }
 
     /// Looks at the host and all VMs once, and carries the decision out.
@@ -583,7 +574,7 @@ impl Rightsizing {
             return;
         };
         // If QEMU does not answer, the next look tries again.
-        let Ok(device) = qmp.briefly(signals::ANSWER, virtio_mem::read) else {
+        let Ok(device) = qmp.briefly(virtio_mem::read) else {
             return;
         };
         if let Some(device) = device.filter(|device| device.requested < device.plugged) {
@@ -659,7 +650,7 @@ impl Rightsizing {
         if !machine.has_unseen_balloon() {
             return;
         }
-        let noted = qmp.briefly(signals::ANSWER, |qmp| self.note_held(machine, qmp));
+        let noted = qmp.briefly(|qmp| self.note_held(machine, qmp));
         drop(qmp);
         match noted {
             Ok(held) => {

@@ -33,6 +33,10 @@ const DISKS_TIMEOUT: Duration = Duration::from_secs(120);
 /// as long as the first.
 const SILENT_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Timeout for answers to questions that are asked again soon ([`Qmp::briefly`]), while the caller
+/// has other VMs to look after.
+const BRIEF_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Why a QMP connection could not be made, or why a command failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
@@ -280,11 +284,11 @@ impl Qmp {
         answer
     }
 
-    /// Calls `ask`, whose commands have this timeout, for questions that are asked again soon. A
-    /// QEMU that only answers later than that is not silent ([`Self::is_silent`]), and the
+    /// Calls `ask`, whose commands have a timeout of one second, for questions that are asked again
+    /// soon. A QEMU that only answers later than that is not silent ([`Self::is_silent`]), and the
     /// connection stays open: later commands skip the late answer by its id.
-    pub fn briefly<T>(&mut self, timeout: Duration, ask: impl FnOnce(&mut Self) -> T) -> T {
-        let usual = std::mem::replace(&mut self.timeout, timeout);
+    pub fn briefly<T>(&mut self, ask: impl FnOnce(&mut Self) -> T) -> T {
+        let usual = std::mem::replace(&mut self.timeout, BRIEF_TIMEOUT);
         self.is_brief = true;
         let answer = ask(self);
         self.is_brief = false;
@@ -695,8 +699,7 @@ mod tests {
         let late = "{\"return\": 6, \"id\": 2}\r\n{\"return\": 7, \"id\": ID}";
         let (_dir, path) = server(vec![vec!["{\"event\": \"STOP\"}", late]]);
         let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
-        let limit = Duration::from_millis(50);
-        let missed = qmp.briefly(limit, |qmp| qmp.query("query-balloon"));
+        let missed = qmp.briefly(|qmp| qmp.query("query-balloon"));
         assert!(matches!(missed, Err(QmpError::Timeout { .. })));
         assert!(!qmp.is_silent());
         assert_eq!(qmp.query("query-status").unwrap(), 7);

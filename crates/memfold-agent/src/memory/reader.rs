@@ -108,6 +108,7 @@ impl MemoryReader {
     }
 
     /// Reads the guest's memory figures.
+    #[cfg(test)]
     pub fn read(&mut self) -> MemoryReading {
         let mut reading = self.read_sizes();
         self.complete(&mut reading);

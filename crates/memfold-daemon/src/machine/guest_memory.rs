@@ -21,9 +21,6 @@ use crate::machine::Machine;
 /// While the agent's figures are younger than this, the balloon driver is not asked.
 const AGENT_REPORTS: Duration = Duration::from_secs(15);
 
-/// Time limit for an answer of QEMU for which the next call asks again.
-const ANSWER: Duration = Duration::from_secs(1);
-
 /// Number of impossible readings in succession after which the log says so. After memory was
 /// plugged in, the daemon may learn of it later than the guest.
 const REFUSALS: u32 = 10;
@@ -169,7 +166,7 @@ impl Machine {
     pub(crate) fn reports_free_pages(&self) -> bool {
         let ask = || {
             let mut qmp = self.idle_monitor()?;
-            let asked = qmp.briefly(ANSWER, balloon::reports_free_pages);
+            let asked = qmp.briefly(balloon::reports_free_pages);
             let answer = asked.inspect_err(|error| {
                 debug!(vm = self.name(), %error, "cannot ask QEMU whether the VM has free page reporting; asking again before the next trim");
             });

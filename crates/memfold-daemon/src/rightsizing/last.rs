@@ -95,7 +95,8 @@ impl Last {
 /// Describes a VM that a decision leaves out. `size`: memory that the guest may use, as QEMU last
 /// said; `plugged`: the part of it that virtio-mem has plugged.
 pub(super) fn left_out(
-    (name, sizing): (&str, Sizing),
+    name: &str,
+    sizing: Sizing,
     size: ByteSize,
     plugged: Option<u64>,
     reason: String,
@@ -182,7 +183,7 @@ mod tests {
         let reason = absence(&away, None);
         assert_eq!(reason, words);
         let size = ByteSize::mib(640);
-        let web = left_out(("web", Sizing::default()), size, None, reason);
+        let web = left_out("web", Sizing::default(), size, None, reason);
         let last = last(Vec::new(), vec![web]);
         let shown = last.vms(true);
         assert_eq!((shown.len(), &*shown[0].vm), (1, "web"));

@@ -23,10 +23,6 @@ use crate::machine::Machine;
 /// an order.
 const STILL: Duration = Duration::from_secs(30);
 
-/// Time limit for each of QEMU's answers. All other VMs wait for them, and the next look asks
-/// again.
-pub(super) const ANSWER: Duration = Duration::from_secs(1);
-
 /// What QEMU says about the memory of one VM.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct QemuMemory {
@@ -44,6 +40,12 @@ impl QemuMemory {
     fn installed(self) -> ByteSize {
         let plugged = self.virtio_mem.map_or(0, |device| device.plugged.0);
         ByteSize(self.ram.0.saturating_add(plugged))
+    }
+
+    /// Returns the memory that the guest may use.
+    pub fn size(self) -> ByteSize {
+        let held = self.balloon.map_or(0, |balloon| balloon.held.0);
+        ByteSize(self.installed().0.saturating_sub(held))
     }
 }
 
@@ -134,7 +136,7 @@ impl QemuMemories {
         self.look_with(machine.id(), is_own, may_differ, |known| {
             let asked = machine
                 .idle_monitor()
-                .map(|mut qmp| qmp.briefly(ANSWER, |qmp| read(machine, qmp, known)));
+                .map(|mut qmp| qmp.briefly(|qmp| read(machine, qmp, known)));
             if let Some(Err(error)) = &asked {
                 debug!(vm = machine.name(), %error, "cannot ask QEMU for the VM's memory; asking again at the next look");
             }
