@@ -171,7 +171,9 @@ fn all_input_that_came_before_the_command_reads_reaches_the_command() {
 fn a_terminal_has_its_type_and_size_and_ctrl_c_interrupts_its_foreground_program() {
     let commands = Commands::new().unwrap();
     let mut heard = Heard::default();
-    let script = "echo $TERM $(stty size); sleep 100; echo not reached";
+    // The outer shell has waited for the inner one to start (vfork) before the text is there. Until
+    // then, dash would not pass the signal on.
+    let script = "sh -c 'echo $TERM $(stty size); exec sleep 100'; echo not reached";
     start(&commands, 1, script, Some((11, 22)));
     heard.wait(&commands, "the size is shown", |h| {
         h.text().contains("xterm 11 22")
