@@ -127,6 +127,10 @@ pub fn run(options: &Options) -> anyhow::Result<Value> {
 /// Measures one way to size VMs.
 fn measure(arm: &'static str, plan: Plan) -> anyhow::Result<Found> {
     let lab = Lab::new(EngineSettings::default())?;
+    if arm == "memfold" {
+        // As after installation, until the operator turns right-sizing on.
+        lab.daemon().rightsizing().set_mode(RightsizeMode::Watch);
+    }
     for name in plan.vms {
         let mut spec = Lab::spec(name, IMAGE, plan.memory, DiskMode::Buffered)?;
         spec.balloon = arm != "nothing";
