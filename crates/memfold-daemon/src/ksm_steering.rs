@@ -367,7 +367,8 @@ impl KsmSteering {
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::Impossible`] if KSM cannot be stopped within 60 s.
+    /// [`SnapshotError::Busy`] if another process has KSM for 60 s, [`SnapshotError::Impossible`]
+    /// if KSM cannot be stopped.
     pub(crate) fn stop_merging(&self) -> Result<MergingStops<'_>, DaemonError> {
         let alone = MergingRight::take(|| self.merging.lock());
         let end = Instant::now() + MERGING_PATIENCE;
@@ -385,9 +386,13 @@ impl KsmSteering {
                     std::thread::sleep(Duration::from_millis(100));
                 }
                 Err(error) => {
-                    return Err(SnapshotError::Impossible(format!(
+                    let why = format!(
                         "cannot stop KSM for a live snapshot ({error}); save the VM without --live"
-                    ))
+                    );
+                    return Err(match error {
+                        KsmError::Busy(_) => SnapshotError::Busy(why),
+                        _ => SnapshotError::Impossible(why),
+                    }
                     .into());
                 }
             }

@@ -29,7 +29,7 @@ impl SnapshotLocks {
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::Impossible`] while the snapshot is being removed or made complete.
+    /// [`SnapshotError::Busy`] while the snapshot is being removed or made complete.
     pub(crate) fn begin(&self, name: &str) -> Result<Use<'_>, SnapshotError> {
         self.begin_within(name, Duration::ZERO)
     }
@@ -45,7 +45,7 @@ impl SnapshotLocks {
         let deadline = Instant::now() + patience;
         while state.removed.contains_key(name) {
             if (self.removal_ended.wait_until(&mut state, deadline)).timed_out() {
-                return Err(SnapshotError::Impossible(format!(
+                return Err(SnapshotError::Busy(format!(
                     "snapshot '{name}' is being removed or made complete; wait until that ends"
                 )));
             }
@@ -64,11 +64,11 @@ impl SnapshotLocks {
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::Impossible`] while the snapshot is in use or being removed.
+    /// [`SnapshotError::Busy`] while the snapshot is in use or being removed.
     pub(crate) fn remove(&self, name: &str) -> Result<Removal<'_>, SnapshotError> {
         let mut state = self.state.lock();
         if state.used.contains_key(name) || state.removed.contains_key(name) {
-            return Err(SnapshotError::Impossible(format!(
+            return Err(SnapshotError::Busy(format!(
                 "snapshot '{name}' is being saved, verified, restored, removed or made complete; wait until that ends"
             )));
         }
@@ -159,7 +159,8 @@ mod tests {
         let second = uses.begin("a").unwrap();
         second.begin("second", 8);
         assert_eq!(uses.now("a").unwrap().step, "second");
-        assert!(uses.remove("a").is_err());
+        let refused = uses.remove("a").unwrap_err();
+        assert!(matches!(refused, SnapshotError::Busy(_)), "{refused}");
         drop(second);
         assert_eq!(uses.now("a").unwrap().step, "first");
         assert!(uses.remove("a").is_err());
@@ -180,7 +181,9 @@ mod tests {
         let locks = SnapshotLocks::default();
         let removal = locks.remove("a").unwrap();
         let refused = locks.begin_within("a", Duration::from_millis(20));
-        let refused = refused.unwrap_err().to_string();
+        let refused = refused.unwrap_err();
+        assert!(matches!(refused, SnapshotError::Busy(_)), "{refused}");
+        let refused = refused.to_string();
         assert!(refused.contains("wait until that ends"), "{refused}");
         std::thread::scope(|scope| {
             let waiting =

@@ -249,7 +249,7 @@ impl Snapshots {
         for pid in restore::disk_users(&self.below.snapshots, name)? {
             let machines = self.below.registry.machines();
             let Some(machine) = machines.iter().find(|machine| machine.pid() == pid) else {
-                return Err(SnapshotError::Impossible(format!(
+                return Err(SnapshotError::Busy(format!(
                     "process {} has a disk of snapshot '{name}' open, and this daemon has no VM in that process. The snapshot's manifest cannot be read, so nothing tells which VM needs the disk. Wait until 'memfold vm list' shows the VM, or end the process; if it is a QEMU, its guest ends",
                     pid.as_raw_nonzero()
                 ))

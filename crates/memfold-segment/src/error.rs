@@ -46,6 +46,9 @@ pub enum SegmentError {
     Broken { name: String, why: String },
     #[error("{0}")]
     Impossible(String),
+    /// Another operation uses the segment. The same request is possible after that operation.
+    #[error("{0}")]
+    Busy(String),
 }
 
 pub(super) fn broken(segment: &str, why: String) -> SegmentError {

@@ -373,7 +373,7 @@ impl Shelf {
         of_root.map_err(failed(&self.root))?;
         match builder.recursive(false).create(&path) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                return Err(SegmentError::Impossible(format!(
+                return Err(SegmentError::Busy(format!(
                     "segment '{name}' is already being built; wait until that build ends"
                 )));
             }

@@ -140,13 +140,14 @@ impl IntoResponse for Failure {
                 | SnapshotError::Twin { .. }
                 | SnapshotError::InUse { .. }
                 | SnapshotError::Open { .. }
+                | SnapshotError::Busy(_)
                 | SnapshotError::Named { .. }
                 | SnapshotError::BuiltOn { .. },
             )
             | DaemonError::Transfer(TransferError::Taken { .. })
-            | DaemonError::Segment(SegmentError::InUse { .. } | SegmentError::Written { .. }) => {
-                StatusCode::CONFLICT
-            }
+            | DaemonError::Segment(
+                SegmentError::InUse { .. } | SegmentError::Written { .. } | SegmentError::Busy(_),
+            ) => StatusCode::CONFLICT,
             DaemonError::BadRequest(_)
             | DaemonError::Launch(LaunchError::Spec(_))
             | DaemonError::Graph(GraphError::NoSwapDisk(_))
@@ -284,8 +285,12 @@ mod tests {
                 why: "a snapshot of VM 'web' is being made".into(),
                 fix: "wait until it is complete".into(),
             }),
+            status(SnapshotError::Busy("snapshot 'a' is being removed".into())),
+            status(SegmentError::Busy("segment 'a' is being built".into())),
         ];
-        assert_eq!(all, [StatusCode::CONFLICT; 3]);
+        assert_eq!(all, [StatusCode::CONFLICT; 5]);
+        let impossible = status(SnapshotError::Impossible("the VM has a swap disk".into()));
+        assert_eq!(impossible, StatusCode::BAD_REQUEST);
     }
 
     #[test]

@@ -102,8 +102,8 @@ impl Draft {
         while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
             tries -= 1;
             if tries == 0 {
-                return Err(SnapshotError::Impossible(format!(
-                    "snapshot '{name}' is being pulled already"
+                return Err(SnapshotError::Busy(format!(
+                    "snapshot '{name}' is being pulled already; wait until that ends"
                 )));
             }
             std::thread::sleep(LOCK_PAUSE);

@@ -28,6 +28,10 @@ pub enum SnapshotError {
     },
     #[error("{0}")]
     Impossible(String),
+    /// Another operation, or a VM, uses the snapshot or the saved VM. The same request is possible
+    /// after that use.
+    #[error("{0}")]
+    Busy(String),
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error("snapshot '{name}' is encrypted: {source}")]

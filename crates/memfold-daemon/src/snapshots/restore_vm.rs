@@ -217,7 +217,7 @@ impl Snapshots {
         stream.note_start();
         let manifest = stream.manifest().clone();
         if request.disks.is_some() {
-            return Err(SnapshotError::Impossible(format!(
+            return Err(SnapshotError::Busy(format!(
                 "snapshot '{}' is still being fetched, so its disks cannot be copied yet; leave out the directory for disks, or wait until the snapshot is complete",
                 manifest.name
             ))

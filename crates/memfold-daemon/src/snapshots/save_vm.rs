@@ -65,7 +65,7 @@ impl Snapshots {
         let began = Instant::now();
         let machine = self.below.registry.machine(&request.vm)?;
         if let Some(why) = machine.arriving() {
-            return Err(SnapshotError::Impossible(format!(
+            return Err(SnapshotError::Busy(format!(
                 "the VM cannot be saved while its own snapshot is still {why}; wait until the snapshot is complete ('memfold snapshot list')"
             ))
             .into());

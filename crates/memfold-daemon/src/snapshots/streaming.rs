@@ -66,7 +66,7 @@ impl Snapshots {
         let is_other =
             |stream: &StreamedSnapshot| stream.url() != url || *stream.request() != request;
         if self.streamed(name).as_ref().is_some_and(is_other) {
-            return Err(SnapshotError::Impossible(format!(
+            return Err(SnapshotError::Busy(format!(
                 "snapshot '{name}' is being fetched already, from another place or with other options; wait until it is complete, or remove '{name}' first"
             ))
             .into());
@@ -156,7 +156,7 @@ impl Snapshots {
         if !self.saved_request(name)?.exists() {
             return Ok(());
         }
-        Err(SnapshotError::Impossible(format!(
+        Err(SnapshotError::Busy(format!(
             "snapshot '{name}' is being fetched already, and the daemon tries again every {} s; choose another name, or remove '{name}' first",
             PAUSE.as_secs()
         )))
@@ -211,7 +211,7 @@ impl Snapshots {
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::Impossible`] if a VM needs what is missing.
+    /// [`SnapshotError::Busy`] if a VM needs what is missing.
     pub(super) fn stop_stream(&self, name: &str) -> Result<(), DaemonError> {
         let starting = self.streams.starting.lock();
         let vms = self.streams.vms.lock();
@@ -220,7 +220,7 @@ impl Snapshots {
         let users = users.filter(|(_, snapshot)| *snapshot == name);
         let users: Vec<&str> = users.map(|(vm, _)| vm.as_str()).collect();
         if !users.is_empty() {
-            return Err(SnapshotError::Impossible(format!(
+            return Err(SnapshotError::Busy(format!(
                 "VMs run from snapshot '{name}', which is still being fetched: {}; stop them first",
                 users.join(", ")
             ))
@@ -246,7 +246,7 @@ impl Snapshots {
             self.streams.snapshots.lock().remove(name);
             return Ok(());
         }
-        Err(SnapshotError::Impossible(format!(
+        Err(SnapshotError::Busy(format!(
             "snapshot '{name}' is still being fetched; try again"
         ))
         .into())
