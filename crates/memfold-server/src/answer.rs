@@ -167,6 +167,8 @@ impl IntoResponse for Failure {
                 | SegmentError::Foreign { .. }
                 | SegmentError::Impossible(_),
             ) => StatusCode::BAD_REQUEST,
+            // Clients may repeat a request after status 503, but this command was run.
+            DaemonError::Agent(AgentError::Timeout { .. }) => StatusCode::GATEWAY_TIMEOUT,
             error if is_unanswered(error) => StatusCode::SERVICE_UNAVAILABLE,
             error if error.impossible_here() => StatusCode::NOT_IMPLEMENTED,
             _ => StatusCode::INTERNAL_SERVER_ERROR,
@@ -184,7 +186,6 @@ fn is_unanswered(error: &DaemonError) -> bool {
         | DaemonError::Agent(
             AgentError::NoSession(_)
             | AgentError::Lost
-            | AgentError::Timeout { .. }
             | AgentError::TrimTimeout { .. }
             | AgentError::Write(_),
         ) => return true,
@@ -253,7 +254,6 @@ mod tests {
         let all = [
             status(AgentError::NoSession("it boots".into())),
             status(AgentError::Lost),
-            status(AgentError::Timeout { seconds: 1.0 }),
             status(AgentError::TrimTimeout { seconds: 1.0 }),
             status(AgentError::Write(io::ErrorKind::BrokenPipe.into())),
             status(late()),
@@ -273,6 +273,12 @@ mod tests {
             description: "no".into(),
         };
         assert_eq!(status(refused), StatusCode::INTERNAL_SERVER_ERROR);
+    }
+
+    #[test]
+    fn a_command_in_a_guest_that_reaches_its_own_time_limit_fails_with_status_504() {
+        let late = AgentError::Timeout { seconds: 1.0 };
+        assert_eq!(status(late), StatusCode::GATEWAY_TIMEOUT);
     }
 
     #[test]

@@ -32,6 +32,7 @@ A request that fails is answered with a status of 400 or above and an [`ErrorBod
 | 500 | the operation failed |
 | 501 | this host does not support the operation |
 | 503 | try again later: too many requests are under way, or a VM, its guest's agent or the registry does not answer in time |
+| 504 | a command in a guest took longer than its time limit and was killed |
 ";
 
 /// Makes the text of docs/api.md from the API's description (`OpenAPI`, as JSON).
