@@ -78,13 +78,10 @@ pub(crate) async fn accept_unix(
                 let Ok(slot) = slots.clone().try_acquire_owned() else {
                     continue;
                 };
-                let stream = unread(stream);
+                let stream = unread(stream, slot);
                 let limit = stream.limit.clone();
-                let connection = serve(stream, peer, Some(limit), router.clone(), ending.clone());
-                tokio::spawn(async move {
-                    connection.await;
-                    drop(slot);
-                });
+                let (router, ending) = (router.clone(), ending.clone());
+                tokio::spawn(serve(stream, peer, Some(limit), router, ending));
             }
             // The kernel does not name the peer, so the connection is closed.
             Err(error) => {
@@ -123,13 +120,12 @@ pub(crate) async fn accept_tcp(
         let (router, ending) = (router.clone(), ending.clone());
         let (access, tls) = (access.clone(), door.tls.clone());
         tokio::spawn(async move {
-            let _place = place;
             let peer = Peer::Tcp {
                 address,
                 tls: tls.is_some(),
             };
             match tls {
-                None => serve(unread(stream), peer, None, router, ending).await,
+                None => serve(unread(stream, place), peer, None, router, ending).await,
                 Some(tls) => {
                     // The files of the certificate may belong to another user.
                     let Ok(config) = on_worker(move || tls.config()).await else {
@@ -139,7 +135,8 @@ pub(crate) async fn accept_tcp(
                     let hello = tokio::time::timeout(HEAD_TIME, acceptor.accept(stream));
                     let why = match hello.await {
                         Ok(Ok(stream)) => {
-                            return serve(unread(stream), peer, None, router, ending).await;
+                            let stream = unread(stream, place);
+                            return serve(stream, peer, None, router, ending).await;
                         }
                         Ok(Err(error)) => error.to_string(),
                         Err(_) => "the client sent nothing in time".to_owned(),
@@ -203,8 +200,9 @@ async fn accepted<T>(result: io::Result<T>) -> Option<T> {
     result.ok()
 }
 
-fn unread<S>(stream: S) -> Unread<S> {
-    Unread::new(stream, UNREAD_TIME)
+/// `place`: counts the connection until this value is dropped.
+fn unread<S>(stream: S, place: impl Send + Sync + 'static) -> Unread<S> {
+    Unread::new(stream, UNREAD_TIME, place)
 }
 
 /// Serves the requests of one connection. `limit`: the connection's time limit, which the handler
@@ -275,6 +273,11 @@ mod tests {
         drop((network, many));
         assert!(all.lock().unwrap().is_empty());
     }
+
+    /// Request that the handler below answers with an upgrade.
+    const UPGRADE: &str = "POST / HTTP/1.1\r\nhost: memfold\r\nconnection: upgrade\r\n\
+                           upgrade: test\r\ncontent-length: 0\r\n\r\n";
+
     /// Number of bytes that the handler below sends over an upgraded connection.
     const SENT: usize = 2 << 20;
 
@@ -298,14 +301,12 @@ mod tests {
             runtime.block_on(async {
                 let (ours, mut theirs) = tokio::net::UnixStream::pair().unwrap();
                 let peer = Peer::of(&ours, Groups::default()).unwrap();
-                let stream = Unread::new(ours, Duration::from_millis(100));
+                let stream = Unread::new(ours, Duration::from_millis(100), ());
                 let limit = is_unix.then(|| stream.limit.clone());
                 let router = Router::new().route("/", axum::routing::post(upgraded));
                 let (_ending, of_connection) = watch::channel(false);
                 tokio::spawn(serve(stream, peer, limit, router, of_connection));
-                let request = "POST / HTTP/1.1\r\nhost: memfold\r\nconnection: upgrade\r\n\
-                               upgrade: test\r\ncontent-length: 0\r\n\r\n";
-                theirs.write_all(request.as_bytes()).await.unwrap();
+                theirs.write_all(UPGRADE.as_bytes()).await.unwrap();
                 let mut first = [0; 12];
                 theirs.read_exact(&mut first).await.unwrap();
                 assert_eq!(&first, b"HTTP/1.1 101");
@@ -317,5 +318,32 @@ mod tests {
         };
         assert_eq!(read(true), SENT);
         assert!(read(false) < SENT);
+    }
+
+    #[test]
+    fn a_connection_counts_until_it_ends_also_after_an_upgrade() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let (ours, mut theirs) = tokio::net::UnixStream::pair().unwrap();
+            let peer = Peer::of(&ours, Groups::default()).unwrap();
+            let places = Arc::new(Semaphore::new(1));
+            let stream = unread(ours, places.clone().try_acquire_owned().unwrap());
+            let router = Router::new().route("/", axum::routing::post(upgraded));
+            let (_ending, of_connection) = watch::channel(false);
+            let http = tokio::spawn(serve(stream, peer, None, router, of_connection));
+            theirs.write_all(UPGRADE.as_bytes()).await.unwrap();
+            let mut first = [0; 12];
+            theirs.read_exact(&mut first).await.unwrap();
+            assert_eq!(&first, b"HTTP/1.1 101");
+            // From here on, only the handler of the upgrade has the connection.
+            http.await.unwrap();
+            assert_eq!(places.available_permits(), 0);
+            drop(theirs);
+            let ended = tokio::time::timeout(Duration::from_secs(50), places.acquire()).await;
+            assert!(ended.is_ok(), "the connection still counts");
+        });
     }
 }

@@ -33,15 +33,19 @@ pub(super) struct Unread<S> {
     pub(super) limit: UnreadLimit,
     /// Timer that ends the connection; `None` while the peer accepts data.
     pub(super) left: Option<Pin<Box<Sleep>>>,
+    /// The connection's place among those that may be open. An upgrade moves this value to the
+    /// handler, so the connection counts until it ends.
+    _place: Box<dyn Send + Sync>,
 }
 
 impl<S> Unread<S> {
-    pub(super) fn new(stream: S, most: Duration) -> Self {
+    pub(super) fn new(stream: S, most: Duration, place: impl Send + Sync + 'static) -> Self {
         Self {
             stream,
             most,
             limit: UnreadLimit::default(),
             left: None,
+            _place: Box::new(place),
         }
     }
 
@@ -141,7 +145,7 @@ mod tests {
                 let ours = tokio::net::UnixStream::from_std(ours).unwrap();
                 // On a busy machine, a peer that reads may be delayed.
                 let patience = Duration::from_millis(if reads { 20_000 } else { 200 });
-                let mut ours = Unread::new(ours, patience);
+                let mut ours = Unread::new(ours, patience, ());
                 let bytes = vec![7; 64 << 10];
                 let mut sent = 0;
                 while sent < 2 << 20 {
