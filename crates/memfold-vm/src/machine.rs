@@ -46,6 +46,12 @@ pub enum MachineError {
         #[source]
         source: io::Error,
     },
+    #[error("cannot read {path}, the description of a running VM")]
+    Description {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
     #[error("VM '{name}' (process {pid}) did not end after SIGKILL")]
     Undying { name: String, pid: i32 },
     #[error("VM '{name}' was not started by memfold; stop the VM with the program that started it")]
@@ -79,6 +85,15 @@ impl Vm {
     /// Opens the running VM that has its files in `directory`. Fails with `NotFound` if the VM has
     /// ended.
     pub fn open(directory: &VmDirectory) -> Result<Self, MachineError> {
+        let (mut vm, spec) = Self::open_process(directory)?;
+        vm.spec = Some(spec?);
+        Ok(vm)
+    }
+
+    /// Opens the process of a VM, and reads the VM's description, which fails separately.
+    fn open_process(
+        directory: &VmDirectory,
+    ) -> Result<(Self, Result<VmSpec, MachineError>), MachineError> {
         let name = directory.name();
         let look = |source: io::Error| {
             let (name, is_gone) = (name.clone(), source.kind() == io::ErrorKind::NotFound);
@@ -90,26 +105,49 @@ impl Vm {
         };
         let record: Record = VmDirectory::read_json(&directory.record()).map_err(look)?;
         let process = Process::open(record.process).map_err(look)?;
-        let spec: VmSpec = VmDirectory::read_json(&directory.spec()).map_err(look)?;
-        Ok(Self {
+        let spec = VmDirectory::read_json(&directory.spec()).map_err(|source| {
+            // The files are removed after the VM has ended.
+            let is_gone = source.kind() == io::ErrorKind::NotFound;
+            if is_gone && process.has_exited().unwrap_or(false) {
+                return MachineError::NotFound { name: name.clone() };
+            }
+            MachineError::Description {
+                path: directory.spec(),
+                source,
+            }
+        });
+        let vm = Self {
             process,
-            spec: Some(spec),
+            spec: None,
             qmp_socket: directory.qmp(),
             library_socket: record.library.is_some().then(|| directory.library()),
             agent_socket: Some(directory.agent()),
             record: Some(record),
             directory: Some(directory.clone()),
             name,
-        })
+        };
+        Ok((vm, spec))
     }
 
     /// Opens the running VM `name` that has its files below the state directory `state`.
     pub fn find(state: &Path, name: &str) -> Result<Self, MachineError> {
-        // A name that could leave the directory is no VM's name.
-        if check_name("name", name).is_err() {
-            return Err(MachineError::NotFound { name: name.into() });
+        Self::open(&directory_of(state, name)?)
+    }
+
+    /// Opens the running VM `name` as [`Vm::find`] does, to end it. This works without the VM's
+    /// description. Returns also why the description cannot be read; `None` if it can.
+    pub fn find_to_end(
+        state: &Path,
+        name: &str,
+    ) -> Result<(Self, Option<MachineError>), MachineError> {
+        let (mut vm, spec) = Self::open_process(&directory_of(state, name)?)?;
+        match spec {
+            Ok(spec) => {
+                vm.spec = Some(spec);
+                Ok((vm, None))
+            }
+            Err(error) => Ok((vm, Some(error))),
         }
-        Self::open(&VmDirectory::of(state, name))
     }
 
     /// Opens all VMs that still run and have their files below the state directory `state`, sorted
@@ -391,6 +429,14 @@ impl Vm {
         let socket = self.agent_socket.as_ref()?;
         Some(AgentLink::start(socket, options, sink))
     }
+}
+
+/// Returns the directory of VM `name`. A name that could leave the state directory is no VM's name.
+fn directory_of(state: &Path, name: &str) -> Result<VmDirectory, MachineError> {
+    if check_name("name", name).is_err() {
+        return Err(MachineError::NotFound { name: name.into() });
+    }
+    Ok(VmDirectory::of(state, name))
 }
 
 /// Finds QEMU processes that were started for a VM's directory but not recorded; their command

@@ -1,9 +1,11 @@
 //! Operations on VMs that run or are being started: stop, pause, resume, run a command.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use memfold_api::VmInfo;
 use memfold_fold::Command;
+use memfold_host::chain;
 use memfold_units::ByteSize;
 use memfold_vm::{
     CommandResult, MachineError, Record, StopKind, Stopped, StreamEvent, StreamRequest,
@@ -168,7 +170,7 @@ impl Vms {
         }
         let (began, state) = (Instant::now(), self.below.registry.state());
         let stopped = if arrival.way == Way::Adopting {
-            let stopped = Vm::find(state, name).and_then(|vm| vm.end(timeout, &|| false, None));
+            let stopped = end_unadopted(state, name, timeout);
             arrival.cancel.set();
             stopped?
         } else {
@@ -196,6 +198,21 @@ impl Vms {
         }
         Ok(Some(stopped))
     }
+}
+
+/// Ends a running VM that is not adopted yet, also if that failed because its description cannot be
+/// read.
+fn end_unadopted(state: &Path, name: &str, timeout: Duration) -> Result<Stopped, MachineError> {
+    let (vm, unreadable) = Vm::find_to_end(state, name)?;
+    let stopped = vm.end(timeout, &|| false, None)?;
+    if let Some(error) = unreadable {
+        warn!(
+            vm = name,
+            error = chain(&error),
+            "VM stopped whose description cannot be read; no action is needed"
+        );
+    }
+    Ok(stopped)
 }
 
 /// Refuses a libvirt domain, for whose run state libvirt is responsible. `what`: the operation, for

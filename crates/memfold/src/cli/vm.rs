@@ -17,8 +17,8 @@ use memfold_api::{
 };
 use memfold_units::ByteSize;
 use memfold_vm::{
-    DiskFormat, DiskSpec, Forward, MacAddress, MergeChoice, Network, Permission, SegmentSpec,
-    SizingSpec, Vm, VmSpec,
+    DiskFormat, DiskSpec, Forward, MacAddress, MachineError, MergeChoice, Network, Permission,
+    SegmentSpec, SizingSpec, Vm, VmSpec,
 };
 
 use super::console;
@@ -460,7 +460,10 @@ fn stop_all_alone(
     // VMs are stopped by threads that share the list, and an error cannot be cloned.
     let vms: Vec<(String, Result<Vm, String>)> = vms
         .into_iter()
-        .map(|(name, vm)| (name, vm.map_err(|error| memfold_host::chain(&error))))
+        .map(|(name, vm)| {
+            let vm = vm.or_else(|_| find_to_end(state, &name));
+            (name, vm.map_err(|error| memfold_host::chain(&error)))
+        })
         .collect();
     let stop = |(name, vm): &(String, Result<Vm, String>)| {
         let vm = vm.as_ref().map_err(|why| {
@@ -478,6 +481,15 @@ fn stop_all_alone(
         })
     };
     Ok(failure::separate(at_once(&vms, stop)))
+}
+
+/// Opens a VM that is going to be stopped. Prints why its description cannot be read.
+fn find_to_end(state: &Path, name: &str) -> Result<Vm, MachineError> {
+    let (vm, unreadable) = Vm::find_to_end(state, name)?;
+    if let Some(error) = unreadable {
+        memfold_host::say!("memfold: {}", memfold_host::chain(&error));
+    }
+    Ok(vm)
 }
 
 /// Returns whether there is no daemon at the socket. The socket of a daemon may also be closed to

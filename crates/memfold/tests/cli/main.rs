@@ -522,15 +522,46 @@ fn without_a_daemon_vm_stop_all_stops_the_vms_of_the_state_directory_that_is_nam
     refused(&daemon.run(&all), 1, &["memfold serve"]);
     let state = daemon.state();
     let alone = [&all[..], &["--state", state.to_str().unwrap()]].concat();
-    // As a newer memfold has written it.
-    let spec = memfold_vm::VmDirectory::of(&state, "two").spec();
-    let good = std::fs::read_to_string(&spec).unwrap();
-    std::fs::write(&spec, good.replacen('{', "{ \"of_tomorrow\": 1,", 1)).unwrap();
-    refused(&daemon.run(&alone), 1, &["VM 'two'", "of_tomorrow"]);
-    std::fs::write(&spec, good).unwrap();
-    for stopped in [json!(["two"]), json!([])] {
-        assert_eq!(daemon.json(&alone)["stopped"], stopped);
-    }
+    let place = memfold_vm::VmDirectory::of(&state, "two");
+    let record = std::fs::read(place.record()).unwrap();
+    std::fs::write(place.record(), "{").unwrap();
+    refused(&daemon.run(&alone), 1, &["VM 'two'"]);
+    std::fs::write(place.record(), record).unwrap();
+    make_description_newer(&place);
+    let stopped = daemon.run(&alone);
+    assert_eq!(code(&stopped), 0, "{}", err(&stopped));
+    assert!(err(&stopped).contains("of_tomorrow"), "{}", err(&stopped));
+    assert!(out(&stopped).contains("two"), "{}", out(&stopped));
+    assert_eq!(daemon.json(&alone)["stopped"], json!([]));
+}
+
+/// Changes a VM's description as a newer memfold could have written it.
+fn make_description_newer(place: &memfold_vm::VmDirectory) {
+    let spec = std::fs::read_to_string(place.spec()).unwrap();
+    let newer = spec.replacen('{', "{ \"of_tomorrow\": 1,", 1);
+    std::fs::write(place.spec(), newer).unwrap();
+}
+
+#[test]
+fn a_vm_whose_description_cannot_be_read_is_listed_with_the_file_and_can_be_stopped() {
+    let mut daemon = Daemon::start();
+    daemon.paused_vm("web", &[]);
+    daemon.terminate();
+    let place = memfold_vm::VmDirectory::of(&daemon.state(), "web");
+    let record: memfold_vm::Record = memfold_vm::VmDirectory::read_json(&place.record()).unwrap();
+    make_description_newer(&place);
+    daemon.start_again();
+    support::wait("the list says why the VM is not adopted", || {
+        let vms = daemon.json(&["vm", "list"]);
+        let cause = vms[0]["state_cause"].as_str().unwrap_or_default();
+        cause.contains("spec.json") && cause.contains("of_tomorrow")
+    });
+    let stopped = daemon.json(&["vm", "stop", "web", "--timeout", "0"]);
+    assert_eq!(stopped["stopped"], json!(["web"]));
+    let process = memfold_vm::Process::open(record.process);
+    assert!(process.is_err(), "QEMU runs");
+    assert!(!place.path().exists());
+    assert_eq!(daemon.json(&["vm", "list"]), json!([]));
 }
 
 #[test]
