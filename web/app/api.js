@@ -21,6 +21,9 @@ const lost = (method, path, what) =>
     ? what
     : { error: `${what.error}, so the answer was lost; the action may still be running or be done`, hint: "Look at Events before you repeat it." };
 
+// How far the daemon's clock is ahead of the browser's, in milliseconds, by the last answer.
+let ahead_ms = 0;
+
 async function request(method, path, body) {
   let response;
   try {
@@ -34,6 +37,8 @@ async function request(method, path, body) {
   } catch {
     throw new Refused(0, lost(method, path, { error: "the daemon does not answer", hint: "it may be restarting; VMs go on without it" }));
   }
+  const date = Date.parse(response.headers.get("date"));
+  if (date) ahead_ms = date - Date.now();
   let answer = null;
   try {
     answer = await response.json();
@@ -55,8 +60,8 @@ export const part = (name) => encodeURIComponent(name);
 
 // The live sample: one stream for the whole page, which ends while nobody sees the page.
 const listeners = new Set();
-// `arrived`: when its figures came, by the browser's clock; `late`: the next ones are missing.
-const state = { sample: null, connected: false, refused: null, arrived: 0, late: false };
+// `arrived`, `taken`: when its figures came and when they were read on the host, by the browser's clock; `late`: the next ones are missing.
+const state = { sample: null, connected: false, refused: null, arrived: 0, taken: 0, late: false };
 let source = null;
 let opened = 0;
 
@@ -71,10 +76,16 @@ function open() {
   if (!live || source || document.hidden) return;
   source = new EventSource("/v1/live");
   opened = Date.now();
+  let isFirst = true;
+  source.onopen = () => (isFirst = true);
   source.addEventListener("sample", (event) => {
     const sample = JSON.parse(event.data);
     // A new stream begins with the last sample, which may be an old one.
-    if (sample.ledger.taken_unix_s !== state.sample?.ledger.taken_unix_s) state.arrived = Date.now();
+    if (sample.ledger.taken_unix_s !== state.sample?.ledger.taken_unix_s) {
+      state.arrived = Date.now();
+      state.taken = isFirst ? Math.min(sample.ledger.taken_unix_s * 1000 - ahead_ms, state.arrived) : state.arrived;
+    }
+    isFirst = false;
     state.sample = sample;
     state.late = isLate();
     state.connected = true;

@@ -82,7 +82,7 @@ function LiveState() {
   if (!live.connected) return html`<p class="live off"><i></i>no contact since ${at}</p>`;
   if (live.late) return html`<p class="live off"><i></i>no new figures since ${at}</p>`;
   // Where figures come seldom, one wants to know how old they are.
-  const age_s = Math.round((Date.now() - live.arrived) / 1000);
+  const age_s = Math.round((Date.now() - live.taken) / 1000);
   const words = age_s < 60 ? `${age_s} s` : duration(age_s * 1000);
   const age = live.sample.interval_ms > 30_000 ? html`, <span class="together">${words} old</span>` : "";
   return html`<p class="live on"><i></i>as of ${at}${age}</p>`;

@@ -88,6 +88,16 @@ test("figures that no newer ones replace are called old, and the stream is opene
   await page.getByText("These figures are 1 min 15 s old").waitFor();
 });
 
+test("figures that were read before the page was loaded are shown with their age, also if the browser's clock is wrong", async ({ page, fake, open }) => {
+  await page.clock.install({ time: Date.now() + 3_600_000 });
+  fake.send(sample(2, (live) => {
+    live.interval_ms = 60_000;
+    live.ledger.taken_unix_s -= 600;
+  }));
+  await open("#/host");
+  await page.locator(".live.on").filter({ hasText: /, (9 min 5\d s|10 min.*) old$/ }).waitFor();
+});
+
 test("the sharing of 520 VMs is drawn for 40 of them, and the 200 largest pairs are listed", async ({ page, fake, open }) => {
   const vms = Array.from({ length: 520 }, (_, n) => ({ vm: `vm-${String(n).padStart(3, "0")}`, domain: n < 500 ? "big" : "small", mapped_bytes: n << 20 }));
   const pairs = [];
