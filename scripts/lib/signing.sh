@@ -36,6 +36,8 @@ sign() {
 # public_key: on standard output.
 public_key() { gpg --batch --armor --export-options export-minimal --export "$signing_key"; }
 
-# end_signing: ends the agent of the trial keyring. That it has ended already, or that it cannot be
-# ended, changes nothing of the release.
-end_signing() { [[ ${GNUPGHOME:-} != "$trial_keyring" ]] || gpgconf --kill gpg-agent 2>/dev/null || true; }
+# end_signing: ends the agent of the trial keyring, if there is one yet. That it has ended already,
+# or that it cannot be ended, changes nothing of the release.
+end_signing() {
+    [[ -z ${trial_keyring:-} || ${GNUPGHOME:-} != "$trial_keyring" ]] || gpgconf --kill gpg-agent 2>/dev/null || true
+}
