@@ -4,8 +4,11 @@
 
 use memfold_api::BootSnapshot;
 use memfold_snapshot::{Manifest, Shelf, restore};
+use memfold_vm::VmDirectory;
 use memfold_vm::process::{Identity, boot_id};
+use tracing::warn;
 
+use crate::boot_work;
 use crate::error::DaemonError;
 use crate::machine::Machine;
 
@@ -19,6 +22,14 @@ pub(crate) fn find(directory: &Shelf, machine: &Machine) {
     if machine.vm().spec().is_some_and(|spec| spec.boot_snapshot) {
         machine.set_boot_snapshot(match of(directory, machine) {
             Ok(_) => BootSnapshot::Ready,
+            Err(_) if boot_work::is_marked(machine, VmDirectory::boot_snapshot_pending) => {
+                warn!(
+                    vm = machine.name(),
+                    "boot snapshot of the VM not saved, because the daemon ended while the guest booted; start the VM again to save one"
+                );
+                let why = "the daemon ended while the guest booted; start the VM again to save one";
+                BootSnapshot::Failed(why.into())
+            }
             Err(error) => BootSnapshot::Failed(error.to_string()),
         });
     }

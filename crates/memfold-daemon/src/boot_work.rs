@@ -1,6 +1,7 @@
 //! Work that is done once in a guest after its boot: enabling its swap disk, and mounting segments
 //! over its files. A marker in the VM's directory exists until the guest was told to do it, and has
-//! answered. A daemon that is started meanwhile tells the guest again.
+//! answered. A daemon that is started meanwhile tells the guest again. A boot snapshot has a
+//! marker, too, but a later daemon does not save it: the guest may have booted long ago.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -19,7 +20,7 @@ use crate::segments::in_guest::lay_all;
 const SWAP_ON_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Path of a marker in a VM's directory.
-type Marker = fn(&VmDirectory) -> PathBuf;
+pub(crate) type Marker = fn(&VmDirectory) -> PathBuf;
 
 /// Has a guest that boots enable its swap disk, if it has one, as soon as its agent answers.
 pub(crate) fn enable_swap(machine: &Arc<Machine>) {
@@ -75,7 +76,7 @@ pub(crate) fn lay(machine: &Machine) {
     unmark(machine, VmDirectory::segments_pending);
 }
 
-fn mark(machine: &Machine, marker: Marker) {
+pub(crate) fn mark(machine: &Machine, marker: Marker) {
     let Some(directory) = machine.vm().directory() else {
         return;
     };
@@ -85,12 +86,12 @@ fn mark(machine: &Machine, marker: Marker) {
     }
 }
 
-fn is_marked(machine: &Machine, marker: Marker) -> bool {
+pub(crate) fn is_marked(machine: &Machine, marker: Marker) -> bool {
     let directory = machine.vm().directory();
     directory.is_some_and(|directory| marker(directory).exists())
 }
 
-fn unmark(machine: &Machine, marker: Marker) {
+pub(crate) fn unmark(machine: &Machine, marker: Marker) {
     if let Some(directory) = machine.vm().directory() {
         // The VM may have ended meanwhile, and its directory with it.
         let _ = fs::remove_file(marker(directory));

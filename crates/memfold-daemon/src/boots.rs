@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{BootSnapshot, RebootRequest, RestoreRequest, SaveRequest, Sizing, VmInfo};
 use memfold_host::chain;
 use memfold_snapshot::{Manifest, restore};
-use memfold_vm::{AgentError, Definition, LaunchError, VmSpec};
+use memfold_vm::{AgentError, Definition, LaunchError, VmDirectory, VmSpec};
 use memfold_wire::order::GuestOrder;
 use tracing::{info, warn};
 
@@ -92,6 +92,7 @@ impl Boots {
     /// Saves the boot snapshot of a VM on a thread, as soon as the guest has booted.
     fn save_when_booted(self: &Arc<Self>, machine: &Arc<Machine>) {
         machine.set_boot_snapshot(BootSnapshot::Pending);
+        boot_work::mark(machine, VmDirectory::boot_snapshot_pending);
         let weak = Arc::downgrade(self);
         let begun = machine.on_agent("booted", Duration::MAX, move |machine| {
             let Some(boots) = weak.upgrade() else {
@@ -110,10 +111,12 @@ impl Boots {
                     BootSnapshot::Failed(error.to_string())
                 }
             });
+            boot_work::unmark(machine, VmDirectory::boot_snapshot_pending);
             true
         });
         if let Err(error) = begun {
             machine.set_boot_snapshot(BootSnapshot::Failed(error.to_string()));
+            boot_work::unmark(machine, VmDirectory::boot_snapshot_pending);
         }
     }
 

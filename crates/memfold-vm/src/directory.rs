@@ -158,6 +158,8 @@ impl VmDirectory {
         swap_pending = "swap-pending";
         /// Marker that exists until the guest was told to mount its segments after the boot.
         segments_pending = "segments-pending";
+        /// Marker that exists until the VM's boot snapshot was saved, or could not be saved.
+        boot_snapshot_pending = "boot-snapshot-pending";
         /// Marker that exists until the restore of the VM is complete.
         incoming = "incoming";
         /// Name of the snapshot that is still being fetched, from which the VM runs.

@@ -59,6 +59,23 @@ fn flash(daemon: &Daemon, vm: &str) -> PathBuf {
 }
 
 #[test]
+fn a_boot_snapshot_that_was_not_saved_before_the_daemon_ended_is_reported_by_the_next_daemon() {
+    let mut daemon = Daemon::start();
+    run(&daemon, "v", &["--boot-snapshot"], &["-S"]);
+    let status = |daemon: &Daemon| daemon.json(&["vm", "list"])[0]["boot_snapshot"].clone();
+    assert_eq!(status(&daemon), "pending");
+    // The second restart says the same as the first.
+    for _ in 0..2 {
+        daemon.terminate();
+        daemon.start_again();
+        daemon.wait_adopted();
+        let now = status(&daemon);
+        let why = now["failed"].as_str().unwrap_or_default();
+        assert!(why.contains("ended while the guest booted"), "{now}");
+    }
+}
+
+#[test]
 fn each_restored_vm_has_a_private_copy_of_the_firmware_variables() {
     let daemon = Daemon::start();
     let place = daemon.directory.path();
