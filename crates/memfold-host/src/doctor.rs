@@ -340,7 +340,7 @@ fn kvm(verdict: &KvmVerdict) -> Check {
         KvmVerdict::Untried { why } => warn(
             "KVM",
             format!("KVM not tried: {why}; VMs run under TCG, slowly"),
-            "call doctor as root if only root can read /boot/vmlinuz-*; or memfold demo, which builds a guest image to try KVM with (package memfold-bench); in a checkout: make setup",
+            "call doctor as root in a shell if only root can read the kernel, or if the daemon says this: its unit hides /lib/modules, and it uses that result; or memfold demo, which builds a guest image to try KVM with (package memfold-bench); in a checkout: make setup",
         ),
         KvmVerdict::Unusable { why } => {
             let mut fix = if why.contains("Permission denied") {

@@ -106,7 +106,7 @@ impl ProbeGuest {
         };
         Some(Self {
             kernel,
-            key: format!("{release} {:?} {version}", qemu.version),
+            key: format!("{}{version}", host_key(qemu)),
             places: places(image, state),
         })
     }
@@ -115,7 +115,8 @@ impl ProbeGuest {
     /// if the probe guest cannot be started. `now_unix_s`: the present time in seconds since 1970.
     fn verdict(&self, qemu: &QemuFacts, now_unix_s: u64) -> KvmVerdict {
         let mut places = self.places.iter();
-        if let Some(verdict) = places.find_map(|place| kept_at(place, &self.key, now_unix_s)) {
+        let is_same = |key: &str| key == self.key;
+        if let Some(verdict) = places.find_map(|place| kept_at(place, is_same, now_unix_s)) {
             return verdict;
         }
         let verdict = match boots(qemu, &self.kernel) {
@@ -138,8 +139,9 @@ impl ProbeGuest {
 
 /// Tests whether KVM works by booting the kernel of the guest image, or without an image a kernel
 /// of this host. If the test was done before with the same host kernel, QEMU and guest kernel, the
-/// cached result is returned; a failure counts for a day. The cache files `kvm.json` are in the
-/// directory `state` and beside the image, where other daemons of this host find them.
+/// cached result is returned; a failure counts for a day. A process that can read no kernel uses
+/// the cached result of another process, whatever the guest kernel was. The cache files `kvm.json`
+/// are in the directory `state` and beside the image, where other daemons of this host find them.
 pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmVerdict {
     if let Err(e) = File::options().read(true).write(true).open("/dev/kvm") {
         return unusable(format!("/dev/kvm: {e}"));
@@ -147,15 +149,31 @@ pub fn probe(qemu: &QemuFacts, image: Option<&GuestImage>, state: &Path) -> KvmV
     if !qemu.accelerators.iter().any(|a| a == "kvm") {
         return unusable(format!("{} was built without KVM", qemu.program.display()));
     }
-    let Some(guest) = ProbeGuest::choose(qemu, image, state, Path::new("/")) else {
-        return KvmVerdict::Untried {
-            why: "no guest image, and no readable kernel file of this host in /boot, \
-                  /lib/modules or /run/current-system"
-                .into(),
-        };
-    };
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    guest.verdict(qemu, now.map_or(0, |now| now.as_secs()))
+    let now_unix_s = now.map_or(0, |now| now.as_secs());
+    if let Some(guest) = ProbeGuest::choose(qemu, image, state, Path::new("/")) {
+        return guest.verdict(qemu, now_unix_s);
+    }
+    kept_of_host(qemu, state, now_unix_s).unwrap_or_else(|| KvmVerdict::Untried {
+        why: "no guest image, and no readable kernel file of this host in /boot, \
+              /lib/modules or /run/current-system"
+            .into(),
+    })
+}
+
+/// Returns the beginning of the keys of results with this host's kernel and QEMU. The guest kernel
+/// follows.
+fn host_key(qemu: &QemuFacts) -> String {
+    let host = rustix::system::uname();
+    format!("{} {:?} ", host.release().to_string_lossy(), qemu.version)
+}
+
+/// Returns the result that another process has kept for this host's kernel and QEMU. The daemon's
+/// unit hides `/lib/modules` (`ProtectKernelModules=`), where `memfold doctor` may find a kernel.
+fn kept_of_host(qemu: &QemuFacts, state: &Path, now_unix_s: u64) -> Option<KvmVerdict> {
+    let host = host_key(qemu);
+    let is_of_host = |key: &str| key.starts_with(&host);
+    kept_at(&state.join("kvm.json"), is_of_host, now_unix_s)
 }
 
 fn unusable(why: String) -> KvmVerdict {
@@ -202,11 +220,11 @@ fn places(image: Option<&GuestImage>, state: &Path) -> Vec<PathBuf> {
     places.map(|place| place.join("kvm.json")).collect()
 }
 
-/// Returns the result in a cache file, if the file has this key and the result still counts.
-fn kept_at(place: &Path, key: &str, now_unix_s: u64) -> Option<KvmVerdict> {
+/// Returns the result in a cache file, if its key is a right one and the result still counts.
+fn kept_at(place: &Path, is_right: impl Fn(&str) -> bool, now_unix_s: u64) -> Option<KvmVerdict> {
     let bytes = std::fs::read(place).ok()?;
     let cached: Cached = serde_json::from_slice(&bytes).ok()?;
-    (cached.key == key && cached.is_valid(now_unix_s)).then_some(cached.verdict)
+    (is_right(&cached.key) && cached.is_valid(now_unix_s)).then_some(cached.verdict)
 }
 
 fn remember(place: &Path, cached: &Cached) -> io::Result<()> {
@@ -333,7 +351,9 @@ mod tests {
         }
         let found = |state: &Path, key: &str| {
             let places = places(Some(&image), state);
-            places.iter().find_map(|place| kept_at(place, key, 2000))
+            places
+                .iter()
+                .find_map(|place| kept_at(place, |of| of == key, 2000))
         };
         assert_eq!(found(other.path(), &cached.key), Some(KvmVerdict::Works));
         assert_eq!(found(other.path(), "6.2 10.0 6.12"), None);
@@ -366,6 +386,31 @@ mod tests {
         let missing = qemu_at(place.path().join("missing"));
         let much_later = later + 1000 * KEEP_FAILURE_S;
         assert_eq!(guest.verdict(&missing, much_later), KvmVerdict::Works);
+    }
+
+    #[test]
+    fn a_process_that_can_read_no_kernel_uses_the_result_of_another_process_on_this_host() {
+        let place = tempfile::tempdir().unwrap();
+        let qemu = qemu_at("/usr/bin/qemu".into());
+        let keep = |key: String, verdict| {
+            let cached = Cached {
+                key,
+                verdict,
+                tried_at_unix_s: Some(1000),
+            };
+            remember(&place.path().join("kvm.json"), &cached).unwrap();
+        };
+        let kernel = "/lib/modules/6.12/vmlinuz";
+        let found = |now_unix_s| kept_of_host(&qemu, place.path(), now_unix_s);
+        assert_eq!(found(1000), None);
+        keep(format!("0.1 {:?} ", qemu.version), KvmVerdict::Works);
+        assert_eq!(found(1000), None, "of another kernel of the host");
+        keep(format!("{}{kernel}", host_key(&qemu)), KvmVerdict::Works);
+        assert_eq!(found(1000), Some(KvmVerdict::Works));
+        let failed = unusable(format!("{BOOT_FAILED} it ended"));
+        keep(format!("{}{kernel}", host_key(&qemu)), failed.clone());
+        assert_eq!(found(1001), Some(failed));
+        assert_eq!(found(1000 + KEEP_FAILURE_S), None, "after a day");
     }
 
     #[test]
