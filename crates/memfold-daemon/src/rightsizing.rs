@@ -573,13 +573,14 @@ impl Rightsizing {
         let Some(mut qmp) = machine.idle_monitor() else {
             return;
         };
+        let stopped = qmp.briefly(|qmp| {
+            let device = virtio_mem::read(qmp)?;
+            let unplugs = device.filter(|device| device.requested < device.plugged);
+            unplugs.map_or(Ok(()), |device| virtio_mem::request(qmp, device.plugged))
+        });
         // If QEMU does not answer, the next look tries again.
-        let Ok(device) = qmp.briefly(virtio_mem::read) else {
+        if stopped.is_err() {
             return;
-        };
-        if let Some(device) = device.filter(|device| device.requested < device.plugged) {
-            // If this fails, the guest loses memory that has been idle for ten minutes.
-            let _ = virtio_mem::request(&mut qmp, device.plugged);
         }
         // Nobody tells the guest anything else meanwhile, because the monitor is in use.
         self.state.lock().unplugs.note(machine.id(), false);
@@ -698,7 +699,7 @@ impl Rightsizing {
         let Some(mut qmp) = machine.idle_monitor() else {
             return;
         };
-        let result = self.return_balloon(machine, &mut qmp, moved);
+        let result = qmp.briefly(|qmp| self.return_balloon(machine, qmp, moved));
         drop(qmp);
         let mut state = self.state.lock();
         match result {
