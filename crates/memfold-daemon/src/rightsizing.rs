@@ -594,11 +594,8 @@ impl Rightsizing {
         // QEMU's balloon does not count plugged memory.
         let plugged = virtio_mem::plugged(&mut qmp)?;
         let target = ByteSize(target.0.saturating_sub(plugged.0));
-        let ram = balloon::full_size(&mut qmp)?;
-        let now = match machine.vm().directory() {
-            Some(_) => ram,
-            None => balloon::actual(&mut qmp)?,
-        };
+        let (ram, size) = balloon::sizes(&mut qmp)?;
+        let now = if is_shared(machine) { size } else { ram };
         let old = self.records.get(machine).moved;
         let new = Some(MovedBalloon::moved(old, now, target, ram));
         self.records.change(machine, |record| record.moved = new)?;
@@ -669,8 +666,7 @@ impl Rightsizing {
     /// Records what a VM's balloon holds as put there by right-sizing, and returns how much that
     /// is; `None`: nothing.
     fn note_held(&self, machine: &Machine, qmp: &mut Qmp) -> Result<Option<ByteSize>, DaemonError> {
-        let full = balloon::full_size(qmp)?;
-        let size = balloon::actual(qmp)?;
+        let (full, size) = balloon::sizes(qmp)?;
         let held = full.0.saturating_sub(size.0);
         if held == 0 {
             return Ok(None);
@@ -730,8 +726,7 @@ impl Rightsizing {
         qmp: &mut Qmp,
         moved: MovedBalloon,
     ) -> Result<Option<ByteSize>, DaemonError> {
-        let size = balloon::actual(qmp)?;
-        let ram = balloon::full_size(qmp)?;
+        let (ram, size) = balloon::sizes(qmp)?;
         let seen = moved.seen(size, ram, is_shared(machine));
         let Some(owed) = seen.filter(|seen| !seen.is_returned()) else {
             self.records.change(machine, |record| record.moved = seen)?;

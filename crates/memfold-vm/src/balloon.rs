@@ -228,6 +228,22 @@ pub fn actual(qmp: &mut Qmp) -> Result<ByteSize, BalloonError> {
     Ok(ByteSize(actual))
 }
 
+/// Returns the VM's RAM with DIMMs ([`full_size`]), and the size that the guest really has
+/// ([`actual`]).
+///
+/// QEMU has no question for both. If a DIMM is plugged or removed between two questions, its size
+/// would count as memory that the balloon takes or gives. So QEMU is asked for the RAM before and
+/// after, and for the size again if the RAM has changed.
+pub fn sizes(qmp: &mut Qmp) -> Result<(ByteSize, ByteSize), BalloonError> {
+    let before = full_size(qmp)?;
+    let size = actual(qmp)?;
+    let ram = full_size(qmp)?;
+    if ram == before {
+        return Ok((ram, size));
+    }
+    Ok((ram, actual(qmp)?))
+}
+
 fn unexpected(command: &str, answer: &Value) -> QmpError {
     QmpError::Unexpected {
         command: command.to_owned(),
@@ -301,6 +317,7 @@ fn check_driver(qmp: &mut Qmp, device: &str) -> Result<(), BalloonError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::qmp::tests::server;
 
     #[test]
     fn unknown_figures_of_a_balloon_driver_are_none_and_a_silent_driver_has_no_figures() {
@@ -335,6 +352,28 @@ mod tests {
         assert_eq!(dimms(&json!(devices)), Some((1 << 30) + (1 << 28)));
         assert_eq!(dimms(&json!([of("virtio-pmem", 1)])), Some(0));
         assert_eq!(dimms(&json!([{ "type": "dimm", "data": {} }])), None);
+    }
+
+    #[test]
+    fn a_dimm_that_is_plugged_between_two_questions_counts_for_ram_and_size_or_for_none() {
+        let ram = r#"{"return": {"base-memory": 1024, "plugged-memory": 0}, "id": ID}"#;
+        let more = r#"{"return": {"base-memory": 1024, "plugged-memory": 256}, "id": ID}"#;
+        let dimm = r#"{"return": [{"type": "dimm", "data": {"size": 256}}], "id": ID}"#;
+        let (small, large) = (
+            r#"{"return": {"actual": 924}, "id": ID}"#,
+            r#"{"return": {"actual": 1180}, "id": ID}"#,
+        );
+        for (answers, expected) in [
+            (vec![ram, small, ram], (1024, 924)),
+            // The DIMM is plugged after the first question, and after the second one.
+            (vec![ram, large, more, dimm, large], (1280, 1180)),
+            (vec![ram, small, more, dimm, large], (1280, 1180)),
+        ] {
+            let (_dir, path) = server(vec![answers]);
+            let mut qmp = Qmp::connect(&path, Duration::from_secs(5)).unwrap();
+            let (ram, size) = sizes(&mut qmp).unwrap();
+            assert_eq!((ram.0, size.0), expected);
+        }
     }
 
     #[test]

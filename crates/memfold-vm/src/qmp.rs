@@ -561,7 +561,7 @@ fn text_of(value: &Value) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use memfold_testkit::wait_until;
     use std::io::{BufRead, BufReader, Write};
@@ -571,7 +571,7 @@ mod tests {
 
     /// Starts a simulated QEMU, which sends one list of lines for each line that it reads. `ID`
     /// stands for the request's id.
-    fn server(connections: Vec<Vec<&'static str>>) -> (tempfile::TempDir, PathBuf) {
+    pub fn server(connections: Vec<Vec<&'static str>>) -> (tempfile::TempDir, PathBuf) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("q");
         let listener = UnixListener::bind(&path).unwrap();

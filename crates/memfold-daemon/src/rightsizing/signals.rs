@@ -204,17 +204,20 @@ fn read(machine: &Machine, qmp: &mut Qmp, known: Option<&Known>) -> Result<Known
     };
     let spec = machine.vm().spec().filter(|spec| spec.foreign.is_none());
     // Only DIMMs change the RAM of a VM.
-    let ram = match spec.filter(|spec| spec.memory_slots == 0) {
-        Some(spec) => spec.memory,
-        None => balloon::full_size(qmp)?,
+    let fixed = spec.filter(|spec| spec.memory_slots == 0);
+    let (ram, size) = match (fixed, deflate_on_oom) {
+        (Some(spec), Some(_)) => (spec.memory, balloon::actual(qmp)?),
+        (Some(spec), None) => (spec.memory, spec.memory),
+        (None, Some(_)) => balloon::sizes(qmp)?,
+        (None, None) => {
+            let ram = balloon::full_size(qmp)?;
+            (ram, ram)
+        }
     };
-    let balloon = match deflate_on_oom {
-        Some(deflate_on_oom) => Some(Balloon {
-            held: ByteSize(ram.0.saturating_sub(balloon::actual(qmp)?.0)),
-            deflate_on_oom,
-        }),
-        None => None,
-    };
+    let balloon = deflate_on_oom.map(|deflate_on_oom| Balloon {
+        held: ByteSize(ram.0.saturating_sub(size.0)),
+        deflate_on_oom,
+    });
     let device = match spec {
         Some(spec) if spec.pluggable().is_none() => None,
         Some(_) => own_device(qmp)?,
