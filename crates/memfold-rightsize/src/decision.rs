@@ -224,7 +224,7 @@ pub enum Reason {
         /// How much the VM gets.
         bytes: ByteSize,
     },
-    /// The guest needs memory, but the host has too little left to give.
+    /// The guest needs memory, but the host has too little left for the smallest give.
     HostExhausted {
         /// How much the guest lacks.
         needs: ByteSize,
@@ -406,9 +406,9 @@ impl fmt::Display for Reason {
             Self::AtTarget => f.write_str("the VM has the size that it needs"),
             Self::HostExhausted { needs, left } => write!(
                 f,
-                "the guest lacks {needs}, but the host has {left} left to give: its available \
-                 memory less a quarter of its reserve and less other gives; end or move VMs, or \
-                 lower --reserve"
+                "the guest lacks {needs}, but the host has {left} left to give (its available \
+                 memory less a quarter of its reserve and less other gives), and the smallest give \
+                 is 16 MiB or one block of virtio-mem; end or move VMs, or lower --reserve"
             ),
             Self::CacheNotMissed { .. }
             | Self::CacheGrewBack { .. }
@@ -451,10 +451,9 @@ mod tests {
             left: ByteSize::mib(8),
         };
         let condition = "lacks 464 MiB, but the host has 8.00 MiB left to give";
-        says(
-            exhausted,
-            &[condition, "quarter of its reserve", "--reserve"],
-        );
+        let least = "the smallest give is 16 MiB or one block of virtio-mem";
+        let reserve = "quarter of its reserve";
+        says(exhausted, &[condition, reserve, least, "--reserve"]);
     }
 
     #[test]

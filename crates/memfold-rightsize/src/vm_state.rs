@@ -435,7 +435,10 @@ impl VmState {
         // A give takes a moment: QEMU and the guest carry it out.
         let is_coming = self.watched.is_some_and(|last| last.is_give);
         let most = lacks.min(vm.room());
-        let is_worth_it = most >= SMALLEST_CHANGE || vm.is_at_risk;
+        // One give either empties the balloon or plugs whole blocks, so it can be less than `most`,
+        // however much the host has.
+        let given = vm.growth(most, u64::MAX).map_or(0, |(_, bytes)| bytes);
+        let is_worth_it = given >= SMALLEST_CHANGE || (given > 0 && vm.is_at_risk);
         vm.lacks = if is_coming || !is_worth_it { 0 } else { most };
         let unmet = lacks.saturating_sub(vm.room());
         let allowed = vm.max.saturating_sub(size);

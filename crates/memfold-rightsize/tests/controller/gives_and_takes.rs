@@ -295,6 +295,31 @@ fn a_host_with_a_few_pages_left_gives_them_only_to_a_guest_about_to_lose_a_proce
     assert_eq!(action, Action::Balloon { target });
 }
 
+#[test]
+fn a_vm_that_may_not_grow_by_a_whole_block_is_not_told_that_the_host_has_nothing_left() {
+    let mut vm = Vm::new(4050, 0);
+    vm.signals.virtio_mem = Some(VirtioMem {
+        plugged: ByteSize(0),
+        max: ByteSize::mib(2048),
+        block: ByteSize::mib(128),
+        has_driver: true,
+    });
+    let bytes = ByteSize::mib(128);
+    vm.limits.max = ByteSize::mib(4096 + 128);
+    let (_, action, _) = first_order(&[vm.clone()], host(20_000), 3).expect("a give");
+    assert_eq!(action, Action::Plug { bytes });
+    // Its OOM killer could run soon, but a block is more than the operator allows.
+    vm.limits.max = ByteSize::mib(4096 + 64);
+    let vms = [vm];
+    let mut controller = Controller::new(policy());
+    steps(&mut controller, 1..9, host(20_000), &vms, |second, step| {
+        let decided = &step.vms[0];
+        assert_eq!(decided.order, None, "at {second} s");
+        let is_exhausted = matches!(decided.reason, Reason::HostExhausted { .. });
+        assert!(!is_exhausted, "at {second} s: {}", decided.reason);
+    });
+}
+
 /// Steps with two VMs. At second 2, the first one is given 404 MiB, and the host has 500 MiB to
 /// give at any time. From second 4 on, the VMs use so many MiB that cannot be reclaimed. Returns
 /// the gives to the second VM, as (second, MiB).
