@@ -59,6 +59,8 @@ pub(crate) struct Assessment {
     pub(crate) has_balloon: bool,
     /// The host gets nothing back that the guest frees.
     pub(crate) keeps_freed_ram: bool,
+    /// The host has the guest's free memory already.
+    pub(crate) reports_free_pages: bool,
     pub(crate) can_balloon: bool,
     pub(crate) trims: bool,
     pub(crate) pgsteal: Option<u64>,
@@ -124,14 +126,27 @@ impl Assessment {
             return 0;
         }
         let takeable = self.parts.size.saturating_sub(self.floor());
-        let gain = takeable.saturating_sub(self.parts.free);
-        // Folded files cost the host almost nothing, and they may be among what goes.
-        let gain = gain.saturating_sub(self.parts.folded);
+        let gain = takeable.saturating_sub(self.returned());
+        // Folded files cost the host almost nothing, and they may be among what goes after the free
+        // memory.
+        let beyond_free = takeable.saturating_sub(self.parts.free);
+        let gain = gain.saturating_sub(self.parts.folded.min(beyond_free));
         if gain < SMALLEST_CHANGE { 0 } else { gain }
     }
 
-    /// What the host gains if the guest loses `bytes`: no free memory, and nothing of the folded
-    /// files among its page cache. The kernel chooses pages by their age, whatever their file.
+    /// Free memory of the guest that the host has already, and so does not gain. A guest without
+    /// free page reporting keeps it, apart from pages that it has never used.
+    pub(crate) fn returned(&self) -> u64 {
+        if self.reports_free_pages {
+            self.parts.free
+        } else {
+            0
+        }
+    }
+
+    /// What the host gains if the guest loses `bytes`: no free memory that the host has already,
+    /// and nothing of the folded files among its page cache. The guest gives free memory first. The
+    /// kernel chooses pages of the cache by their age, whatever their file.
     pub(crate) fn gain(&self, bytes: u64) -> u64 {
         let Parts {
             free,
@@ -139,9 +154,9 @@ impl Assessment {
             folded,
             ..
         } = self.parts;
-        let lost = bytes.saturating_sub(free);
-        let of_cache = u128::from(lost.min(cache)) * u128::from(folded);
+        let of_cache = u128::from(bytes.saturating_sub(free).min(cache)) * u128::from(folded);
         let lost_folded = of_cache.checked_div(u128::from(cache)).unwrap_or(0);
+        let lost = bytes.saturating_sub(self.returned());
         lost.saturating_sub(u64::try_from(lost_folded).unwrap_or(u64::MAX))
     }
 

@@ -63,6 +63,9 @@ pub struct Signals {
     /// The host gets no memory back that the guest frees or that the balloon takes: the RAM is
     /// pinned for a device or locked, or has huge pages. From QEMU.
     pub keeps_freed_ram: bool,
+    /// The host gets pages back that are free in the guest, by free page reporting of the balloon.
+    /// From QEMU.
+    pub reports_free_pages: bool,
     /// Bytes of the guest's page cache that are folded, and so cost the host almost nothing. From
     /// memfold's account.
     pub folded_cache: ByteSize,

@@ -114,6 +114,7 @@ mod tests {
                 }),
                 virtio_mem: None,
                 keeps_freed_ram: false,
+                reports_free_pages: true,
                 folded_cache: ByteSize(0),
                 source: Source::BalloonStats,
                 guest: None,

@@ -340,6 +340,7 @@ impl VmState {
             }),
             has_balloon: balloon.is_some(),
             keeps_freed_ram: signals.keeps_freed_ram,
+            reports_free_pages: signals.reports_free_pages,
             can_balloon: !signals.keeps_freed_ram && balloon.is_some_and(|of| of.deflate_on_oom),
             trims: !signals.keeps_freed_ram && signals.source == Source::Agent { trims: true },
             pgsteal: signals.guest.as_ref().and_then(|guest| guest.pgsteal),
@@ -632,7 +633,7 @@ impl VmState {
             return Call::none(Reason::Waiting { wait });
         }
         let size = vm.parts.size;
-        let useful = missing.saturating_add(vm.parts.free);
+        let useful = missing.saturating_add(vm.returned());
         let bytes = size
             .saturating_sub(vm.floor())
             .min(vm.balloon_step(policy))

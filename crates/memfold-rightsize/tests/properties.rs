@@ -159,6 +159,7 @@ prop_compose! {
         device in proptest::option::of((size(), size(), size(), any::<bool>())),
         folded_cache in size(),
         source in source(),
+        reports_free_pages in any::<bool>(),
         guest in proptest::option::weighted(0.9, any_guest()),
     ) -> (Limits, Signals) {
         let signals = Signals {
@@ -167,6 +168,7 @@ prop_compose! {
             balloon: balloon.map(|(held, deflate_on_oom)| Balloon { held, deflate_on_oom }),
             virtio_mem: device.map(|(plugged, max, block, has_driver)| VirtioMem { plugged, max, block, has_driver }),
             keeps_freed_ram: false,
+            reports_free_pages,
             folded_cache,
             source,
             guest,
@@ -328,6 +330,7 @@ proptest! {
                         has_driver: true,
                     }),
                     keeps_freed_ram: false,
+                    reports_free_pages: index % 2 == 0,
                     folded_cache: ByteSize(0),
                     source: vm.source,
                     guest: Some(guest),

@@ -168,7 +168,7 @@ impl Machine {
             let mut qmp = self.idle_monitor()?;
             let asked = qmp.briefly(balloon::reports_free_pages);
             let answer = asked.inspect_err(|error| {
-                debug!(vm = self.name(), %error, "cannot ask QEMU whether the VM has free page reporting; asking again before the next trim");
+                debug!(vm = self.name(), %error, "cannot ask QEMU whether the VM has free page reporting; asking again later");
             });
             answer.ok()
         };

@@ -289,16 +289,17 @@ pub(super) fn ram(machine: &Machine) -> ByteSize {
     spec.map_or_else(layout, |spec| spec.memory)
 }
 
-/// Returns whether the host gets what a guest's agent reclaims, and the guest's owner allows that.
-/// Older agents do not say what is allowed.
+/// Returns whether a guest's owner allows that its agent trims. Older agents do not say what is
+/// allowed.
 pub(super) fn may_trim(machine: &Machine) -> bool {
     let allowed = machine.agent().and_then(|agent| agent.allowed());
-    allowed.is_none_or(|all| all.contains(&Permission::Trim)) && machine.reports_free_pages()
+    allowed.is_none_or(|all| all.contains(&Permission::Trim))
 }
 
 /// Returns the signals of one VM. `began`: the zero of the service's clock. `memory`: the guest's
 /// newest report before QEMU was asked for `qemu`; memory that is plugged in between would make a
-/// later one a lie. `trims`: the VM's agent, if it has one, can trim page cache.
+/// later one a lie. `trims`: the VM's agent, if it has one, can trim page cache, and may. Without
+/// free page reporting, the host would not get that.
 pub(super) fn of_vm(
     machine: &Machine,
     began: Instant,
@@ -310,15 +311,19 @@ pub(super) fn of_vm(
     let is_agent = |memory: &GuestMemory| memory.source == GuestMemorySource::Agent;
     let from_agent = memory.as_ref().is_some_and(|(_, memory)| is_agent(memory));
     let (at, guest) = report(memory, began).unzip();
+    let reports_free_pages = machine.reports_free_pages();
     Signals {
         at: at.unwrap_or_default(),
         ram: qemu.ram,
         balloon: qemu.balloon,
         virtio_mem: qemu.virtio_mem,
         keeps_freed_ram: machine.keeps_freed_ram(),
+        reports_free_pages,
         folded_cache,
         source: if from_agent {
-            Source::Agent { trims }
+            Source::Agent {
+                trims: trims && reports_free_pages,
+            }
         } else {
             Source::BalloonStats
         },
@@ -385,6 +390,7 @@ mod tests {
             balloon: None,
             virtio_mem: None,
             keeps_freed_ram: false,
+            reports_free_pages: true,
             folded_cache: ByteSize(0),
             source: Source::BalloonStats,
             guest,

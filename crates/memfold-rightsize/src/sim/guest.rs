@@ -516,6 +516,7 @@ impl ModelGuest {
             balloon,
             virtio_mem,
             keeps_freed_ram: false,
+            reports_free_pages: self.reports_free_pages,
             folded_cache: bytes(self.folded()),
             source: self.spec.source,
             guest,

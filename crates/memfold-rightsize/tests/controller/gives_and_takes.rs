@@ -16,6 +16,21 @@ fn no_balloon_takes_memory_from_a_guest_whose_page_cache_is_folded() {
     assert_eq!(index, 1);
 }
 
+#[test]
+fn free_memory_of_a_guest_counts_as_a_gain_of_its_balloon_if_the_guest_does_not_report_it() {
+    for source in [Source::Agent { trims: false }, Source::BalloonStats] {
+        // 3396 MiB are free. The minimum is 1024 MiB, and the host lacks 1560 MiB.
+        let mut vm = Vm::new(600, 100);
+        vm.signals.source = source;
+        let short = host(1000);
+        assert_eq!(first_order(&[vm.clone()], short, 100), None);
+        vm.signals.reports_free_pages = false;
+        let (_, action, _) = first_order(&[vm], short, 100).expect("a balloon");
+        let target = ByteSize::mib(4096 - 1560);
+        assert_eq!(action, Action::Balloon { target });
+    }
+}
+
 /// Steps at 10, 12, ... s with reports that were made so many seconds, and looks at the VM's
 /// balloon, which holds so many MiB. `swapped`: pages that the guest had swapped out at the report.
 /// Returns the gives.

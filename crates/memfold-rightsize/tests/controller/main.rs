@@ -33,6 +33,7 @@ impl Vm {
             }),
             virtio_mem: None,
             keeps_freed_ram: false,
+            reports_free_pages: true,
             folded_cache: ByteSize(0),
             source: Source::Agent { trims: true },
             guest: None,
