@@ -178,6 +178,13 @@ pub fn memory(data: &[u8]) -> u64 {
     for (at, figure) in figures.into_iter().enumerate() {
         found |= u64::from(figure > 0) << at;
     }
+    let has_all = parse::has_all_of_vmstat;
+    let at_end = has_all(data);
+    // Only whole lines count, and once they suffice, more of the file changes nothing.
+    let whole = data.iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1);
+    assert_eq!(has_all(&data[..whole]), at_end);
+    assert!(!at_end || has_all(&[data, &b"more"[..]].concat()));
+    found |= u64::from(at_end) << 9;
     let stat = parse::GroupStat::parse(data);
     assert!(stat.clean_file() <= stat.active_file.saturating_add(stat.inactive_file));
     found |= u64::from(stat.clean_file() > 0) << 5;

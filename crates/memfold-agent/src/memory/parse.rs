@@ -72,7 +72,8 @@ pub fn vmstat(text: &[u8], reading: &mut MemoryReading) {
 
 /// Returns whether `text`, the beginning of `/proc/vmstat`, has all lines that [`vmstat`] looks
 /// for. The last of them is `oom_kill` in all kernels (`vmstat_text` in `mm/vmstat.c`).
-pub(super) fn has_all_of_vmstat(text: &[u8]) -> bool {
+#[must_use]
+pub fn has_all_of_vmstat(text: &[u8]) -> bool {
     // The last line may be cut off. In a text that ends with a whole line, it is empty.
     let mut whole_lines = text.rsplit(|b| *b == b'\n').skip(1);
     whole_lines.any(|line| line.starts_with(b"oom_kill "))
