@@ -1,6 +1,12 @@
 //! Tests of `memfold rightsize`. The daemon is another process, and the VMs run no guest, so no
 //! guest reports figures.
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::UnixListener;
+use std::time::Duration;
+
+use memfold_vm::{Qmp, QmpError, VmDirectory};
 use serde_json::{Value, json};
 
 use super::support::{Daemon, code, err, out, refused, run, wait};
@@ -24,6 +30,12 @@ fn wait_reason(daemon: &Daemon, name: &str, words: &str) -> Value {
     found
 }
 
+/// Connects to the monitor of a VM that the daemon does not use.
+fn monitor(daemon: &Daemon, vm: &str) -> Qmp {
+    let socket = VmDirectory::of(&daemon.state(), vm).qmp();
+    Qmp::connect(&socket, Duration::from_secs(60)).unwrap()
+}
+
 #[test]
 fn a_vm_that_does_not_run_keeps_its_size_and_rightsize_status_says_why() {
     let daemon = Daemon::start();
@@ -43,6 +55,58 @@ fn a_vm_that_does_not_run_keeps_its_size_and_rightsize_status_says_why() {
     wait("right-sizing forgets the VM", || {
         vm(&daemon, "still").is_none()
     });
+}
+
+#[test]
+fn a_vm_whose_qemu_does_not_answer_keeps_its_size_and_rightsize_status_says_why() {
+    let daemon = Daemon::start();
+    daemon.paused_vm("mute", &[]);
+    daemon.run(&["vm", "resume", "mute"]);
+    wait_reason(&daemon, "mute", "never reported");
+    // QEMU waits for this server, and executes no other command meanwhile.
+    let place = daemon.directory.path().join("server");
+    let server = UnixListener::bind(&place).unwrap();
+    std::fs::set_permissions(&place, Permissions::from_mode(0o777)).unwrap();
+    let node = json!({
+        "driver": "nbd",
+        "node-name": "never",
+        "server": { "type": "unix", "path": place },
+    });
+    let limit = Duration::from_secs(1);
+    let added = monitor(&daemon, "mute").execute_within(limit, "blockdev-add", node);
+    assert!(matches!(added, Err(QmpError::Timeout { .. })), "{added:?}");
+
+    let words = "the VM does not answer (silent: QEMU does not answer: ";
+    let mute = wait_reason(&daemon, "mute", words);
+    assert_eq!(mute["order"], Value::Null, "{mute}");
+    assert_eq!(mute["size_bytes"], 64_u64 << 20, "{mute}");
+    drop(server);
+    wait_reason(&daemon, "mute", "never reported");
+}
+
+#[test]
+fn a_vm_that_moves_to_another_daemon_gets_no_order_there_until_it_runs_and_words_say_why() {
+    let (from, to) = (Daemon::start(), Daemon::start());
+    from.paused_vm("moves", &[]);
+    from.run(&["vm", "resume", "moves"]);
+    let run = ["vm", "run", "--name", "moves", "--memory", "64M", "--"];
+    let arrives = to.run(&[&run[..], &["-incoming", "defer"]].concat());
+    assert_eq!(code(&arrives), 0, "{}", err(&arrives));
+    let words = "the VM's memory is still being received";
+    let moves = wait_reason(&to, "moves", words);
+    assert_eq!(moves["order"], Value::Null, "{moves}");
+
+    let (mut source, mut target) = (monitor(&from, "moves"), monitor(&to, "moves"));
+    let any_port = json!({ "uri": "tcp:127.0.0.1:0" });
+    target.execute("migrate-incoming", any_port).unwrap();
+    let listens = target.query("query-migrate").unwrap();
+    let port = listens["socket-address"][0]["port"].as_str();
+    let port = port.unwrap_or_else(|| panic!("{listens}"));
+    let there = json!({ "uri": format!("tcp:127.0.0.1:{port}") });
+    source.execute("migrate", there).unwrap();
+    wait_reason(&to, "moves", "never reported");
+    let words = "the VM does not run (postmigrate: the VM was migrated away by another program";
+    wait_reason(&from, "moves", words);
 }
 
 #[test]
