@@ -128,7 +128,7 @@ pub struct VmRightsize {
     pub plugged_bytes: Option<u64>,
     /// Memory that the guest would miss, in bytes.
     pub working_set_bytes: u64,
-    /// What the working set is based on: `probed`, `kernel lists`, `upper bound` or `unknown`.
+    /// What the working set is based on: `probed`, `upper bound` or `unknown`.
     pub basis: String,
     /// Size that the VM should have, in bytes: working set and buffer, within its limits.
     pub target_bytes: u64,

@@ -90,7 +90,6 @@ pub(crate) fn check_report(guest: &GuestSignals, installed: ByteSize) -> Option<
         ("Dirty", guest.dirty),
         ("AnonPages", guest.anonymous),
         ("Cached", guest.file_cache),
-        ("Inactive(file)", guest.inactive_file.unwrap_or_default()),
     ];
     for (part, bytes) in parts {
         if bytes.0 > guest.total.0 {

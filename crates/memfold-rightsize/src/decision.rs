@@ -50,10 +50,8 @@ pub struct VmDecision {
 pub enum Basis {
     /// Page cache was taken until the guest read it again.
     Probed,
-    /// The kernel's lists of active and inactive page cache.
-    KernelLists,
-    /// All memory that is not free, or a half of the page cache if only the balloon reports. An
-    /// upper bound.
+    /// All memory that is not free, but only a half of the page cache if the guest is not trimmed.
+    /// An upper bound.
     UpperBound,
     /// There is no believable report; the VM's size is shown.
     Unknown,

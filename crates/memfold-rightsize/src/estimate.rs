@@ -384,20 +384,16 @@ impl Estimate {
     }
 
     /// Returns the page cache that the guest needs, and what that is based on.
-    pub(crate) fn hot(&self, parts: &Parts, signals: &Signals) -> (u64, Basis) {
-        let listed = signals
-            .guest
-            .as_ref()
-            .and_then(|guest| guest.inactive_file)
-            .map(|inactive| parts.cache.saturating_sub(inactive.0));
-        let (guess, basis) = match (listed, signals.source) {
-            (Some(active), _) => (active, Basis::KernelLists),
-            (None, Source::Agent { trims: true }) => (parts.cache, Basis::UpperBound),
-            (None, _) => (parts.cache / 2, Basis::UpperBound),
+    pub(crate) fn hot(&self, parts: &Parts, source: Source) -> (u64, Basis) {
+        let is_trimmed = source == Source::Agent { trims: true };
+        let guess = if is_trimmed {
+            parts.cache
+        } else {
+            parts.cache / 2
         };
         match self.hot {
             Some(hot) if self.probed || hot <= guess => (hot.min(parts.cache), Basis::Probed),
-            _ => (guess, basis),
+            _ => (guess, Basis::UpperBound),
         }
     }
 }

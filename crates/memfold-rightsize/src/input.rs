@@ -148,8 +148,6 @@ pub struct GuestSignals {
     pub anonymous: ByteSize,
     /// `Cached` and `Buffers`: page cache, with shared memory.
     pub file_cache: ByteSize,
-    /// `Inactive(file)`: page cache that the kernel would reclaim first.
-    pub inactive_file: Option<ByteSize>,
     /// Totals of `/proc/pressure/memory`.
     pub pressure: Option<PressureTotals>,
     /// Pages of files that were read again after they had been reclaimed.

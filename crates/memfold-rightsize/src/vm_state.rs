@@ -357,7 +357,7 @@ impl VmState {
             }
             Heard::Report { parts, fresh } => (parts, fresh),
         };
-        let (hot, basis) = self.estimate.hot(&parts, signals);
+        let (hot, basis) = self.estimate.hot(&parts, signals.source);
         let estimate = &self.estimate;
         assessment = Assessment {
             parts,

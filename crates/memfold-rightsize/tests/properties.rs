@@ -40,7 +40,6 @@ prop_compose! {
     fn any_guest()(
         uptime in time(),
         sizes in proptest::array::uniform6(size()),
-        inactive_file in proptest::option::of(size()),
         pressure in proptest::option::of((amount(), amount())),
         counters in proptest::collection::vec(counter(), 10),
     ) -> GuestSignals {
@@ -52,7 +51,6 @@ prop_compose! {
             dirty: sizes[3],
             anonymous: sizes[4],
             file_cache: sizes[5],
-            inactive_file,
             pressure: pressure.map(|(some_us, full_us)| PressureTotals { some_us, full_us }),
             workingset_refault_file: counters[0],
             workingset_refault_anon: counters[1],

@@ -132,7 +132,6 @@ pub(super) fn absence(state: &RunState, silence: Option<&str>) -> String {
 fn basis(basis: Basis) -> &'static str {
     match basis {
         Basis::Probed => "probed",
-        Basis::KernelLists => "kernel lists",
         Basis::UpperBound => "upper bound",
         Basis::Unknown => "unknown",
     }

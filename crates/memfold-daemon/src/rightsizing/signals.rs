@@ -357,7 +357,6 @@ fn guest(memory: &GuestMemory, at: Duration) -> GuestSignals {
         dirty: memory.dirty_bytes.unwrap_or_default(),
         anonymous: memory.anon_pages_bytes.unwrap_or_default(),
         file_cache: memory.cached_bytes.unwrap_or_default(),
-        inactive_file: None,
         pressure,
         workingset_refault_file: memory.workingset_refault_file,
         workingset_refault_anon: memory.workingset_refault_anon,

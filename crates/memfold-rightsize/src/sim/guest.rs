@@ -538,7 +538,6 @@ impl ModelGuest {
             dirty: bytes(self.phase().dirty.min(cache)),
             anonymous: bytes(self.anonymous),
             file_cache: bytes(cache),
-            inactive_file: None,
             pressure: has_agent.then_some(PressureTotals {
                 some_us: count(counters.waited * 1e6),
                 full_us: count(counters.waited * 0.6e6),
