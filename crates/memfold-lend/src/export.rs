@@ -33,6 +33,7 @@ use std::time::{Duration, Instant};
 use memfold_vm::Process;
 use memfold_vm::process::is_stopped;
 use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::endpoint::{Endpoint, Key, Promised, Transport};
 use super::files::{self, Removed};
@@ -293,6 +294,12 @@ impl Export {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Resumes the export's process after `SIGSTOP`. A debugger may keep the process stopped.
+    pub fn resume(&self) {
+        // The call fails only for a process that has ended.
+        let _ = kill_process(Pid::from_child(&self.child), Signal::CONT);
     }
 
     /// Kills the export's process and waits for at most `patience` until its memory is free.

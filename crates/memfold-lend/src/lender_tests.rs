@@ -3,6 +3,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicI64};
 
 use memfold_testkit::{patience, wait_for, wait_until};
+use memfold_vm::process::is_stopped;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::super::calls::{Answer, Call, CallRegistry, answer};
@@ -190,6 +191,42 @@ fn the_lender_frees_lent_memory_when_its_lease_expires_or_its_export_process_fai
         host.wait_free();
     }
     assert_eq!(host.lender.status().failed, 2);
+}
+
+#[test]
+fn a_stopped_export_that_may_hold_the_only_copy_is_resumed_and_others_are_ended() {
+    let (disk, replica, none) = (Durability::Disk, Durability::Replica, Durability::None);
+    for (durability, is_kept) in [(disk, false), (replica, true), (none, true)] {
+        let directory = tempfile::tempdir().unwrap();
+        let Some((registry, mut work)) = work(directory.path()) else {
+            return;
+        };
+        let lease = take_with(&registry, durability);
+        look_until_exported(&registry, &mut work, lease.id);
+        let pid = work.exports[&lease.id].export.pid();
+        let process = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+        kill_process(process, Signal::STOP).unwrap();
+        wait_until("it is stopped", Duration::from_secs(60), || is_stopped(pid));
+        // Two looks in a row must find the process stopped.
+        work.bury();
+        work.bury();
+        assert_eq!(
+            work.exports.contains_key(&lease.id),
+            is_kept,
+            "{durability:?}"
+        );
+        if is_kept {
+            wait_until("it runs", Duration::from_secs(60), || !is_stopped(pid));
+            assert_eq!(work.set(|status| status.failed), 0);
+            // Its lease's end still ends it.
+            registry.release(lease.id, "b").unwrap();
+            wait_until("its end", Duration::from_secs(60), || {
+                work.bury();
+                work.keep_up().unwrap();
+                work.exports.is_empty() && work.dying.is_empty()
+            });
+        }
+    }
 }
 
 /// Returns the child process whose standard error is the file `log`.

@@ -56,6 +56,28 @@ pub(super) struct Lent {
     /// Whether the registry no longer knows the lease.
     pub(super) orphaned: bool,
     pub(super) durability: Durability,
+    /// Whether the log says that the export's process is stopped and was resumed.
+    is_stop_told: bool,
+}
+
+impl Lent {
+    /// Returns whether the export must end because its process has ended or is stopped. If the
+    /// borrower has no copy on its disk, the process may hold the only copy of the lent bytes. A
+    /// stopped process is then resumed instead, and keeps the bytes until the lease is over.
+    fn has_failed(&mut self, id: LeaseId, health: Health) -> bool {
+        if health != Health::Stopped || has_copy(self.durability) {
+            self.is_stop_told = false;
+            return health != Health::Serving;
+        }
+        self.export.resume();
+        if !std::mem::replace(&mut self.is_stop_told, true) {
+            warn!(
+                lease = id.0,
+                "export of lent memory was stopped (SIGSTOP), and was resumed because it may hold the only copy of a VM's bytes; do not stop or debug exports"
+            );
+        }
+        false
+    }
 }
 
 #[derive(Debug)]
@@ -160,7 +182,8 @@ impl Work {
         self.bytes_of(|lent| !lent.published)
     }
 
-    /// Cleans up exports whose process has ended or is stopped.
+    /// Cleans up exports whose process has ended or is stopped. A stopped process that may hold the
+    /// only copy of a borrower's bytes is resumed.
     pub(super) fn bury(&mut self) {
         let mut dead = Vec::new();
         let mut refused = 0;
@@ -175,7 +198,7 @@ impl Work {
                 );
             }
             let health = lent.export.health();
-            if health != Health::Serving {
+            if lent.has_failed(*id, health) {
                 dead.push((*id, health));
             }
         }
@@ -383,6 +406,7 @@ impl Work {
                     deadline: Instant::now() + Duration::from_millis(lease.left_ms),
                     orphaned: false,
                     durability: lease.durability,
+                    is_stop_told: false,
                 })
             }
         };
