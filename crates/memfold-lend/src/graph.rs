@@ -48,6 +48,8 @@ use serde_json::{Value, json};
 
 use super::borrowing::lent_node;
 pub use super::borrowing::{Borrowing, Part, Phase, Stripe, Top};
+use super::copy_pace::Pace;
+pub use super::copy_pace::{Copying, NO_GAIN};
 use super::lease::Durability;
 
 /// ID of the mirror job that performs a switch.
@@ -55,10 +57,6 @@ const JOB: &str = "memfold-swap";
 
 /// How long a switch may make no progress before it is cancelled.
 const STUCK: Duration = Duration::from_secs(30);
-
-/// How long a guest may write faster than the job copies, after the whole disk was copied once.
-/// After that time, the guest's writes are slowed down.
-const CATCH_UP: Duration = Duration::from_secs(3);
 
 /// Limit for the writes of a slowed-down guest to its swap disk, in bytes per second, until the
 /// switch is done.
@@ -272,8 +270,8 @@ pub fn build_on_disk(
 }
 
 /// Makes the swap device use block node `to` instead of `from`, after all bytes were copied.
-/// `monitor` gives access to the QMP monitor for one command at a time. If `failed` returns a
-/// reason, the switch is cancelled.
+/// `monitor` gives access to the QMP monitor for one command at a time. If `failed`, which gets the
+/// progress of the copy, returns a reason, the switch is cancelled.
 ///
 /// # Errors
 /// After an error, the swap device still uses `from`. Only after [`GraphError::Unknown`] it may use
@@ -282,7 +280,7 @@ pub fn switch<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
     from: &str,
     to: &str,
-    failed: &dyn Fn() -> Option<String>,
+    failed: &dyn Fn(&Copying) -> Option<String>,
 ) -> Result<(), GraphError> {
     let mirror = json!({
         "job-id": JOB, "device": from, "target": to, "sync": "full",
@@ -304,12 +302,10 @@ pub fn switch<M: DerefMut<Target = Qmp>>(
 /// After an error, the job has ended.
 fn copy<M: DerefMut<Target = Qmp>>(
     monitor: &impl Fn() -> M,
-    failed: &dyn Fn() -> Option<String>,
+    failed: &dyn Fn(&Copying) -> Option<String>,
 ) -> Result<(), GraphError> {
     let (mut offset, mut moved) = (0, Instant::now());
-    let mut first_pass: Option<u64> = None;
-    let mut copied_once: Option<Instant> = None;
-    let mut is_slowed = false;
+    let mut pace = Pace::default();
     loop {
         let job = job(&mut monitor())?;
         let why = match &job {
@@ -317,7 +313,7 @@ fn copy<M: DerefMut<Target = Qmp>>(
             Some(_) if moved.elapsed() > STUCK => {
                 Some(format!("nothing was copied in {} s", STUCK.as_secs()))
             }
-            Some(_) => failed(),
+            Some(_) => failed(&pace.seen()),
         };
         if let Some(why) = why {
             cancel(monitor)?;
@@ -333,13 +329,8 @@ fn copy<M: DerefMut<Target = Qmp>>(
             (offset, moved) = (now, Instant::now());
         }
         // The job's `len` grows as the guest writes.
-        let first_pass = *first_pass.get_or_insert(length);
-        if now >= first_pass && length > 0 {
-            let since = *copied_once.get_or_insert_with(Instant::now);
-            if !is_slowed && since.elapsed() > CATCH_UP {
-                slow_down(&mut monitor(), true)?;
-                is_slowed = true;
-            }
+        if pace.look(now, length, Instant::now()) {
+            slow_down(&mut monitor(), true)?;
         }
         std::thread::sleep(LOOK);
     }
@@ -526,6 +517,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
     use std::sync::Mutex;
 
+    use super::super::copy_pace::CATCH_UP;
     use super::super::endpoint::Address;
     use super::super::lease::LeaseId;
     use super::*;
@@ -620,7 +612,7 @@ mod tests {
             scope.spawn(|| busy_qemu(&listener, &told));
             let qmp = Mutex::new(Qmp::connect(&path, Duration::from_secs(5)).unwrap());
             let began = Instant::now();
-            switch(&|| qmp.lock().unwrap(), "swap0", "swap1", &|| None).unwrap();
+            switch(&|| qmp.lock().unwrap(), "swap0", "swap1", &|_| None).unwrap();
             assert!(began.elapsed() >= CATCH_UP);
         });
         assert_eq!(*told.lock().unwrap(), [SLOWED, 0]);

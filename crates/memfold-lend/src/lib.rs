@@ -20,6 +20,7 @@ mod borrowing;
 pub mod calls;
 mod child;
 pub mod connection;
+mod copy_pace;
 pub mod distrust;
 mod endpoint;
 mod etcd;

@@ -8,7 +8,9 @@ use std::time::Instant;
 
 use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
-use memfold_lend::graph::{self, Borrowing, Failed, GraphError, Part, Phase, Stripe, Top};
+use memfold_lend::graph::{
+    self, Borrowing, Copying, Failed, GraphError, NO_GAIN, Part, Phase, Stripe, Top,
+};
 use memfold_lend::iscsi::bridge;
 use memfold_lend::wire::{Wire, patience};
 use memfold_lend::{Durability, Endpoint, Lease, LeaseId, Transport};
@@ -261,8 +263,10 @@ impl SwapDisks {
         graph::build(&mut qmp, &borrowing, machine.vm().user())?;
         drop(qmp);
         let asked = Cell::new(Instant::now());
-        let give_up = || {
+        let give_up = |copying: &Copying| {
             failed_write(machine, &borrowing)
+                // QEMU cannot abandon a request that waits for an answer.
+                .or_else(|| endless(copying).inspect(|_| begun.cut()))
                 .or_else(|| self.why_to_give_up(&borrowing, begun, &asked))
         };
         let switched = graph::switch(&|| machine.monitor(), &top.node, &borrowing.top(), &give_up);
@@ -432,6 +436,18 @@ fn same_loan(now: Borrowed, request: &BorrowRequest) -> Result<Option<Borrowed>,
     Err(refused(why, fix))
 }
 
+/// Returns why a copy to lent RAM that never ends is given up; `None` if the copy may end.
+fn endless(copying: &Copying) -> Option<String> {
+    (copying.stalled >= NO_GAIN).then(|| {
+        let left = copying.total_bytes.saturating_sub(copying.done_bytes);
+        format!(
+            "its guest writes faster than the lender takes the data: {} left, and no less in {} s; borrow when the guest swaps less, or from a lender with a faster network",
+            ByteSize(left),
+            NO_GAIN.as_secs()
+        )
+    })
+}
+
 /// Returns which part of the new disk has failed during the move, if QEMU has reported that. The
 /// move itself goes on with the other part, but the disk would then be without a second copy.
 fn failed_write(machine: &Machine, borrowing: &Borrowing) -> Option<String> {
@@ -490,6 +506,8 @@ fn parts(leases: &[Lease], endpoints: &[Endpoint], stripes: usize) -> Vec<Part> 
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     const MIB: u64 = 1 << 20;
@@ -517,6 +535,20 @@ mod tests {
             assert_eq!(hint, wanted, "{mib} {asker:?}");
         }
         check_size("v", 64 * MIB, &BorrowRequest::default(), Asker::Operator).unwrap();
+    }
+
+    #[test]
+    fn a_copy_to_lent_memory_that_stalls_for_a_minute_is_given_up_with_the_cause() {
+        let copying = |seconds| Copying {
+            done_bytes: 10 * MIB,
+            total_bytes: 74 * MIB,
+            stalled: Duration::from_secs(seconds),
+        };
+        assert_eq!(endless(&copying(59)), None);
+        let why = endless(&copying(60)).unwrap();
+        for word in ["guest writes faster", "64 MiB left", "60 s"] {
+            assert!(why.contains(word), "{why}");
+        }
     }
 
     #[test]

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use memfold_api::{Borrowed, SwapPlace};
-use memfold_lend::graph::{self, GraphError, Phase};
+use memfold_lend::graph::{self, Copying, GraphError, NO_GAIN, Phase};
 use memfold_vm::{QmpError, swap};
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::error::{DaemonError, refused, state_error};
 use crate::leases::{RENEW, lease_ttl, returned};
@@ -115,7 +115,15 @@ impl SwapDisks {
             drop(qmp);
             // The caller may be the thread that renews the leases, so the leases are renewed here.
             let kept: Cell<Option<Instant>> = Cell::default();
-            let keep = || {
+            let is_stall_told = Cell::new(false);
+            let keep = |copying: &Copying| {
+                // The copy is not given up: this may be the only way to save the data.
+                if copying.stalled >= NO_GAIN && !is_stall_told.replace(true) {
+                    warn!(
+                        vm = machine.name(),
+                        "swap disk not moved to this host's disk yet: its guest writes faster than the data is copied; pause the VM until the move has ended"
+                    );
+                }
                 if kept.get().is_none_or(|kept| kept.elapsed() >= RENEW) {
                     kept.set(Some(Instant::now()));
                     let parts = borrowing.reached().flat_map(|(_, part)| part.stripes());
