@@ -14,12 +14,13 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::Response;
 use memfold_api::{REGISTRY_PATH, Role};
+use tokio::sync::OwnedSemaphorePermit;
 
 use super::audit::AuditedRequest;
 use super::counts::Why;
 use super::origin::{OWN_HEADER, host_is_ours, is_same_origin};
 use super::peer::Peer;
-use super::state::Access;
+use super::state::{Access, OF_ONE_HOST};
 use crate::answer::{Told, refusal, refusal_with_hint};
 use crate::limits::{MAX_BODY, MOST_FINGERPRINTS};
 use crate::paths::{AUDIT_PATH, CODES_PATH, PLACE_PATH, SESSION_PATH};
@@ -160,7 +161,7 @@ async fn carry_out(
     next: Next,
     note: impl FnOnce(&Access, &Response) + Send + 'static,
 ) -> Result<Response, Box<Response>> {
-    let turn = turn(access, peer, visitor.as_ref().map(|v| v.role))?;
+    let turn = turn(access, peer, visitor.as_ref())?;
     if let Some(visitor) = visitor {
         request.extensions_mut().insert(visitor);
     }
@@ -376,13 +377,13 @@ fn cookie(headers: &HeaderMap, name: &str) -> Option<String> {
         })
 }
 
-/// Takes a permit for a request over TCP or of a reader. Requests of operators on the Unix socket
-/// need no permit.
+/// Takes the permits for a request over TCP or of a reader. Requests of operators on the Unix
+/// socket need no permit.
 fn turn(
     access: &Access,
     peer: &Peer,
-    role: Option<Role>,
-) -> Result<Option<tokio::sync::OwnedSemaphorePermit>, Box<Response>> {
+    visitor: Option<&Visitor>,
+) -> Result<Vec<OwnedSemaphorePermit>, Box<Response>> {
     if matches!(
         peer,
         Peer::Unix {
@@ -390,20 +391,35 @@ fn turn(
             ..
         }
     ) {
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    let turns = if role == Some(Role::Host) {
+    let mut taken = Vec::new();
+    if let Some(host) = visitor.and_then(|visitor| visitor.host.as_deref()) {
+        let own = access.turns_of(host).try_acquire_owned();
+        taken.push(own.map_err(|_| {
+            busy(refusal_with_hint(
+                StatusCode::SERVICE_UNAVAILABLE,
+                &format!("host '{host}' already has {OF_ONE_HOST} requests under way"),
+                &format!("find out whether another program uses the host's token; 'memfold host add {host}' replaces the token"),
+            ))
+        })?);
+    }
+    let turns = if visitor.is_some_and(|visitor| visitor.role == Role::Host) {
         &access.host_turns
     } else {
         &access.turns
     };
     let turn = turns.clone().try_acquire_owned();
-    turn.map(Some).map_err(|_| {
-        let mut busy = refusal(StatusCode::SERVICE_UNAVAILABLE, "too many requests at once");
-        let header = busy.headers_mut();
-        header.insert(RETRY_AFTER, HeaderValue::from_static("1"));
-        Box::new(busy)
-    })
+    let many = "too many requests at once";
+    taken.push(turn.map_err(|_| busy(refusal(StatusCode::SERVICE_UNAVAILABLE, many)))?);
+    Ok(taken)
+}
+
+/// Adds to a refusal that the client may try again after a second.
+fn busy(mut refusal: Response) -> Box<Response> {
+    let headers = refusal.headers_mut();
+    headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+    Box::new(refusal)
 }
 
 /// Reads a request's body into memory, with limits of length and time.
@@ -495,6 +511,34 @@ mod tests {
         let noted: Vec<(&str, u16)> = log.iter().map(|e| (&*e.who, e.status)).collect();
         assert_eq!(noted, [("read", 503), ("operate", 413)]);
         assert_eq!(access.refused()[3], ("other", 2));
+    }
+
+    #[test]
+    fn one_host_cannot_occupy_all_requests_of_hosts() {
+        let records = tempfile::tempdir().unwrap();
+        let hosts = Hosts::open(records.path().join("hosts.json")).unwrap();
+        let (_daemon, ending) = watch::channel(false);
+        let directory = records.path().to_owned();
+        let access = Access::new(Keys::default(), hosts, directory, None, ending);
+        let peer = Peer::Tcp {
+            address: ([192, 0, 2, 1], 1).into(),
+            tls: true,
+        };
+        let take = |host: &str| {
+            let visitor = Visitor {
+                role: Role::Host,
+                who: host.to_owned(),
+                cookie: None,
+                via: "tcp",
+                host: Some(host.to_owned()),
+            };
+            turn(&access, &peer, Some(&visitor)).map_err(|refused| refused.status())
+        };
+        let taken: Vec<_> = (0..OF_ONE_HOST).map(|_| take("a").unwrap()).collect();
+        assert_eq!(take("a").unwrap_err(), StatusCode::SERVICE_UNAVAILABLE);
+        let _other = take("b").unwrap();
+        drop(taken);
+        take("a").unwrap();
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What the access control of the daemon's API needs for every request: secrets, the audit log, and
 //! limits. The Unix socket and TCP share it.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -25,6 +26,10 @@ const TCP_REQUESTS: usize = 32;
 /// browsers cannot keep hosts from the registry.
 const HOST_REQUESTS: usize = 64;
 
+/// Largest number of concurrent requests with the token of one host, so that one host cannot keep
+/// the others from the registry.
+pub(super) const OF_ONE_HOST: usize = 16;
+
 /// State shared by all endpoints of a daemon.
 #[derive(Debug)]
 pub(crate) struct Access {
@@ -45,6 +50,9 @@ pub(crate) struct Access {
     pub(super) turns: Arc<Semaphore>,
     /// Permits for requests with a host's token; each request holds one while it runs.
     pub(super) host_turns: Arc<Semaphore>,
+    /// Permits for requests with the token of one host, by the host's name. A request needs a
+    /// permit of its host beside that of all hosts.
+    turns_by_host: Mutex<BTreeMap<String, Arc<Semaphore>>>,
     /// Permits for streams of live samples. The first semaphore is for all clients; readers also
     /// need a permit of the second.
     pub(super) streams: [Arc<Semaphore>; 2],
@@ -72,6 +80,7 @@ impl Access {
             cookie_name: tcp.map(TcpDoor::cookie_name).unwrap_or_default(),
             turns: Arc::new(Semaphore::new(TCP_REQUESTS)),
             host_turns: Arc::new(Semaphore::new(HOST_REQUESTS)),
+            turns_by_host: Mutex::default(),
             streams: [MOST_STREAMS, MOST_OF_READERS].map(|most| Arc::new(Semaphore::new(most))),
             ending,
         })
@@ -83,6 +92,16 @@ impl Access {
 
     pub(crate) fn hosts(&self) -> MutexGuard<'_, Hosts> {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the permits for requests with the token of `host`.
+    pub(super) fn turns_of(&self, host: &str) -> Arc<Semaphore> {
+        let all = self.turns_by_host.lock();
+        let mut all = all.unwrap_or_else(PoisonError::into_inner);
+        // Only hosts with a token get here, and their number is limited.
+        let turns = all.entry(host.to_owned());
+        let turns = turns.or_insert_with(|| Arc::new(Semaphore::new(OF_ONE_HOST)));
+        turns.clone()
     }
 
     /// Takes the permits for a stream of live samples; `None` if too many streams are open.
