@@ -33,6 +33,10 @@ const GAP: Duration = Duration::from_secs(3);
 const EXPORT_LEAST: Duration = Duration::from_secs(30);
 const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
 
+/// Time without a report after which a lender that has not exported a new lease is given up. A
+/// lender reports about once a second, also while it allocates memory.
+const SILENT: Duration = Duration::from_secs(5);
+
 /// Time for which a new daemon tries to reach the registry, to renew an earlier daemon's leases.
 /// After that time, the daemon moves data that only lenders hold to a local disk.
 pub(crate) const RESUMED: Duration = Duration::from_secs(10);
@@ -415,13 +419,18 @@ impl Leases {
         Some(format!("lender '{lender}' needs its own memory"))
     }
 
-    /// Waits until a lease's lender exports the memory.
+    /// Waits until a lease's lender exports the memory. Meanwhile, renews `held`: all leases of the
+    /// same disk.
     ///
     /// # Errors
     ///
     /// [`DaemonError::LenderFailed`] if the lender does not, or in a way that this host cannot use;
     /// [`DaemonError::Registry`] if the registry cannot be used.
-    pub(crate) fn wait_exported(&self, lease: &Lease) -> Result<Endpoint, DaemonError> {
+    pub(crate) fn wait_exported(
+        &self,
+        lease: &Lease,
+        held: &[Lease],
+    ) -> Result<Endpoint, DaemonError> {
         let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
         let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
         let end = Instant::now() + patience;
@@ -436,6 +445,11 @@ impl Leases {
                 "exports memory in a way that this host cannot use ({error})"
             ))
         };
+        let ttl = lease_ttl(lease.durability, lease.bytes_to_copy());
+        let keep = || self.keep(held.iter().map(|lease| lease.id), ttl, false);
+        // The caller may have waited for other lenders of the disk before.
+        keep();
+        let mut renewed = Instant::now();
         loop {
             match self.registry.endpoint(lease.id, &lease.borrower) {
                 Ok(Some(endpoint)) => {
@@ -447,12 +461,19 @@ impl Leases {
                     checked.map_err(|error| unusable(&error))?;
                     return Ok(endpoint);
                 }
-                Ok(None) if Instant::now() < end => {
-                    let ttl = lease_ttl(lease.durability, lease.bytes_to_copy());
-                    self.keep(std::iter::once(lease.id), ttl, false);
+                Ok(None) if Instant::now() >= end => {
+                    return Err(failed("has not exported the offered memory in time"));
+                }
+                Ok(None) => {
+                    if renewed.elapsed() >= RENEW {
+                        renewed = Instant::now();
+                        keep();
+                        if self.silent_lenders(SILENT).contains(lender) {
+                            return Err(failed("does not report to the registry"));
+                        }
+                    }
                     std::thread::sleep(Duration::from_millis(50));
                 }
-                Ok(None) => return Err(failed("has not exported the offered memory in time")),
                 Err(RegistryError::NoLease { .. }) => {
                     return Err(failed("could not export the offered memory"));
                 }
@@ -487,25 +508,30 @@ impl Leases {
     /// Returns the indexes of those parts of `borrowing` whose lender has been silent for longer
     /// than `patience`.
     pub(crate) fn silent_parts(&self, borrowing: &Borrowing, patience: Duration) -> Vec<usize> {
+        let lenders = self.silent_lenders(patience);
+        let is_silent = |stripe: &Stripe| lenders.contains(&stripe.lender);
+        let silent = borrowing.reached();
+        let silent = silent.filter(|(_, part)| part.stripes().any(is_silent));
+        silent.map(|(part, _)| part).collect()
+    }
+
+    /// Returns the host names of lenders that have been silent for longer than `patience`.
+    fn silent_lenders(&self, patience: Duration) -> Vec<String> {
         // While the registry is away, lenders cannot report to it, so all lenders look silent for a
         // while afterwards.
         let Some((picture, _)) = self.heard().filter(|(_, heard)| *heard > patience) else {
             return Vec::new();
         };
-        let is_silent = |stripe: &Stripe| {
-            picture.lenders.iter().any(|lender| {
-                lender.lender.host == stripe.lender
-                    && u128::from(lender.silent_ms) > patience.as_millis()
-            })
-        };
-        let silent = borrowing.reached();
-        let silent = silent.filter(|(_, part)| part.stripes().any(is_silent));
-        silent.map(|(part, _)| part).collect()
+        let silent = picture.lenders.into_iter();
+        let silent = silent.filter(|view| u128::from(view.silent_ms) > patience.as_millis());
+        silent.map(|view| view.lender.host).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicI64, Ordering};
+
     use memfold_lend::{Address, Incarnation, LenderId, Offer, Transport};
 
     use super::*;
@@ -566,7 +592,7 @@ mod tests {
         }
         let ended = &taken[0];
         leases.registry.ended(ended.id, &ended.lender).unwrap();
-        let fault = LenderFault::of(&leases.wait_exported(ended).unwrap_err()).unwrap();
+        let fault = LenderFault::of(&leases.wait_exported(ended, &taken).unwrap_err()).unwrap();
         assert_eq!(fault.lender, "a");
         assert!(fault.why.contains("'a' could not export"), "{}", fault.why);
         let on_socket = &taken[1];
@@ -579,13 +605,53 @@ mod tests {
             .registry
             .publish(on_socket.id, &on_socket.lender, &endpoint);
         published.unwrap();
-        let fault = LenderFault::of(&leases.wait_exported(on_socket).unwrap_err()).unwrap();
+        let fault = LenderFault::of(&leases.wait_exported(on_socket, &taken).unwrap_err()).unwrap();
         assert_eq!(fault.lender, "c");
         assert!(fault.why.contains("Unix socket"), "{}", fault.why);
         leases.release(taken.iter().map(|lease| lease.id));
         let began = Instant::now();
         leases.wait_freed(&[ended.id]);
         assert!(began.elapsed() < FREED);
+    }
+
+    #[test]
+    fn a_lender_that_falls_silent_before_its_export_is_given_up_and_all_leases_are_renewed() {
+        let directory = tempfile::tempdir().unwrap();
+        let clock = Arc::new(AtomicI64::new(1));
+        let now = clock.clone();
+        let registry = SqliteRegistry::open_at(
+            &directory.path().join("registry.db"),
+            Arc::new(move || now.load(Ordering::Relaxed)),
+            "boot",
+        );
+        let registry = Arc::new(registry.unwrap());
+        for host in ["a", "c"] {
+            let lender = LenderId {
+                host: host.into(),
+                incarnation: Incarnation(1),
+            };
+            let bytes = 64 * MIB;
+            registry.offer(&Offer { lender, bytes }, MINUTE).unwrap();
+        }
+        let leases = Leases::of_registry("b", registry.clone(), directory.path());
+        let request = BorrowRequest {
+            stripes: Some(2),
+            ..BorrowRequest::default()
+        };
+        let mut taken = Vec::new();
+        let done = leases.take_leases("v", 64 * MIB, &request, &[], &mut taken);
+        assert_eq!((done.unwrap(), taken.len()), (2, 2));
+        // The registry answers all the time, and no lender reports for 6 s.
+        clock.fetch_add(6000, Ordering::Relaxed);
+        leases.heard_for(MINUTE);
+        let began = Instant::now();
+        let fault = LenderFault::of(&leases.wait_exported(&taken[0], &taken).unwrap_err());
+        assert!(began.elapsed() < EXPORT_LEAST);
+        let fault = fault.unwrap();
+        assert_eq!(fault.lender, taken[0].lender.host);
+        assert!(fault.why.contains("does not report"), "{}", fault.why);
+        let renewed = registry.picture().unwrap().leases;
+        assert!(renewed.iter().all(|lease| lease.left_ms == 60_000));
     }
 
     #[test]

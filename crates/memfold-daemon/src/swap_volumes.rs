@@ -211,7 +211,10 @@ impl SwapVolumes {
                 }
                 Err(error) => return Err(no_lender_left(error, &[], &faults)),
             };
-            match self.leases.wait_exported(&lease) {
+            match self
+                .leases
+                .wait_exported(&lease, std::slice::from_ref(&lease))
+            {
                 Ok(endpoint) if endpoint.transport == Transport::Iscsi => {
                     return Ok((lease, endpoint));
                 }

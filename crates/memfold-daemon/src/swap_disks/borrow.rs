@@ -225,7 +225,8 @@ impl SwapDisks {
                 .take_leases(machine.name(), top.bytes, request, faults, leases)?;
         let mut endpoints = Vec::new();
         for lease in &begun.leases {
-            endpoints.push(reach(directory, lease, self.leases.wait_exported(lease)?)?);
+            let endpoint = self.leases.wait_exported(lease, &begun.leases)?;
+            endpoints.push(reach(directory, lease, endpoint)?);
         }
         let place = state_error(directory.path());
         let durability = request.durability;
