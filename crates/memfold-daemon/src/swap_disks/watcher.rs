@@ -40,9 +40,25 @@ impl SwapDisks {
             warn!(%error, "cannot start the thread that renews the lease of a VM's borrowed memory; run 'memfold return' or restart the daemon within a minute");
         }
     }
+
+    /// Ends a loan whose VM has ended, if nothing else has ended the loan. The loan of a VM that
+    /// ends during a move is listed only when the daemon has already forgotten the VM.
+    fn end_left_over(&self, guard: &Arc<Guard>) {
+        let mut guards = self.guards.lock();
+        let listed = guards.get(&guard.vm);
+        // The next VM of this name may have borrowed since.
+        let is_left = listed.is_some_and(|listed| Arc::ptr_eq(listed, guard));
+        let left = if is_left {
+            guards.remove(&guard.vm)
+        } else {
+            None
+        };
+        drop(guards);
+        self.end(left);
+    }
 }
 
-fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
+fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Arc<Guard>) {
     let mut renewed = Instant::now();
     let mut moved: Option<Instant> = None;
     let mut comparison = Comparison::default();
@@ -51,7 +67,11 @@ fn keep_watch(disks: &Weak<SwapDisks>, machine: &Weak<Machine>, guard: &Guard) {
     // The watch ends when no lent part is left.
     while !guard.is_stopped() && guard.borrowing().reached().next().is_some() {
         std::thread::sleep(WATCH);
-        let (Some(disks), Some(machine)) = (disks.upgrade(), machine.upgrade()) else {
+        let Some(disks) = disks.upgrade() else {
+            return;
+        };
+        let Some(machine) = machine.upgrade() else {
+            disks.end_left_over(guard);
             return;
         };
         let vm = &guard.vm;
@@ -133,4 +153,77 @@ fn stands_still(guard: &Guard) -> bool {
         }
         guard.relays().iter().any(Running::is_stopped)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_lend::graph::{Borrowing, Part, Phase, Stripe};
+    use memfold_lend::{
+        Address, Durability, Incarnation, LeaseState, LenderId, Offer, Registry, SqliteRegistry,
+        Want,
+    };
+
+    use super::*;
+    use crate::leases::Leases;
+    use crate::vm_registry::VmRegistry;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn the_loan_of_a_vm_that_ended_during_the_move_is_dropped_and_its_lease_released() {
+        let directory = tempfile::tempdir().unwrap();
+        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
+        let registry = Arc::new(registry);
+        let minute = Duration::from_secs(60);
+        let lender = LenderId {
+            host: "a".into(),
+            incarnation: Incarnation(1),
+        };
+        let bytes = MIB;
+        registry.offer(&Offer { lender, bytes }, minute).unwrap();
+        let want = Want {
+            borrower: "b".into(),
+            vm: "v".into(),
+            bytes,
+            disk_bytes: bytes,
+            durability: Durability::Disk,
+            apart_from: Vec::new(),
+        };
+        let lease = registry.take(&want, minute).unwrap().id;
+        let borrowing = Borrowing {
+            generation: 1,
+            durability: Durability::Disk,
+            bytes,
+            parts: vec![Part {
+                first: Stripe {
+                    lease,
+                    lender: "a".into(),
+                    address: Address::Unix("/relay".into()),
+                },
+                others: Vec::new(),
+                relay: None,
+                lost: false,
+            }],
+            copy: Some("/copy".into()),
+            copy_failed: false,
+            copy_unwatched: false,
+            phase: Phase::Switching,
+            by_itself: false,
+        };
+        let leases = Leases::of_registry("b", registry.clone(), directory.path());
+        let vms = VmRegistry::open(directory.path()).unwrap();
+        let disks = Arc::new(SwapDisks::new(Arc::new(vms), Arc::new(leases)));
+        let list = |guard: &Arc<Guard>| disks.guards.lock().insert("v".into(), guard.clone());
+        let guard = Guard::new("v", borrowing.clone(), vec![None]);
+        list(&guard);
+        // The daemon has forgotten the VM.
+        keep_watch(&Arc::downgrade(&disks), &Weak::new(), &guard);
+        assert!(disks.borrowed().is_empty());
+        let state = registry.picture().unwrap().leases[0].state;
+        assert_eq!(state, LeaseState::Released);
+        // A loan of the next VM of this name stays.
+        list(&Guard::new("v", borrowing, vec![None]));
+        disks.end_left_over(&guard);
+        assert_eq!(disks.borrowed().len(), 1);
+    }
 }
