@@ -229,12 +229,18 @@ impl SwapVolumes {
         }
     }
 
-    /// Records a loan and starts the thread that renews it.
+    /// Records a loan, after the thread was started that renews the loan: if the record cannot be
+    /// written, this thread undoes the loan as soon as that is possible.
     fn keep(self: &Arc<Self>, keeper: &Arc<Keeper>) -> Result<(), DaemonError> {
         let mut keepers = self.keepers.lock();
         keepers.insert(keeper.volume.clone(), keeper.clone());
         drop(keepers);
-        self.note()?;
+        self.watch(keeper)?;
+        self.note()
+    }
+
+    /// Starts the thread that renews a loan and ends it.
+    fn watch(self: &Arc<Self>, keeper: &Arc<Keeper>) -> Result<(), DaemonError> {
         let (volumes, keeper) = (Arc::downgrade(self), keeper.clone());
         threads::begin("volume", move || keep_watch(&volumes, &keeper))
             .map_err(state_error(&self.notes))
@@ -306,11 +312,10 @@ impl SwapVolumes {
             (loan.volume.clone(), Keeper::new(loan, holds))
         });
         let all: BTreeMap<Volume, Arc<Keeper>> = all.collect();
-        // All loans are inserted before the first one is written to the file.
         self.keepers.lock().clone_from(&all);
         for (volume, keeper) in all {
             info!(%volume, "daemon restarted; it watches the lease of the volume's borrowed memory again");
-            if let Err(error) = self.keep(&keeper) {
+            if let Err(error) = self.watch(&keeper) {
                 warn!(%volume, error = chain(&error), "cannot renew the lease of the volume's borrowed memory; run 'memfold return --lvm' or restart the daemon within a minute");
             }
         }
@@ -446,4 +451,59 @@ fn still_good(keeper: &Keeper) -> Result<(), DaemonError> {
             "'memfold leases' shows other offers",
         ))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use memfold_lend::{Incarnation, LenderId, Offer, Registry, SqliteRegistry};
+
+    use super::*;
+
+    #[test]
+    fn a_loan_that_cannot_be_recorded_is_renewed_until_it_was_undone() {
+        let directory = tempfile::tempdir().unwrap();
+        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
+        let registry = Arc::new(registry);
+        let minute = Duration::from_secs(60);
+        let lender = LenderId {
+            host: "a".into(),
+            incarnation: Incarnation(1),
+        };
+        let bytes = 1 << 20;
+        registry.offer(&Offer { lender, bytes }, minute).unwrap();
+        let volume: Volume = "vg/swap".parse().unwrap();
+        let want = Want {
+            borrower: "b".into(),
+            vm: volume.holder(),
+            bytes,
+            disk_bytes: bytes,
+            durability: Durability::Disk,
+            apart_from: Vec::new(),
+        };
+        let lease = registry.take(&want, Duration::from_secs(1)).unwrap().id;
+        let loan = Loan {
+            volume: volume.clone(),
+            bytes,
+            durability: Durability::Disk,
+            lease,
+            lender: "a".into(),
+            target: None,
+            uuid: lvm::new_uuid(random()),
+            phase: Phase::Beginning,
+        };
+        let leases = Leases::of_registry("b", registry.clone(), directory.path());
+        // The record's directory does not exist.
+        let volumes = SwapVolumes::new(Arc::new(leases), &directory.path().join("missing"));
+        let volumes = Arc::new(volumes);
+        // While the borrow runs, the thread does not undo the loan.
+        let group = volumes.group(&volume);
+        let _turn = group.lock();
+        let keeper = Keeper::new(loan, Instant::now() + minute);
+        volumes.keep(&keeper).unwrap_err();
+        memfold_testkit::wait_until("the lease is renewed", minute, || {
+            registry.picture().unwrap().leases[0].left_ms > 30_000
+        });
+        assert!(keeper.has_to_end());
+        keeper.stop();
+    }
 }
