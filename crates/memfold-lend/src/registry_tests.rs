@@ -596,6 +596,37 @@ fn after_a_registry_reboot_leases_hold_with_time_to_copy_and_their_numbers_are_n
     assert!(![first, second, stripe, copied].contains(&other));
 }
 
+#[test]
+fn a_lender_is_forgotten_after_30_silent_days_unless_a_lease_of_it_is_still_renewed() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = Arc::new(AtomicI64::new(1));
+    let registry = sqlite_in(directory.path(), &clock);
+    offer(&registry, "gone", 1, 4);
+    let [lost, renewed] = [(), ()].map(|()| take(&registry, 1).unwrap().id);
+    offer(&registry, "here", 1, 9);
+    let overdue = take(&registry, 1).unwrap().id;
+    let day = |day: i64| clock.store(day * 24 * 3600 * 1000, Ordering::Relaxed);
+    let known = || {
+        offer(&registry, "here", 1, 9);
+        let picture = registry.picture().unwrap();
+        let hosts = picture.lenders.into_iter().map(|view| view.lender.host);
+        let leases = picture.leases.iter().map(|lease| lease.id);
+        (hosts.collect::<Vec<_>>(), leases.collect::<Vec<_>>())
+    };
+    let both = vec!["gone".to_owned(), "here".to_owned()];
+    day(29);
+    assert_eq!(known(), (both.clone(), vec![lost, renewed, overdue]));
+    day(31);
+    registry.renew(renewed, "borrower", TTL).unwrap();
+    // Only its lender, which still reports, ends the lease `overdue`.
+    assert_eq!(known(), (both.clone(), vec![renewed, overdue]));
+    day(62);
+    assert_eq!(known(), (vec!["here".to_owned()], vec![overdue]));
+    // The lender may return nevertheless.
+    offer(&registry, "gone", 1, 4);
+    assert_eq!(known(), (both, vec![overdue]));
+}
+
 /// Adds `count` leases of lender `host` to a database: as many as take long to request.
 fn add_leases(directory: &std::path::Path, (host, borrower): (&str, &str), count: usize) {
     let by_hand = rusqlite::Connection::open(directory.join("registry.db")).unwrap();

@@ -40,6 +40,10 @@ const VERSION: i64 = 3;
 /// How long lenders and borrowers have to report again after a reboot of the registry's host.
 const AFTER_BOOT: Duration = Duration::from_secs(60);
 
+/// Time without a report after which a lender is forgotten, and time after its deadline after which
+/// a lease of such a lender is forgotten. Both count from the last boot of the registry's host.
+const FORGOTTEN: Duration = Duration::from_secs(30 * 24 * 3600);
+
 const SCHEMA: &str = "
 CREATE TABLE lenders (
     host TEXT PRIMARY KEY,
@@ -183,6 +187,21 @@ impl Now<'_> {
     fn change(&self, statement: &str, params: impl Params) -> Result<(), Failure> {
         self.sql.execute(statement, params)?;
         Ok(())
+    }
+
+    /// Removes lenders that will not return, and their leases, which only their lender would end.
+    /// Leases that are still renewed stay: their borrowers may have bytes there. Other leases have
+    /// no export any more, because a lender that is cut off ends its exports at their deadlines.
+    fn forget(&self) -> Result<(), Failure> {
+        let before = self.ms.saturating_sub(stored(ms(FORGOTTEN)));
+        self.change(
+            "DELETE FROM leases WHERE expires_ms < ?1 AND NOT EXISTS (SELECT 1 FROM lenders WHERE lenders.host = leases.host AND lenders.heard_ms >= ?1)",
+            [before],
+        )?;
+        self.change(
+            "DELETE FROM lenders WHERE heard_ms < ?1 AND NOT EXISTS (SELECT 1 FROM leases WHERE leases.host = lenders.host)",
+            [before],
+        )
     }
 
     /// Returns the time after `ms` milliseconds.
@@ -511,6 +530,7 @@ impl Registry for SqliteRegistry {
 
     fn picture(&self) -> Result<Picture> {
         self.once(|now| {
+            now.forget()?;
             let mut query = now.sql.prepare(&format!("{LEASE} ORDER BY id"))?;
             let leases = query.query_map([], |row| now.read_lease(row))?;
             Ok(Picture {
