@@ -14,9 +14,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use memfold_api::{Borrowed, VmSwap};
+use memfold_host::progress::Step;
 use parking_lot::Mutex;
 
 use self::guard::Guard;
+use self::progress::Moves;
 use crate::leases::Leases;
 use crate::vm_registry::VmRegistry;
 
@@ -28,6 +30,7 @@ mod give_back;
 mod guard;
 mod heal;
 mod note;
+mod progress;
 mod reconcile;
 mod relays;
 mod renew;
@@ -40,6 +43,8 @@ pub struct SwapDisks {
     leases: Arc<Leases>,
     /// Watched loans, by the VM's name.
     guards: Mutex<BTreeMap<String, Arc<Guard>>>,
+    /// Progress of the moves that are under way.
+    moves: Moves,
 }
 
 impl SwapDisks {
@@ -48,6 +53,7 @@ impl SwapDisks {
             registry,
             leases,
             guards: Mutex::default(),
+            moves: Moves::default(),
         }
     }
 
@@ -69,6 +75,13 @@ impl SwapDisks {
         let guards = self.guards.lock();
         let swap = |(vm, guard): (&String, &Arc<Guard>)| (vm.clone(), guard.swap());
         guards.iter().map(swap).collect()
+    }
+
+    /// Returns how far the move of a VM's swap disk to lent RAM or back has come; `None` if the
+    /// disk is not being moved.
+    #[must_use]
+    pub fn progress(&self, vm: &str) -> Option<Step> {
+        self.moves.lock().get(vm).cloned()
     }
 
     /// Returns the names of VMs whose swap disk should have a copy on this host and has none.

@@ -9,6 +9,7 @@ use memfold_daemon::DaemonError;
 use memfold_lend::calls::{Answer, Call};
 use memfold_lend::lvm::Volume;
 use memfold_lend::{Lease, LeaseId, LenderStatus};
+use memfold_snapshot::Step;
 
 use super::access::Visitor;
 use super::answer::{Answered, Asked, Named, Served, blocking, refusal_with_hint};
@@ -48,6 +49,13 @@ pub(super) async fn borrow(
 #[utoipa::path(post, path = "/v1/vms/{name}/return", responses((status = 200, body = Borrowed), (status = 404, body = ErrorBody)))]
 pub(super) async fn give_back(daemon: Served, name: Named) -> Answered<Borrowed> {
     blocking(daemon, move |d| d.swap_disks().return_memory(&name)).await
+}
+
+/// Returns how far the move of a VM's swap disk to lent RAM or back has come; null: the disk is not
+/// being moved.
+#[utoipa::path(get, path = "/v1/vms/{name}/swap/progress", responses((status = 200, body = Option<Step>)))]
+pub(super) async fn swap_progress(daemon: Served, name: Named) -> Answered<Option<Step>> {
+    blocking(daemon, move |d| Ok(d.swap_disks().progress(&name))).await
 }
 
 /// Puts an LVM swap volume of this host on lent RAM.

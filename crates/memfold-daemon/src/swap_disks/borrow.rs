@@ -28,6 +28,7 @@ use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{
     note, remove_note, save_request, saved_request, swap_directory, write_note,
 };
+use crate::swap_disks::progress::MoveProgress;
 use crate::swap_disks::relays::{connect, hear_end_of, wait_longer};
 use crate::swap_disks::renew::waited;
 
@@ -219,6 +220,8 @@ impl SwapDisks {
         by_itself: bool,
         begun: &mut BorrowAttempt,
     ) -> Result<Borrowing, DaemonError> {
+        let progress =
+            MoveProgress::begin(&self.moves, machine.name(), "lender prepares its memory");
         let (faults, leases) = (&begun.faults, &mut begun.leases);
         let stripes =
             self.leases
@@ -265,6 +268,7 @@ impl SwapDisks {
         drop(qmp);
         let asked = Cell::new(Instant::now());
         let give_up = |copying: &Copying| {
+            progress.show("swap disk copied to the lender", copying);
             failed_write(machine, &borrowing)
                 // QEMU cannot abandon a request that waits for an answer.
                 .or_else(|| endless(copying).inspect(|_| begun.cut()))

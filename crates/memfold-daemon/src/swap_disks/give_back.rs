@@ -17,6 +17,7 @@ use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{forget_request, note, swap_directory};
+use crate::swap_disks::progress::MoveProgress;
 use crate::swap_disks::renew::cut_late_copy;
 
 impl SwapDisks {
@@ -103,6 +104,8 @@ impl SwapDisks {
         let file = swap::place(machine.name()).map_err(place)?;
         let add = |files: &mut Vec<PathBuf>| files.push(file.clone());
         machine.vm().change_temporary(add).map_err(place)?;
+        let step = "swap disk copied to this host's disk";
+        let progress = MoveProgress::begin(&self.moves, machine.name(), step);
         let moved = (|| {
             let generation = new_generation(machine)?;
             let mut qmp = machine.monitor();
@@ -117,6 +120,7 @@ impl SwapDisks {
             let kept: Cell<Option<Instant>> = Cell::default();
             let is_stall_told = Cell::new(false);
             let keep = |copying: &Copying| {
+                progress.show(step, copying);
                 // The copy is not given up: this may be the only way to save the data.
                 if copying.stalled >= NO_GAIN && !is_stall_told.replace(true) {
                     warn!(

@@ -13,10 +13,12 @@ use memfold_api::{BorrowRequest, Borrowed, LeaseReport, LendRequest, SwapPlace};
 use memfold_lend::lvm::Volume;
 use memfold_lend::{Durability, Lease, LenderStatus, Transport};
 use memfold_units::ByteSize;
+use serde::Serialize;
 
 use super::context::Context;
 use super::table::table;
 use super::vm_info::segment as name_of_vm;
+use super::watch::watched;
 
 #[derive(Args, Debug)]
 pub(super) struct LendArguments {
@@ -184,7 +186,7 @@ pub(super) fn borrow(context: &Context, arguments: &BorrowArguments) -> anyhow::
         durability: arguments.durability,
         stripes: arguments.stripes,
     };
-    let done: Borrowed = context.client()?.post(&place, &request)?;
+    let done = move_disk(context, vm, lvm, &place, &request)?;
     context.print(&done, borrowed)
 }
 
@@ -225,8 +227,25 @@ pub(super) fn give_back(
     }
     let (vm, lvm) = (arguments.vm.as_deref(), arguments.lvm.as_ref());
     let place = swap_disk_path(vm, lvm, "return")?;
-    let done: Borrowed = context.client()?.post(&place, &())?;
+    let done = move_disk(context, vm, lvm, &place, &())?;
     context.print(&done, borrowed)
+}
+
+/// Sends the request to move a swap disk to the API path `place`. If it is the disk of a VM, shows
+/// the progress on a terminal.
+fn move_disk(
+    context: &Context,
+    vm: Option<&str>,
+    lvm: Option<&Volume>,
+    place: &str,
+    request: &impl Serialize,
+) -> anyhow::Result<Borrowed> {
+    let work = || -> anyhow::Result<Borrowed> { Ok(context.client()?.post(place, request)?) };
+    // LVM itself copies the bytes of a volume.
+    if lvm.is_some() {
+        return work();
+    }
+    watched(context, swap_disk_path(vm, lvm, "swap/progress")?, work)
 }
 
 fn borrowed(done: &Borrowed) -> String {
