@@ -199,6 +199,25 @@ pub struct CompactReport {
     pub disk_bytes: u64,
 }
 
+/// Request body of `POST /v1/snapshots/{name}/rekey`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RekeyRequest {
+    /// Name of the new key, among those of the daemon. The daemon needs the old key, too.
+    pub key_name: String,
+}
+
+/// Response of `POST /v1/snapshots/{name}/rekey`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct RekeyReport {
+    /// Name of the snapshot.
+    pub name: String,
+    /// Name of the key with which the snapshot is encrypted now.
+    pub key: String,
+    /// Name of the key before; unset if the snapshot had this key already.
+    pub old_key: Option<String>,
+}
+
 /// Request body of `POST /v1/snapshots/{name}/push`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

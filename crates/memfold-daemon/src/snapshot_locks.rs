@@ -29,7 +29,8 @@ impl SnapshotLocks {
     ///
     /// # Errors
     ///
-    /// [`SnapshotError::Busy`] while the snapshot is being removed or made complete.
+    /// [`SnapshotError::Busy`] while the snapshot is being removed, made complete or given
+    /// another key.
     pub(crate) fn begin(&self, name: &str) -> Result<Use<'_>, SnapshotError> {
         self.begin_within(name, Duration::ZERO)
     }
@@ -46,7 +47,7 @@ impl SnapshotLocks {
         while state.removed.contains_key(name) {
             if (self.removal_ended.wait_until(&mut state, deadline)).timed_out() {
                 return Err(SnapshotError::Busy(format!(
-                    "snapshot '{name}' is being removed or made complete; wait until that ends"
+                    "snapshot '{name}' is being removed, made complete or given another key; wait until that ends"
                 )));
             }
         }
@@ -69,7 +70,7 @@ impl SnapshotLocks {
         let mut state = self.state.lock();
         if state.used.contains_key(name) || state.removed.contains_key(name) {
             return Err(SnapshotError::Busy(format!(
-                "snapshot '{name}' is being saved, verified, restored, removed or made complete; wait until that ends"
+                "snapshot '{name}' is being saved, verified, restored, removed, made complete or given another key; wait until that ends"
             )));
         }
         let progress = Arc::<Progress>::default();

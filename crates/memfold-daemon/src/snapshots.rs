@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use memfold_api::CompactReport;
+use memfold_api::{CompactReport, RekeyReport, RekeyRequest};
 use memfold_host::chain;
 use memfold_snapshot::save::Subject;
 use memfold_snapshot::{
-    Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, restore, save,
+    Manifest, Progress, SnapshotError, SnapshotInfo, Step, compact, rekey, restore, save,
 };
 use parking_lot::Mutex;
 use rustix::process::Pid;
@@ -212,6 +212,27 @@ impl Snapshots {
             copied_bytes,
             own_bytes: manifest.own_bytes(),
             disk_bytes: shelf.disk_bytes(name).unwrap_or(0),
+        })
+    }
+
+    /// Encrypts the data key of a snapshot with another key of the daemon. VMs that run from the
+    /// snapshot go on.
+    ///
+    /// # Errors
+    ///
+    /// As of [`rekey::rekey`].
+    pub fn rekey(&self, name: &str, request: &RekeyRequest) -> Result<RekeyReport, DaemonError> {
+        let _alone = self.below.snapshot_locks.remove(name)?;
+        let shelf = &self.below.snapshots;
+        let (manifest, key) = (shelf.manifest(name)?, request.key_name.as_str());
+        let old_key = rekey::rekey(shelf, &manifest, key)?;
+        if let Some(old_key) = old_key.as_deref() {
+            info!(snapshot = name, old_key, key, "key of snapshot changed");
+        }
+        Ok(RekeyReport {
+            name: name.to_owned(),
+            key: key.to_owned(),
+            old_key,
         })
     }
 

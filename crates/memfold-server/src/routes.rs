@@ -93,6 +93,7 @@ api! {
     post "/v1/snapshots/{name}/restore" snapshots::restore;
     post "/v1/vms/{name}/fork" snapshots::fork;
     post "/v1/snapshots/{name}/compact" snapshots::compact;
+    post "/v1/snapshots/{name}/rekey" snapshots::rekey;
     post "/v1/snapshots/{name}/push" snapshots::push;
     post "/v1/snapshots/{name}/pull" snapshots::pull;
     post "/v1/remote-snapshots/list" snapshots::remote_snapshots;

@@ -3,8 +3,8 @@
 
 use axum::extract::Query;
 use memfold_api::{
-    CompactReport, ErrorBody, ForkReport, ForkRequest, PullBody, PushBody, RemoteStore,
-    RemoveOptions, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+    CompactReport, ErrorBody, ForkReport, ForkRequest, PullBody, PushBody, RekeyReport,
+    RekeyRequest, RemoteStore, RemoveOptions, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
 };
 use memfold_snapshot::{Manifest, SnapshotInfo, Step};
 use memfold_transfer::{PullReport, PushReport, RemoteSnapshot, RemoveReport};
@@ -47,6 +47,16 @@ pub(super) async fn fork(
 #[utoipa::path(post, path = "/v1/snapshots/{name}/compact", responses((status = 200, body = CompactReport), (status = 409, body = ErrorBody)))]
 pub(super) async fn compact(daemon: Served, name: Named) -> Answered<CompactReport> {
     blocking(daemon, move |d| d.snapshots().compact(&name)).await
+}
+
+/// Changes the key of an encrypted snapshot. VMs that run from the snapshot go on.
+#[utoipa::path(post, path = "/v1/snapshots/{name}/rekey", request_body = RekeyRequest, responses((status = 200, body = RekeyReport), (status = 400, body = ErrorBody)))]
+pub(super) async fn rekey(
+    daemon: Served,
+    name: Named,
+    request: Asked<RekeyRequest>,
+) -> Answered<RekeyReport> {
+    blocking(daemon, move |d| d.snapshots().rekey(&name, &request)).await
 }
 
 /// Removes a snapshot that is not in use.

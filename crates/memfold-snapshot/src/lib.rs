@@ -51,6 +51,7 @@ pub mod portable;
 mod ranges;
 mod rebase;
 pub mod refer;
+pub mod rekey;
 mod request;
 pub mod restore;
 mod room;

@@ -414,7 +414,7 @@ impl Shelf {
     }
 
     /// Returns the data key of a snapshot; `None` if the snapshot is not encrypted.
-    fn data_key(&self, manifest: &Manifest) -> Result<Option<DataKey>, SnapshotError> {
+    pub(super) fn data_key(&self, manifest: &Manifest) -> Result<Option<DataKey>, SnapshotError> {
         let Some(of) = &manifest.encryption else {
             return Ok(None);
         };
@@ -428,7 +428,7 @@ impl Shelf {
             })?;
         let key = DataKey::unwrap(&header, &key).map_err(|error| match error {
             HeaderError::OtherKey => manifest.broken(format!(
-                "the key '{}' of this daemon is not the one with which the snapshot was encrypted",
+                "the key '{0}' of this daemon is not the one with which the snapshot was encrypted; give that one the name '{0}' in snapshot_key, and this one another name",
                 of.key
             )),
             error => manifest.broken(format!("{KEY}: {error}")),

@@ -39,7 +39,7 @@ const REFUSALS_A_MINUTE: u32 = 60;
 const DETAILS: &str = "\
     advisor allow_arguments announce autostart buffer_percent bytes cleartext compress content cover_percent cpu_percent despite_brake \
     disks domain drop_s durability encrypt for_vms force from from_boot_snapshot host input keep keep_clock \
-    least_bytes leave_percent listen live max_bytes memory merge min_bytes mode name no_lay one_domain order \
+    key_name least_bytes leave_percent listen live max_bytes memory merge min_bytes mode name no_lay one_domain order \
     pages_per_second parent paused pinned plain_disks prefetch priority qmp renew reserve role root seconds segment snapshot stream stripes \
     target_s timeout_s to top_files_bytes transport trust_domain ttl_s unmerge url vm wait when whole writer";
 

@@ -10,7 +10,8 @@ use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 
 use memfold_api::{
-    Client, CompactReport, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
+    Client, CompactReport, KeepChoice, RekeyReport, RekeyRequest, RestoreRequest, SaveRequest,
+    VerifyReport, VmInfo,
 };
 use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
 use memfold_units::{ByteSize, PAGE_SIZE};
@@ -136,6 +137,16 @@ pub(super) enum Arguments {
         /// Snapshots to make complete
         #[arg(required = true)]
         names: Vec<String>,
+    },
+    /// Change the key of encrypted snapshots; VMs that run from them go on
+    Rekey {
+        /// Encrypted snapshots
+        #[arg(required = true)]
+        names: Vec<String>,
+        /// Name of the new key among those of the daemon (serve --snapshot-key), which needs the
+        /// old key, too
+        #[arg(long, value_name = "KEY")]
+        key: String,
     },
     /// Remove snapshots that no VM runs from
     Remove {
@@ -295,6 +306,7 @@ pub(super) fn run(context: &Context, arguments: Arguments) -> anyhow::Result<Exi
         }
         Arguments::Verify { name } => verify(context, &client, &name),
         Arguments::Compact { names } => make_complete(context, &client, &names),
+        Arguments::Rekey { names, key } => rekey(context, &client, &names, key),
         Arguments::Remove {
             names,
             remote: Some(url),
@@ -360,6 +372,33 @@ fn make_complete(context: &Context, client: &Client, names: &[String]) -> anyhow
                 ByteSize(made.own_bytes),
                 ByteSize(made.disk_bytes)
             )
+        };
+        all.iter().map(describe).collect::<Vec<_>>().join("\n")
+    })
+}
+
+/// Changes the keys of encrypted snapshots, one after the other.
+fn rekey(
+    context: &Context,
+    client: &Client,
+    names: &[String],
+    key_name: String,
+) -> anyhow::Result<ExitCode> {
+    let request = RekeyRequest { key_name };
+    let one = |name: &String| {
+        let place = format!("{}/rekey", path(name)?);
+        let changed = watched(context, name, || Ok(client.post(&place, &request)?));
+        changed.with_context(|| format!("cannot change the key of snapshot '{name}'"))
+    };
+    let (changed, errors): (Vec<RekeyReport>, _) = failure::separate(names.iter().map(one));
+    let is_nothing = changed.is_empty();
+    failure::print_done(context, (&changed, is_nothing), &errors, |all| {
+        let describe = |one: &RekeyReport| match &one.old_key {
+            Some(old) => format!(
+                "{} is encrypted with key '{}', and needs key '{old}' no more",
+                one.name, one.key
+            ),
+            None => format!("{} was encrypted with key '{}' already", one.name, one.key),
         };
         all.iter().map(describe).collect::<Vec<_>>().join("\n")
     })

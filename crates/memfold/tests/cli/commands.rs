@@ -5,7 +5,7 @@ use super::support::{code, err, out, refused, run};
 
 /// For every command: its words, texts that its help must contain, and whether it needs a daemon
 /// (when called with valid arguments).
-pub const COMMANDS: [(&[&str], &[&str], bool); 78] = [
+pub const COMMANDS: [(&[&str], &[&str], bool); 79] = [
     (&["doctor"], &["works on this host", "--self-test"], false),
     (&["demo"], &["real VMs", "KSM", "--memory"], false),
     (
@@ -170,6 +170,11 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 78] = [
     (&["snapshot", "inspect"], &["manifest"], false),
     (&["snapshot", "verify"], &["checksums"], false),
     (&["snapshot", "compact"], &["layer complete"], false),
+    (
+        &["snapshot", "rekey"],
+        &["key of encrypted snapshots", "--key"],
+        false,
+    ),
     (
         &["snapshot", "remove"],
         &["no VM runs from", "--merge"],

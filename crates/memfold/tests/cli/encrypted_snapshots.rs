@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::forks::{AT, MIB, Memory, random, run, stop};
@@ -69,6 +69,11 @@ impl Place {
     fn restore(&self, name: &str, vm: &str) -> Output {
         let words = ["snapshot", "restore", name, "--as", vm, "--force"];
         self.daemon.run(&words)
+    }
+
+    fn rekey(&self, key: &str, more: &[&str]) -> Output {
+        let words = ["snapshot", "rekey", "--key", key];
+        self.daemon.run(&[&words, more].concat())
     }
 
     fn names(&self, what: &str) -> Vec<String> {
@@ -204,6 +209,49 @@ fn a_snapshot_with_a_wrong_missing_or_public_key_or_a_changed_file_starts_no_vm_
     }
     assert_eq!(code(&place.restore("hidden", "two")), 0);
     Memory::of(&place.daemon, "two").holds(AT, &bytes);
+}
+
+#[test]
+fn a_snapshot_whose_key_was_changed_needs_only_the_new_key_and_its_vms_go_on() {
+    let mut place = Place::new();
+    let bytes = place.run("one", &[]);
+    done(&place.save("one", "plain", &["--whole"]));
+    done(&place.save("one", "hidden", &["--encrypt=a"]));
+    assert_eq!(code(&place.restore("hidden", "two")), 0);
+    let words = ["'hidden'", "'d'", "a, b, c", "--snapshot-key d=SOURCE"];
+    refused(&place.rekey("d", &["hidden"]), 1, &words);
+    fs::write(place.key("b"), "").unwrap();
+    let words = ["'hidden'", "key 'b'", "64 hexadecimal digits"];
+    refused(&place.rekey("b", &["hidden"]), 1, &words);
+    write_key(&place.key("b"), "b");
+    let changed = done(&place.rekey("c", &["hidden", "--json"]));
+    let report = |key: &str, old: &str| json!([{ "name": "hidden", "key": key, "old_key": old }]);
+    assert_eq!(changed, report("c", "a"));
+    // A failure does not keep other snapshots from their new key.
+    let output = place.rekey("b", &["plain", "hidden", "--json"]);
+    let words = ["key of snapshot 'plain'", "not encrypted", "--encrypt=b"];
+    refused(&output, 1, &words);
+    let changed: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(changed, report("b", "c"));
+    for old in ["a", "c"] {
+        fs::remove_file(place.key(old)).unwrap();
+    }
+    assert_eq!(code(&place.restore("hidden", "three")), 0);
+    assert_eq!(place.image_of("two"), place.image_of("three"));
+    let again = place.rekey("b", &["hidden"]);
+    assert_eq!(out(&again), "hidden was encrypted with key 'b' already\n");
+    // The next daemon has decrypted nothing.
+    place.daemon.terminate();
+    place.daemon.start_again();
+    place.daemon.wait_adopted();
+    assert_eq!(code(&place.restore("hidden", "four")), 0);
+    for vm in ["two", "three", "four"] {
+        Memory::of(&place.daemon, vm).holds(AT, &bytes);
+    }
+    let verified = place.daemon.run(&["snapshot", "verify", "hidden"]);
+    assert!(out(&verified).contains("unchanged"), "{}", out(&verified));
+    let log = fs::read_to_string(place.daemon.state().join("audit.jsonl")).unwrap();
+    assert!(log.contains(r#""key_name":"b""#), "{log}");
 }
 
 #[test]

@@ -268,6 +268,7 @@ fn if_a_command_is_refused_the_error_names_the_condition_and_the_fix() {
         &["snapshot", "verify", "ghost"],
         &["snapshot", "remove", "ghost"],
         &["snapshot", "compact", "ghost"],
+        &["snapshot", "rekey", "ghost", "--key", "a"],
         &["snapshot", "push", "ghost", "file:///"],
         &["snapshot", "restore", "ghost", "--as", "a"],
         &["clone", "ghost"],
