@@ -4,6 +4,7 @@
 
 mod clock;
 mod daemon;
+mod encrypted;
 #[allow(dead_code)] // for the tests of the command line
 #[path = "../cli/fake_node.rs"]
 mod fake_node;

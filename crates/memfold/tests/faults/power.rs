@@ -19,6 +19,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::daemon::{Daemon, LISTEN, dose};
+use crate::encrypted::KeyFiles;
 use crate::injector::Injector;
 use crate::random::Random;
 use crate::recorded::{Marks, Run};
@@ -105,7 +106,8 @@ fn tell(what: &str, run: &Run, count: Count) {
     );
 }
 
-/// Returns whether a snapshot is complete, or which one it is a layer of; or what is wrong.
+/// Returns whether a snapshot is complete, its key, or which one it is a layer of; or what is
+/// wrong.
 fn snapshot(shelf: &Shelf, name: &str) -> Result<String, String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     let manifest = shelf.manifest(name).map_err(|error| text(&error))?;
@@ -119,14 +121,14 @@ fn snapshot(shelf: &Shelf, name: &str) -> Result<String, String> {
     if !changed.is_empty() || !disks.is_empty() || !wrong.is_empty() {
         return Err(format!("{changed:?}, {disks:?}, chunks {wrong:?}"));
     }
+    let key = manifest.encryption.map(|of| format!("with key {}", of.key));
     let parent = manifest.parent.map(|parent| parent.name);
-    Ok(parent.unwrap_or_else(|| "complete".into()))
+    Ok(key.or(parent).unwrap_or_else(|| "complete".into()))
 }
 
-fn snapshots(place: &Path, found: &mut Found) {
-    let shelf = Shelf::open(&place.join("snapshots"));
+fn snapshots(shelf: &Shelf, found: &mut Found) {
     for name in shelf.names().unwrap() {
-        found.insert(format!("snapshot {name}"), snapshot(&shelf, &name));
+        found.insert(format!("snapshot {name}"), snapshot(shelf, &name));
     }
 }
 
@@ -156,11 +158,11 @@ fn definitions_and_tokens(place: &Path, found: &mut Found) {
     }
 }
 
-/// Makes a recording daemon, and the marks of its record.
-fn recording() -> Option<(Daemon, PathBuf, Marks)> {
+/// Makes a recording daemon with more arguments for `serve`, and the marks of its record.
+fn recording(more: &[&str]) -> Option<(Daemon, PathBuf, Marks)> {
     let directory = quick_directory();
     let record = directory.path().join("record");
-    let daemon = Daemon::start_recording(directory, &LISTEN, &record)?;
+    let daemon = Daemon::start_recording(directory, more, &record)?;
     let marks = Marks::of(&record);
     Some((daemon, record, marks))
 }
@@ -196,7 +198,7 @@ fn daemon_knows(daemon: &mut Daemon, found: &Found) {
 
 #[test]
 fn after_a_power_failure_at_any_point_definitions_tokens_and_snapshots_are_as_acknowledged() {
-    let Some((mut daemon, record, marks)) = recording() else {
+    let Some((mut daemon, record, marks)) = recording(&LISTEN) else {
         memfold_testkit::skip!("no C compiler");
     };
     let file = |name: &str| {
@@ -248,7 +250,7 @@ fn after_a_power_failure_at_any_point_definitions_tokens_and_snapshots_are_as_ac
     let look = |place: &Path| {
         let mut found = Found::new();
         definitions_and_tokens(place, &mut found);
-        snapshots(place, &mut found);
+        snapshots(&Shelf::open(&place.join("snapshots")), &mut found);
         found
     };
     let place = daemon.place();
@@ -262,6 +264,37 @@ fn after_a_power_failure_at_any_point_definitions_tokens_and_snapshots_are_as_ac
         }
     });
     tell("VMs are defined and saved", &run, count);
+}
+
+#[test]
+fn after_a_power_failure_at_any_point_an_encrypted_snapshot_is_whole_with_its_old_or_its_new_key() {
+    let keys = KeyFiles::new();
+    let options = keys.options();
+    let options = options.each_ref().map(String::as_str);
+    let Some((mut daemon, record, marks)) = recording(&options) else {
+        memfold_testkit::skip!("no C compiler");
+    };
+    let becomes = |key: &str, command: &[&str]| {
+        let key = format!("with key {key}");
+        marks.around("snapshot s", &key, || drop(daemon.succeeds(command)));
+    };
+    daemon.succeeds(&["vm", "run", "--name", "v", "--memory", "64M"]);
+    becomes("a", &["snapshot", "save", "v", "s", "--encrypt=a"]);
+    for key in ["b", "a", "b"] {
+        becomes(key, &["snapshot", "rekey", "s", "--key", key]);
+    }
+    daemon.succeeds(&["vm", "stop", "v", "--timeout", "0"]);
+    let run = read(&mut daemon, &record);
+    let look = |place: &Path| {
+        let shelf = Shelf::open(&place.join("snapshots")).with_keys(keys.keys());
+        let mut found = Found::new();
+        snapshots(&shelf, &mut found);
+        found
+    };
+    let place = daemon.place();
+    let number = dose("MEMFOLD_POWER_FAILURES", 80);
+    let count = fail(&run, &place, number, look, |_, _| {});
+    tell("the key of a snapshot is changed", &run, count);
 }
 
 /// Environment variable with the directory of [`helper`], and with the record of its calls.
@@ -385,7 +418,7 @@ fn stored(place: &Path, found: &mut Found) {
 
 #[test]
 fn after_a_power_failure_at_any_point_pushed_and_pulled_snapshots_are_as_acknowledged() {
-    let Some((mut daemon, record, marks)) = recording() else {
+    let Some((mut daemon, record, marks)) = recording(&LISTEN) else {
         memfold_testkit::skip!("no C compiler");
     };
     let store = daemon.place().join("store");
@@ -418,7 +451,7 @@ fn after_a_power_failure_at_any_point_pushed_and_pulled_snapshots_are_as_acknowl
     let run = read(&mut daemon, &record);
     let look = |place: &Path| {
         let mut found = Found::new();
-        snapshots(place, &mut found);
+        snapshots(&Shelf::open(&place.join("snapshots")), &mut found);
         stored(place, &mut found);
         found
     };
