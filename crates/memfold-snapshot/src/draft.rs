@@ -369,6 +369,8 @@ impl Drop for Draft {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
     use memfold_units::ByteSize;
 
     use super::*;
@@ -418,6 +420,46 @@ mod tests {
         fill(&draft, &[RAM, "ram.sums", "devices"]);
         draft.replace(&manifest).unwrap();
         assert_ne!(inode(&place), before);
+    }
+
+    #[test]
+    fn a_manifest_is_read_whole_while_its_snapshot_is_replaced() {
+        const ROUNDS: u64 = 200;
+        let directory = tempfile::tempdir().unwrap();
+        let (root, place) = (directory.path(), directory.path().join("a"));
+        let begin = |round| {
+            let draft = Draft::begin_replacement(root, place.clone(), "a").unwrap();
+            for part in [RAM, "ram.sums", "devices"] {
+                draft.file(part).unwrap();
+            }
+            let mut next = manifest("a", ByteSize::mib(64));
+            next.created_s = round;
+            (draft, next)
+        };
+        let (draft, first) = begin(0);
+        draft.commit(&first).unwrap();
+        let reads = AtomicU64::new(0);
+        let mut wrong = Vec::new();
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                for round in 1..=ROUNDS {
+                    let (draft, next) = begin(round);
+                    draft.replace(&next).unwrap();
+                    // No read sees two exchanges.
+                    let before = reads.load(Ordering::Relaxed);
+                    while reads.load(Ordering::Relaxed) < before + 2 {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            while !writer.is_finished() {
+                wrong.extend(read_manifest(&place, "a").err());
+                reads.fetch_add(1, Ordering::Relaxed);
+            }
+            writer.join().unwrap();
+        });
+        assert!(wrong.is_empty(), "{wrong:?}");
+        assert_eq!(read_manifest(&place, "a").unwrap().created_s, ROUNDS);
     }
 
     #[test]

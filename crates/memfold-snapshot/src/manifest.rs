@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::ops::RangeInclusive;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use memfold_units::{ByteSize, PAGE_SIZE};
@@ -506,6 +507,18 @@ impl Manifest {
 
 /// Reads the manifest of snapshot `name` in its directory, and checks it.
 pub(super) fn read_manifest(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
+    let directory = || fs::metadata(path).map(|facts| facts.ino()).ok();
+    loop {
+        let before = directory();
+        let read = read_manifest_once(path, name);
+        // `compact` and `rekey` put another directory in this one's place, and remove this one.
+        if read.is_ok() || directory() == before {
+            return read;
+        }
+    }
+}
+
+fn read_manifest_once(path: &Path, name: &str) -> Result<Manifest, SnapshotError> {
     let file = |part: &str| {
         fs::read(path.join(part)).map_err(|source| {
             if source.kind() == io::ErrorKind::NotFound && !path.exists() {
