@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
@@ -22,6 +22,11 @@ use super::first_pages::PartEntry;
 use super::gather;
 use super::remote::{AT_ONCE, Remote, UNUSED};
 use super::signature;
+
+/// Time after which a push looks for all of its chunks again: 8 hours. A chunk that it has found is
+/// less than 20 hours old then. So it stays for 4 hours at least: enough for the last steps of the
+/// push, and for clocks that differ.
+const LONG: Duration = Duration::from_secs(UNUSED.as_secs() / 3);
 
 /// Input of a push, which copies a snapshot from this host into an object store.
 #[derive(Clone, Debug, Default)]
@@ -124,11 +129,13 @@ pub fn push(
             });
         }
         let known = Known::default();
+        let looked = SystemTime::now();
         let sent: Vec<Sent> = stream::iter(pieces)
             .map(|piece| send(remote, &known, piece, progress))
             .buffered(AT_ONCE)
             .try_collect()
             .await?;
+        send_again(remote, &sent, looked, progress).await?;
         let names: Vec<ChunkName> = sent.iter().map(|sent| sent.name).collect();
         let (first_pages, of_first, mut again) =
             send_first(remote, (shelf, &manifest), (&opened, &files), &names).await?;
@@ -139,6 +146,11 @@ pub fn push(
             .put(&remote.index(&index_name), packed.clone())
             .await?;
         again.push((remote.index(&index_name), packed));
+        for (path, packed) in again {
+            if remote.look(&path).await?.is_none() {
+                remote.put(&path, packed).await?;
+            }
+        }
         // No file was changed while it was read.
         memfold_snapshot::restore::spec(shelf, &manifest, &manifest.vm)?;
         let description = Description {
@@ -166,14 +178,6 @@ pub fn push(
         if !remote.create(&place, text).await? {
             return Err(taken());
         }
-        // In a long push, also chunks that were young have got so old that a host removes them.
-        let is_long = began.elapsed() > UNUSED / 2;
-        if let Err(error) = send_again(remote, again, (&sent, is_long), progress).await {
-            // A snapshot that may lack chunks is not shown. If this fails, too, a pull names the
-            // missing chunk, and the snapshot can be removed.
-            let _ = remote.delete(&place).await;
-            return Err(error);
-        }
         remote.sync().await?;
         Ok(PushReport {
             name: request.to.clone(),
@@ -187,41 +191,68 @@ pub fn push(
     })
 }
 
-/// Sends objects again that the store had and that are gone: those that were old when they were
-/// looked for, or, with `all`, any chunk. Another host that removes a snapshot may have found them
-/// old just before they were sent; it removes none that a description names.
+/// Makes sure, before the description is written, that the store keeps all chunks until it is:
+///
+/// 1. Chunks that the store had, but that were old there, were sent again. Another host that
+///    removes a snapshot may have found them old just before, and have removed them just after.
+/// 2. If the push has looked for its first chunk long ago (`looked`), chunks have got old since
+///    then. It looks for all again, and sends those that are old or gone.
+///
+/// A removal takes no chunk that was younger than 24 hours when the removal began, and none that a
+/// description named then. So chunks are safe also from a removal that began before the description
+/// was there.
 async fn send_again(
     remote: &Remote,
-    objects: Vec<(Path, Vec<u8>)>,
-    (sent, all): (&[Sent], bool),
+    sent: &[Sent],
+    mut looked: SystemTime,
     progress: &Progress,
 ) -> Result<(), TransferError> {
-    for (path, packed) in objects {
-        if remote.look(&path).await?.is_none() {
-            remote.put(&path, packed).await?;
+    let mut were_old = pieces(sent.iter().filter(|chunk| chunk.was_old));
+    loop {
+        renew(remote, were_old, &[Found::Missing], progress).await?;
+        if looked.elapsed().is_ok_and(|time| time < LONG) {
+            return Ok(());
         }
+        looked = SystemTime::now();
+        let all = pieces(sent.iter());
+        were_old = renew(remote, all, &[Found::Missing, Found::Old], progress).await?;
     }
-    let chunks = sent.iter().filter(|chunk| all || chunk.was_old);
-    let chunks: HashMap<_, _> = chunks
-        .filter_map(|chunk| Some((chunk.name?, chunk.piece.clone())))
-        .collect();
+}
+
+/// Returns the names of chunks, each once, and where their bytes are. Chunks of zeroes have none.
+fn pieces<'a>(sent: impl Iterator<Item = &'a Sent>) -> HashMap<blake3::Hash, Piece> {
+    sent.filter_map(|chunk| Some((chunk.name?, chunk.piece.clone())))
+        .collect()
+}
+
+/// Looks for chunks in the store, and sends those again that it finds as in `send_if`. Returns the
+/// chunks that were sent.
+async fn renew(
+    remote: &Remote,
+    chunks: HashMap<blake3::Hash, Piece>,
+    send_if: &[Found],
+    progress: &Progress,
+) -> Result<HashMap<blake3::Hash, Piece>, TransferError> {
     progress.begin("looked for again", chunks.len() as u64);
-    stream::iter(chunks)
+    let renewed: Vec<_> = stream::iter(chunks)
         .map(|(name, piece)| async move {
             let path = remote.chunk(&name);
-            if remote.look(&path).await?.is_none() {
+            let is_sent = send_if.contains(&look(remote, &path).await?);
+            if is_sent {
+                let of = piece.clone();
                 let packed = blocking(move || {
-                    let data = chunk::read(&piece.file, piece.bytes, piece.number)?;
+                    let data = chunk::read(&of.file, of.bytes, of.number)?;
                     chunk::pack(&data.unwrap_or_default())
                 });
                 remote.put(&path, packed.await?).await?;
             }
             progress.add(1);
-            Ok::<_, TransferError>(())
+            Ok::<_, TransferError>(is_sent.then_some((name, piece)))
         })
         .buffer_unordered(AT_ONCE)
         .try_collect()
-        .await
+        .await?;
+    Ok(renewed.into_iter().flatten().collect())
 }
 
 /// Chunks that this push has seen. The lock of a chunk is held while it is sent, so that an equal
@@ -330,7 +361,7 @@ async fn send_first(
 /// Whether a store has an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
-    /// The store has it, and will have it until this push ends.
+    /// The store has it, and will have it for 12 hours more.
     Stays,
     /// The store has it, but it is so old that a removal may remove it.
     Old,
@@ -344,7 +375,7 @@ async fn look(remote: &Remote, path: &Path) -> Result<Found, TransferError> {
     let Some(found) = found else {
         return Ok(Found::Missing);
     };
-    let age = std::time::SystemTime::now().duration_since(found.last_modified.into());
+    let age = SystemTime::now().duration_since(found.last_modified.into());
     let stays = age.map_or(true, |age| age < UNUSED / 2);
     Ok(if stays { Found::Stays } else { Found::Old })
 }
@@ -364,7 +395,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn after_a_long_push_chunks_that_another_host_has_removed_are_sent_again() {
+    fn a_long_push_sends_chunks_again_that_are_old_or_removed_when_it_ends() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("ram");
         std::fs::write(&path, "memory").unwrap();
@@ -380,12 +411,27 @@ mod tests {
             let sent = send(&remote, &known, piece, &progress).await.unwrap();
             let chunk = remote.chunk(&sent.name.unwrap());
             remote.delete(&chunk).await.unwrap();
-            let sent = [sent];
-            for is_long in [false, true] {
-                let told = send_again(&remote, Vec::new(), (&sent, is_long), &progress).await;
+            let (mut sent, now) = ([sent], SystemTime::now());
+            for (looked, found) in [(now, Found::Missing), (now - LONG, Found::Stays)] {
+                let told = send_again(&remote, &sent, looked, &progress).await;
                 told.unwrap();
-                assert_eq!(remote.look(&chunk).await.unwrap().is_some(), is_long);
+                assert_eq!(look(&remote, &chunk).await.unwrap(), found);
             }
+            // Nobody has removed this one yet.
+            let file = crate::local::LocalStore::file(&chunk).unwrap();
+            let file = File::options().write(true).open(file).unwrap();
+            file.set_modified(now - UNUSED / 2 - LONG).unwrap();
+            for (looked, found) in [(now, Found::Old), (now - LONG, Found::Stays)] {
+                let told = send_again(&remote, &sent, looked, &progress).await;
+                told.unwrap();
+                assert_eq!(look(&remote, &chunk).await.unwrap(), found);
+            }
+            // Another host has found this one old, and has removed it when it was sent again.
+            sent[0].was_old = true;
+            remote.delete(&chunk).await.unwrap();
+            let told = send_again(&remote, &sent, now, &progress).await;
+            told.unwrap();
+            assert_eq!(look(&remote, &chunk).await.unwrap(), Found::Stays);
         });
     }
 }

@@ -35,8 +35,10 @@ pub struct RemoveReport {
 }
 
 /// Removes snapshot `name` from an object store: first its description, so that no new pull begins,
-/// then the chunks and indexes that no other snapshot needs and that are older than a day.
+/// then the chunks and indexes that no other snapshot needs and that were older than a day when the
+/// removal began: a push may write a description after the removal has read all of them.
 pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError> {
+    let began = SystemTime::now();
     remote.wait(async {
         let place = remote.description(name);
         let Some(bytes) = remote.get(&place, super::description::MOST_BYTES).await? else {
@@ -53,7 +55,7 @@ pub fn remove(remote: &Remote, name: &str) -> Result<RemoveReport, TransferError
             kept_because: None,
         };
         match used {
-            Ok(used) => clean(remote, &used, &mut report).await?,
+            Ok(used) => clean(remote, (&used, began), &mut report).await?,
             Err(error) => report.kept_because = Some(error.to_string()),
         }
         remote.sync().await?;
@@ -84,10 +86,11 @@ async fn used(remote: &Remote, name: &str) -> Result<HashSet<blake3::Hash>, Tran
     Ok(used)
 }
 
-/// Removes chunks and indexes that are not in `used` and that no push may need.
+/// Removes chunks and indexes that are not in `used` and that no push may need. The removal began
+/// at `began`, before it read what snapshots use.
 async fn clean(
     remote: &Remote,
-    used: &HashSet<blake3::Hash>,
+    (used, began): (&HashSet<blake3::Hash>, SystemTime),
     report: &mut RemoveReport,
 ) -> Result<(), TransferError> {
     for place in [remote.chunks(), remote.indexes(), remote.firsts()] {
@@ -99,13 +102,13 @@ async fn clean(
                 continue;
             }
             // A push may have sent it again since it was listed.
-            let now = if is_old(&object) {
+            let now = if is_old(&object, began) {
                 remote.look(&object.location).await?
             } else {
                 Some(object)
             };
             match now {
-                Some(now) if is_old(&now) => {
+                Some(now) if is_old(&now, began) => {
                     remote.delete_found(&now.location).await?;
                     report.objects_removed += 1;
                     report.bytes_removed += now.size;
@@ -131,7 +134,60 @@ fn hash_of(remote: &Remote, object: &ObjectMeta) -> Option<blake3::Hash> {
     places.contains(&object.location).then_some(hash)
 }
 
-fn is_old(object: &ObjectMeta) -> bool {
-    let age = SystemTime::now().duration_since(object.last_modified.into());
+fn is_old(object: &ObjectMeta, began: SystemTime) -> bool {
+    let age = began.duration_since(object.last_modified.into());
     age.is_ok_and(|age| age > UNUSED)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::path::PathBuf;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// A store in a directory.
+    fn store() -> (tempfile::TempDir, Remote) {
+        let place = tempfile::tempdir().unwrap();
+        let remote = Remote::open(&format!("file://{}", place.path().display())).unwrap();
+        (place, remote)
+    }
+
+    /// Writes a file that was last changed at `modified`.
+    fn write(path: PathBuf, modified: SystemTime) -> PathBuf {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, "packed").unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_modified(modified).unwrap();
+        path
+    }
+
+    fn report() -> RemoveReport {
+        RemoveReport {
+            name: "warm".into(),
+            objects_removed: 0,
+            bytes_removed: 0,
+            objects_left: 0,
+            kept_because: None,
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_gets_a_day_old_while_a_removal_runs_is_kept() {
+        let (_place, remote) = store();
+        let (used, now) = (HashSet::new(), SystemTime::now());
+        let minute = Duration::from_secs(60);
+        let path = remote.chunk(&blake3::hash(b"chunk"));
+        let file = crate::local::LocalStore::file(&path).unwrap();
+        let file = write(file, now - UNUSED - minute);
+        for (began, is_kept) in [(now - 2 * minute, true), (now, false)] {
+            let mut report = report();
+            let cleaned = clean(&remote, (&used, began), &mut report);
+            remote.wait(cleaned).unwrap();
+            assert_eq!(file.exists(), is_kept);
+            assert_eq!(report.objects_left, u64::from(is_kept));
+            assert_eq!(report.objects_removed, u64::from(!is_kept));
+        }
+    }
 }
