@@ -3,10 +3,12 @@
 //! leaves a part of one, and an acknowledged snapshot stays.
 
 use std::collections::BTreeSet;
-use std::fs::{self, DirBuilder, File};
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, DirEntry, File};
 use std::io::{self, ErrorKind, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use object_store::local::LocalFileSystem;
 use parking_lot::Mutex;
@@ -70,11 +72,37 @@ impl LocalStore {
                 }
             });
         if !(replace && written.is_ok()) {
-            // A part that stays is no object: lists leave it out.
+            // A part that stays is no object: lists leave it out, and `remove_parts` removes it.
             let _ = fs::remove_file(&part);
         }
         self.touched(file);
         written
+    }
+
+    /// Removes parts of objects in these directories that were last changed before `before`: pushes
+    /// that were killed have left them. Returns their number, and the bytes that they took.
+    pub fn remove_parts(
+        &self,
+        directories: &[PathBuf],
+        before: SystemTime,
+    ) -> Result<(u64, u64), TransferError> {
+        let (mut parts, mut bytes) = (0, 0);
+        for directory in directories {
+            let entries = match fs::read_dir(directory) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                opened => opened.map_err(files(directory))?,
+            };
+            for entry in entries {
+                let entry = entry.map_err(files(directory))?;
+                let removed = remove_part(&entry, before).map_err(files(&entry.path()))?;
+                if let Some(length) = removed {
+                    parts += 1;
+                    bytes += length;
+                    self.touched(&entry.path());
+                }
+            }
+        }
+        Ok((parts, bytes))
     }
 
     /// Syncs the names of all objects that were written or removed.
@@ -96,6 +124,35 @@ impl LocalStore {
         let inside = above.take_while(|place| place.starts_with(&self.root));
         self.unsynced.lock().extend(inside.map(Path::to_owned));
     }
+}
+
+/// Removes a file if it is a part of an object that was last changed before `before`. Returns its
+/// length; `None` if it is another file, or another host has removed it.
+fn remove_part(entry: &DirEntry, before: SystemTime) -> io::Result<Option<u64>> {
+    if !is_part(&entry.file_name()) {
+        return Ok(None);
+    }
+    let done = entry.metadata().and_then(|facts| {
+        let is_old = facts.is_file() && facts.modified()? < before;
+        if !is_old {
+            return Ok(None);
+        }
+        fs::remove_file(entry.path())?;
+        Ok(Some(facts.len()))
+    });
+    match done {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        done => done,
+    }
+}
+
+/// Returns whether a file has a name that [`new_part`] gives to parts of objects that are named by
+/// a hash. A directory may hold files of other programs.
+fn is_part(name: &OsStr) -> bool {
+    let name = name.to_str().and_then(|name| name.split_once('#'));
+    name.is_some_and(|(object, number)| {
+        blake3::Hash::from_hex(object).is_ok() && number.parse::<u64>().is_ok()
+    })
 }
 
 /// Creates the file that becomes an object: with `#` and a number, as the `object_store` crate

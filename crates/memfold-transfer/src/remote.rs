@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::io;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::{Stream, TryStreamExt};
 use memfold_snapshot::portable;
@@ -313,6 +313,22 @@ impl Remote {
             local.touched(&LocalStore::file(path)?);
         }
         Ok(())
+    }
+
+    /// Removes parts of objects that killed pushes have left in a directory, and that were last
+    /// changed before `before`. Returns their number and bytes. Other stores have no such parts.
+    pub(crate) async fn remove_parts(
+        &self,
+        before: SystemTime,
+    ) -> Result<(u64, u64), TransferError> {
+        let Some(local) = self.local.clone() else {
+            return Ok((0, 0));
+        };
+        let of_chunks = (0..=u8::MAX).map(|first| self.chunks().child(format!("{first:02x}")));
+        let others = [self.indexes(), self.firsts(), self.path("signatures")];
+        let directories = of_chunks.chain(others).map(|place| LocalStore::file(&place));
+        let directories: Vec<_> = directories.collect::<Result<_, _>>()?;
+        on_blocking_thread(move || local.remove_parts(&directories, before)).await
     }
 
     /// Writes an object that must not exist. Returns false if it does. A store that cannot tell

@@ -86,8 +86,8 @@ async fn used(remote: &Remote, name: &str) -> Result<HashSet<blake3::Hash>, Tran
     Ok(used)
 }
 
-/// Removes chunks and indexes that are not in `used` and that no push may need. The removal began
-/// at `began`, before it read what snapshots use.
+/// Removes chunks and indexes that are not in `used` and that no push may need, and parts of them
+/// that killed pushes have left. The removal began at `began`, before it read what snapshots use.
 async fn clean(
     remote: &Remote,
     (used, began): (&HashSet<blake3::Hash>, SystemTime),
@@ -118,6 +118,9 @@ async fn clean(
             }
         }
     }
+    let (parts, bytes) = remote.remove_parts(began - UNUSED).await?;
+    report.objects_removed += parts;
+    report.bytes_removed += bytes;
     Ok(())
 }
 
@@ -189,5 +192,36 @@ mod tests {
             assert_eq!(report.objects_left, u64::from(is_kept));
             assert_eq!(report.objects_removed, u64::from(!is_kept));
         }
+    }
+
+    #[test]
+    fn parts_of_objects_that_killed_pushes_have_left_are_removed_after_a_day() {
+        let (_place, remote) = store();
+        let (hash, now) = (blake3::hash(b"chunk"), SystemTime::now());
+        let old = now - 2 * UNUSED;
+        let file = |path, name: &str, modified| {
+            let object = crate::local::LocalStore::file(&path).unwrap();
+            write(object.with_file_name(name), modified)
+        };
+        let part = |path, modified| file(path, &format!("{}#3", hash.to_hex()), modified);
+        let left = [
+            part(remote.chunk(&hash), old),
+            part(remote.index(&hash), old),
+            part(remote.first(&hash), old),
+            part(remote.signature(b"description"), old),
+        ];
+        let kept = [
+            part(remote.chunk(&blake3::hash(b"other")), now),
+            file(remote.chunk(&hash), "notes#3", old),
+            file(remote.chunk(&hash), hash.to_hex().as_str(), old),
+        ];
+        // The parts of an object that a snapshot uses, too.
+        let used = HashSet::from([hash]);
+        let mut report = report();
+        let cleaned = clean(&remote, (&used, now), &mut report);
+        remote.wait(cleaned).unwrap();
+        assert!(left.iter().all(|path| !path.exists()), "{left:?}");
+        assert!(kept.iter().all(|path| path.exists()), "{kept:?}");
+        assert_eq!((report.objects_removed, report.bytes_removed), (4, 4 * 6));
     }
 }
