@@ -76,15 +76,23 @@ impl DefinitionFiles {
     }
 
     /// Returns the definitions for which `uses` returns true, as text. A file that cannot be read
-    /// counts, because its VM may start when the file is corrected.
-    pub fn users(&self, uses: impl Fn(&Definition) -> bool) -> Result<Vec<String>, DaemonError> {
+    /// counts, because its VM may start when the file is corrected. So does one for which `uses`
+    /// cannot tell; it returns the reason then.
+    pub fn users(
+        &self,
+        uses: impl Fn(&Definition) -> Result<bool, String>,
+    ) -> Result<Vec<String>, DaemonError> {
         let mut found = Vec::new();
         for name in self.names()? {
             match self.read(&name) {
-                Ok(definition) if uses(&definition) => {
-                    found.push(format!("the definition of VM '{name}'"));
-                }
-                Ok(_) | Err(DaemonError::NoSuchDefinition(_)) => {}
+                Ok(definition) => match uses(&definition) {
+                    Ok(true) => found.push(format!("the definition of VM '{name}'")),
+                    Ok(false) => {}
+                    Err(why) => {
+                        found.push(format!("possibly the definition of VM '{name}' ({why})"));
+                    }
+                },
+                Err(DaemonError::NoSuchDefinition(_)) => {}
                 Err(_) => found.push(format!(
                     "possibly the definition of VM '{name}', which cannot be read"
                 )),
@@ -212,6 +220,18 @@ mod tests {
         for gone in [files.remove("web"), files.read("web").map(drop)] {
             assert!(matches!(gone, Err(DaemonError::NoSuchDefinition(_))));
         }
+    }
+
+    #[test]
+    fn a_definition_of_which_nobody_can_tell_whether_it_uses_something_counts_with_the_reason() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = DefinitionFiles::new(directory.path().join("vms"));
+        files.write(&definition("web", 1)).unwrap();
+        let users = |uses: Result<bool, String>| files.users(|_| uses.clone()).unwrap();
+        assert_eq!(users(Ok(false)), [""; 0]);
+        assert_eq!(users(Ok(true)), ["the definition of VM 'web'"]);
+        let unknown = users(Err("damaged".into()));
+        assert_eq!(unknown, ["possibly the definition of VM 'web' (damaged)"]);
     }
 
     #[test]

@@ -8,6 +8,8 @@
 //!   nothing below it may be removed.
 //! - It is no JSON, or it is missing: the same, but such a snapshot does not protect another one
 //!   that has lost its own manifest. Otherwise neither of the two could ever be removed.
+//! - The header of one of its disks, or of a backing file, cannot be read: likewise. Such a
+//!   snapshot does not protect another one that has such a disk.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -15,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::disk_chain::chain;
+use super::disk_chain::{is_built_in, known_chain};
 use super::error::{SnapshotError, failed};
 use super::image::SUMS;
 use super::links::{is_in, real};
@@ -55,16 +57,47 @@ fn is_built_on(shelf: &Shelf, other: &str, name: &str) -> Result<bool, SnapshotE
         Err(SnapshotError::Unknown(_)) => return Ok(false),
         Err(error) => return is_damaged_built_on((&own, other), (&place, name), error),
     };
-    let written = manifest.disks.iter().filter(|disk| !disk.read_only);
-    let mut disks = written.map(|disk| own.join(&disk.file.path));
     // Files of a pulled snapshot may be another one's kernel or read-only disk.
-    let names_it = || manifest.outside().iter().any(|file| is_in(file, &place));
-    Ok(disks.any(|disk| has_backing_in(&disk, &place)) || names_it())
+    if manifest.outside().iter().any(|file| is_in(file, &place)) {
+        return Ok(true);
+    }
+    let written = manifest.disks.iter().filter(|disk| !disk.read_only);
+    let disks = written.map(|disk| own.join(&disk.file.path));
+    has_disk_built_on((other, disks), (name, &place))
 }
 
-/// Returns whether a disk, or one of its backing files, is in a directory.
-fn has_backing_in(disk: &Path, place: &Path) -> bool {
-    chain(disk).is_ok_and(|files| files.iter().any(|file| is_in(file, place)))
+/// Returns whether one of these qcow2 disks of snapshot `other` is built on a file of the snapshot
+/// at `place`.
+fn has_disk_built_on(
+    (other, disks): (&str, impl Iterator<Item = PathBuf>),
+    (name, place): (&str, &Path),
+) -> Result<bool, SnapshotError> {
+    for disk in disks {
+        match is_built_in(&disk, place) {
+            Ok(false) => {}
+            Ok(true) => return Ok(true),
+            Err(_) if has_unreadable_disk(place) => {}
+            Err(error) => {
+                let hint = format!("try again, or {REMOVE}");
+                return Err(unknown((other, name), &error.to_string(), &hint));
+            }
+        }
+    }
+    Ok(false)
+}
+
+/// Returns whether nothing tells what a disk of the snapshot at `place` is built on.
+fn has_unreadable_disk(place: &Path) -> bool {
+    let entries = fs::read_dir(place).into_iter().flatten().flatten();
+    let mut paths = entries.map(|entry| entry.path());
+    paths.any(|path| path.extension() == Some("qcow2".as_ref()) && known_chain(&path).1.is_some())
+}
+
+/// Returns the error that nothing tells whether snapshot `other` needs files of snapshot `name`.
+fn unknown((other, name): (&str, &str), why: &str, hint: &str) -> SnapshotError {
+    SnapshotError::Impossible(format!(
+        "cannot find out whether snapshot '{other}' needs files of snapshot '{name}': {why}; {hint}"
+    ))
 }
 
 /// Returns whether a snapshot, whose manifest could not be read because of `error`, needs files of
@@ -74,12 +107,7 @@ fn is_damaged_built_on(
     (place, name): (&Path, &str),
     error: SnapshotError,
 ) -> Result<bool, SnapshotError> {
-    let unknown = |why: &str, hint: &str| {
-        Err(SnapshotError::Impossible(format!(
-            "cannot find out whether snapshot '{other}' needs files of snapshot '{name}': {why}; \
-            {hint}"
-        )))
-    };
+    let unknown = |why: &str, hint: &str| Err(unknown((other, name), why, hint));
     let text = match error {
         SnapshotError::Files { ref source, .. } if source.kind() != ErrorKind::NotFound => {
             Err(error)
@@ -111,11 +139,13 @@ fn is_damaged_built_on(
             unknown("its manifest is damaged", REMOVE)
         };
     };
-    let disks = of_disks(&json).map(|disk| own.join(disk));
-    let has_backing = |disk: PathBuf| disk.exists() && has_backing_in(&disk, place);
+    let disks = json["disks"].as_array().into_iter().flatten();
+    // A raw disk has no header, whatever its guest has written there.
+    let disks = disks.filter(|disk| disk["format"] != "raw");
+    let disks = disks.filter_map(|disk| Some(own.join(path(&disk["path"])?)));
     if json["parent"]["name"] == name
         || outside(&json).any(|file| is_in(file, place))
-        || disks.into_iter().any(has_backing)
+        || has_disk_built_on((other, disks), (name, place))?
     {
         return Ok(true);
     }
@@ -176,12 +206,17 @@ mod tests {
     use xxhash_rust::xxh3::xxh3_128;
 
     use super::*;
-    use crate::file_facts::facts;
-    use crate::manifest::{MANIFEST_SUM, Manifest, RAM, hex, tests::manifest};
+    use crate::file_facts::{backing_file, facts};
+    use crate::manifest::{MANIFEST_SUM, Manifest, RAM, SavedDisk, hex, tests::manifest};
     use crate::shelf::DEVICES;
 
     /// Saves a snapshot whose kernel is a file of another one.
     fn save(shelf: &Shelf, name: &str, on: Option<&str>) {
+        save_with_disk(shelf, name, on, None);
+    }
+
+    /// Saves such a snapshot that has a disk with these bytes.
+    fn save_with_disk(shelf: &Shelf, name: &str, on: Option<&str>, disk: Option<&[u8]>) {
         let draft = shelf.draft(name).unwrap();
         let file = |part: &str| facts(draft.file(part).unwrap()).unwrap();
         file(RAM);
@@ -191,6 +226,17 @@ mod tests {
             ..manifest(name, ByteSize::mib(64))
         };
         saved.spec.boot.kernel = on.map(|on| shelf.path(on).unwrap().join("kernel"));
+        if let Some(bytes) = disk {
+            let path = draft.path().join("disk0.qcow2");
+            fs::write(&path, bytes).unwrap();
+            saved.disks.push(SavedDisk {
+                file: backing_file(&path, Path::new("disk0.qcow2")).unwrap(),
+                format: "qcow2".into(),
+                read_only: false,
+                xxh3_128: None,
+                backing: Vec::new(),
+            });
+        }
         draft.commit(&saved).unwrap();
     }
 
@@ -287,5 +333,33 @@ mod tests {
         fs::write(of("y"), mention).unwrap();
         fs::remove_file(of("p")).unwrap();
         assert_eq!(built_on(&shelf, "p").unwrap(), ["y"]);
+    }
+
+    #[test]
+    fn a_disk_whose_header_cannot_be_read_protects_all_other_snapshots_and_is_named() {
+        let (_directory, shelf) = shelf();
+        save_with_disk(&shelf, "y", Some("l"), Some(b"no header"));
+        let disk = shelf.path("y").unwrap().join("disk0.qcow2");
+        let sum = disk.with_file_name(MANIFEST_SUM);
+        for _ in 0..2 {
+            let told = why(&shelf, "x");
+            for words in ["'y'", disk.to_str().unwrap(), "try again, or remove"] {
+                assert!(told.contains(words), "no '{words}' in: {told}");
+            }
+            // The manifest tells.
+            assert_eq!(built_on(&shelf, "l").unwrap(), ["y"]);
+            assert_eq!(built_on(&shelf, "y").unwrap(), [""; 0]);
+            // The same if the manifest is damaged.
+            fs::write(&sum, "wrong").unwrap();
+        }
+        // Each of two such snapshots can be removed.
+        save_with_disk(&shelf, "z", None, Some(b"no header"));
+        assert_eq!(built_on(&shelf, "z").unwrap(), [""; 0]);
+        assert_eq!(built_on(&shelf, "y").unwrap(), [""; 0]);
+        // A disk that is missing is built on nothing.
+        for name in ["y", "z"] {
+            fs::remove_file(shelf.path(name).unwrap().join("disk0.qcow2")).unwrap();
+        }
+        assert_eq!(built_on(&shelf, "x").unwrap(), [""; 0]);
     }
 }

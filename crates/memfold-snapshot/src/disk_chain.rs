@@ -14,6 +14,7 @@ use memfold_vm::{DiskSpec, Qmp, QmpError, VmSpec};
 use serde_json::{Value, json};
 
 use super::error::{SnapshotError, failed};
+use super::links::is_in;
 
 /// Time limit for `qemu-img` to read headers.
 const LOOK_LIMIT: Duration = Duration::from_secs(60);
@@ -188,6 +189,54 @@ pub(super) fn chain(disk: &Path) -> Result<Vec<PathBuf>, SnapshotError> {
     let files = images.as_array().into_iter().flatten();
     let name = |image: &Value| Some(image["filename"].as_str()?.into());
     Ok(files.filter_map(name).collect())
+}
+
+/// Returns the files of a qcow2 file's chain as far as headers name them. The chain ends at a file
+/// that is missing. The error says that a file is there whose header cannot be read, so nothing
+/// tells what is below it.
+pub(super) fn known_chain(disk: &Path) -> (Vec<PathBuf>, Option<SnapshotError>) {
+    let error = match chain(disk) {
+        Ok(files) => return (files, None),
+        Err(error) => error,
+    };
+    let (mut files, mut next) = (Vec::new(), Some(disk.to_owned()));
+    while let Some(file) = next.take().filter(|_| files.len() <= MOST_PLAIN) {
+        let is_missing = !file.try_exists().unwrap_or(true);
+        let backing = qcow2::backing(&file);
+        // A name of another form than memfold's.
+        let below = backing.is_none().then(|| qcow2::below(&file)).flatten();
+        files.push(file);
+        match backing {
+            Some(NamedBacking::Raw(base)) => {
+                files.push(base);
+                return (files, None);
+            }
+            Some(NamedBacking::None) => return (files, None),
+            Some(NamedBacking::Qcow2(file)) => next = Some(file),
+            None if is_missing => return (files, None),
+            None => next = below,
+        }
+    }
+    let file = files.last().map_or(disk, PathBuf::as_path);
+    let why = format!(
+        "cannot read the header of {}: {}",
+        file.display(),
+        memfold_host::chain(&error)
+    );
+    (files, Some(SnapshotError::Impossible(why)))
+}
+
+/// Returns whether a qcow2 file, or a file that it is built on, is in a directory.
+///
+/// # Errors
+///
+/// That of [`known_chain`], which names the file whose header cannot be read.
+pub(super) fn is_built_in(disk: &Path, directory: &Path) -> Result<bool, SnapshotError> {
+    let (files, unknown) = known_chain(disk);
+    if files.iter().any(|file| is_in(file, directory)) {
+        return Ok(true);
+    }
+    unknown.map_or(Ok(false), Err)
 }
 
 /// Returns the files of a chain that consists of existing files and of headers without unusual

@@ -10,7 +10,7 @@ use memfold_store::{SEALED_IMAGE_PREFIX, mapped};
 use memfold_vm::{DiskFormat, VmSpec};
 use rustix::process::Pid;
 
-use super::disk_chain::{chain, identity};
+use super::disk_chain::{chain, identity, is_built_in, known_chain};
 use super::error::{SnapshotError, failed};
 use super::links::{is_in, real};
 use super::manifest::{Manifest, RAM, SEALED};
@@ -29,12 +29,22 @@ pub fn below(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
 
 /// Returns whether a VM's description names files of the snapshot at `place`: as disks or their
 /// backing files, as kernel, initramfs or firmware.
-#[must_use]
-pub fn names_files_of(spec: &VmSpec, place: &Path) -> bool {
+///
+/// # Errors
+///
+/// [`SnapshotError::Impossible`] if the header of a disk, or of a backing file, cannot be read; the
+/// error names the file.
+pub fn names_files_of(spec: &VmSpec, place: &Path) -> Result<bool, SnapshotError> {
     let place = real(place);
-    named_files(spec)
-        .iter()
-        .any(|file| file.starts_with(&place))
+    if named_alone(spec).any(|file| file.starts_with(&place)) {
+        return Ok(true);
+    }
+    for disk in qcow2_disks(spec) {
+        if is_built_in(disk, &place)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Returns the names of the snapshots whose files a VM's description names.
@@ -47,21 +57,29 @@ pub fn named_by(shelf: &Shelf, spec: &VmSpec) -> Vec<String> {
     names
 }
 
-/// Returns the files that a VM's description names, and the backing files of its disks.
+/// Returns the files that a VM's description names, and the backing files of its disks as far as
+/// headers can be read.
 fn named_files(spec: &VmSpec) -> Vec<PathBuf> {
-    let boot = [&spec.boot.kernel, &spec.boot.initrd, &spec.boot.firmware];
-    let boot = boot.into_iter().flatten().chain(&spec.files);
-    let mut files: Vec<PathBuf> = boot.map(|file| real(file)).collect();
-    for disk in &spec.disks {
-        files.push(real(&disk.path));
-        // A raw disk has no header, whatever its guest has written there.
-        if disk.format() == DiskFormat::Qcow2 {
-            // An image that cannot be read has no chain, and its own path counts.
-            let chain = chain(&disk.path).unwrap_or_default();
-            files.extend(chain.iter().map(|file| real(file)));
-        }
+    let mut files: Vec<PathBuf> = named_alone(spec).collect();
+    for disk in qcow2_disks(spec) {
+        files.extend(known_chain(disk).0.iter().map(|file| real(file)));
     }
     files
+}
+
+/// Returns the files that a VM's description names, without links.
+fn named_alone(spec: &VmSpec) -> impl Iterator<Item = PathBuf> {
+    let boot = [&spec.boot.kernel, &spec.boot.initrd, &spec.boot.firmware];
+    let boot = boot.into_iter().flatten().chain(&spec.files);
+    let disks = spec.disks.iter().map(|disk| &disk.path);
+    boot.chain(disks).map(|file| real(file))
+}
+
+/// Returns the disks that have a header. A raw disk has none, whatever its guest has written there.
+fn qcow2_disks(spec: &VmSpec) -> impl Iterator<Item = &Path> {
+    let disks = spec.disks.iter();
+    let disks = disks.filter(|disk| disk.format() == DiskFormat::Qcow2);
+    disks.map(|disk| disk.path.as_path())
 }
 
 /// Returns the processes that map the RAM image of snapshot `name`: the file `ram`, or the image
@@ -200,7 +218,8 @@ mod tests {
 
     use memfold_store::StoreIdentity;
     use memfold_sys::region::Mapping;
-    use memfold_units::PAGE_SIZE;
+    use memfold_units::{ByteSize, PAGE_SIZE};
+    use memfold_vm::DiskSpec;
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
@@ -212,6 +231,22 @@ mod tests {
         mkdir a/l b/u b/w; head -c 4096 /dev/zero > a/l/ram; mount -t overlay none -o lowerdir=a/l,upperdir=b/u,workdir=b/w m; \
         exec python3 -c 'import mmap, time; file = open(\"m/ram\"); \
         view = mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ); print(\"mapped\", flush=True); time.sleep(600)'";
+
+    #[test]
+    fn a_vms_disk_may_need_a_snapshot_if_its_header_cannot_be_read_and_does_not_if_it_is_missing() {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = directory.path().join("own.qcow2");
+        let place = directory.path().join("warm");
+        let mut spec = VmSpec::new("web", ByteSize::mib(64));
+        spec.disks = vec![DiskSpec::new(&disk)];
+        spec.disks[0].format = Some(DiskFormat::Qcow2);
+        assert!(!names_files_of(&spec, &place).unwrap());
+        fs::write(&disk, "no header").unwrap();
+        let told = names_files_of(&spec, &place).unwrap_err().to_string();
+        assert!(told.contains(disk.to_str().unwrap()), "{told}");
+        // Whatever the header says, the disk itself is there.
+        assert!(names_files_of(&spec, directory.path()).unwrap());
+    }
 
     #[test]
     fn a_process_that_maps_a_damaged_encrypted_snapshot_has_no_plain_origin() {

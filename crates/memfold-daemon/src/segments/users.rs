@@ -64,7 +64,7 @@ impl Segments {
         };
         users.extend(
             self.definitions
-                .users(|of| of.vm.segments.iter().any(would_map))?,
+                .users(|of| Ok(of.vm.segments.iter().any(would_map)))?,
         );
         Ok(users.into_iter().collect())
     }

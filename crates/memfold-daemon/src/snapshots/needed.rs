@@ -1,6 +1,7 @@
 //! Who needs a snapshot: processes that map its files, VMs and definitions whose description names
 //! its files, and other snapshots. A snapshot that is needed is not removed.
 
+use memfold_host::chain;
 use memfold_snapshot::{Manifest, SnapshotError, compact, restore};
 use memfold_vm::{Vm, VmDirectory};
 use rustix::process::Pid;
@@ -47,22 +48,35 @@ impl Snapshots {
     pub(super) fn vms_that_name(&self, name: &str) -> Result<Vec<String>, DaemonError> {
         let place = self.below.snapshots.path(name)?;
         let directories = VmDirectory::all(self.below.registry.state()).unwrap_or_default();
-        let names_it = |directory: &VmDirectory| {
+        let mut found = Vec::new();
+        for directory in &directories {
             // A VM that has ended needs nothing.
             let vm = Vm::open(directory).ok();
-            let spec = vm.as_ref().and_then(Vm::spec);
-            spec.is_some_and(|spec| restore::names_files_of(spec, &place))
-        };
-        let found = directories.iter().filter(|directory| names_it(directory));
-        Ok(found.map(VmDirectory::name).collect())
+            let Some(spec) = vm.as_ref().and_then(Vm::spec) else {
+                continue;
+            };
+            let user = directory.name();
+            let names_it = restore::names_files_of(spec, &place).map_err(|error| {
+                SnapshotError::Impossible(format!(
+                    "cannot find out whether VM '{user}' needs files of snapshot '{name}': {}; try again, or stop the VM",
+                    chain(&error)
+                ))
+            })?;
+            if names_it {
+                found.push(user);
+            }
+        }
+        Ok(found)
     }
 
     /// Refuses a snapshot from which a defined VM starts, or whose files its definition names.
     pub fn refuse_if_defined(&self, name: &str) -> Result<(), DaemonError> {
         let place = self.below.snapshots.path(name)?;
         let users = self.below.definitions.users(|definition| {
-            definition.snapshot.as_deref() == Some(name)
-                || restore::names_files_of(&definition.vm, &place)
+            if definition.snapshot.as_deref() == Some(name) {
+                return Ok(true);
+            }
+            restore::names_files_of(&definition.vm, &place).map_err(|error| chain(&error))
         })?;
         if users.is_empty() {
             return Ok(());
