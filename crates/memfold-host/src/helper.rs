@@ -9,6 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_sys::descriptor::wait_readable;
+use memfold_sys::session::end_with_thread;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
@@ -22,7 +23,9 @@ const CHECK: Duration = Duration::from_secs(1);
 
 /// Runs a program and collects its output. At the time limit, or if it prints more than
 /// [`MOST_OUTPUT`], the program and all processes in its group are killed; the error is `TimedOut`
-/// or `FileTooLarge`. Unless `command` sets standard input, the program uses the caller's.
+/// or `FileTooLarge`. If the caller is killed, the program is killed, too: otherwise it would go on
+/// writing to files that the next daemon removes or uses. Unless `command` sets standard input, the
+/// program uses the caller's.
 pub fn output(command: &mut Command, limit: Duration) -> io::Result<Output> {
     output_if(command, limit, || Ok(()))
 }
@@ -35,7 +38,8 @@ pub fn output_if(
     check: impl FnMut() -> io::Result<()>,
 ) -> io::Result<Output> {
     let piped = command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    output_while(piped.process_group(0).spawn()?, limit, check)
+    let child = end_with_thread(piped.process_group(0)).spawn()?;
+    output_while(child, limit, check)
 }
 
 /// Runs a program that must never be killed, and returns its output after it has ended, however
@@ -204,6 +208,14 @@ mod tests {
         let pid = String::from_utf8(said.stdout).unwrap();
         let pid = Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
         rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn an_external_program_is_killed_if_its_caller_is_killed() {
+        let limit = Duration::from_secs(60);
+        let said = output(Command::new("setpriv").arg("--dump"), limit).unwrap();
+        let said = String::from_utf8(said.stdout).unwrap();
+        assert!(said.contains("Parent death signal: KILL"), "{said}");
     }
 
     #[test]

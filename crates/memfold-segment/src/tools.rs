@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use memfold_host::files::program;
 use memfold_host::helper;
+use memfold_sys::session::end_with_thread;
 use memfold_units::ByteSize;
 
 use super::error::SegmentError;
@@ -95,7 +96,8 @@ pub(super) fn output(
     command: &mut Command,
     check: impl FnMut() -> io::Result<()>,
 ) -> io::Result<Output> {
-    helper::output_while(command.process_group(0).spawn()?, LIMIT, check)
+    let child = end_with_thread(command.process_group(0)).spawn()?;
+    helper::output_while(child, LIMIT, check)
 }
 
 fn has_room(place: &Path) -> io::Result<()> {

@@ -10,7 +10,7 @@
 //! | [`environment`] | this process's environment variables, `environ(7)` |
 //! | [`extents`] | positions of a file's bytes on a device, `FS_IOC_FIEMAP` |
 //! | [`fork`] | a fork that ends at once, to measure its cost, `fork(2)` |
-//! | [`session`] | child processes that outlive their parent, `setsid(2)` |
+//! | [`session`] | child processes that outlive their parent, `setsid(2)`, or end with it, `prctl(2)` |
 //! | [`guest`] | interfaces for the guest agent: file handles, residency of files, signals |
 //! | [`descriptor`] | file descriptors over a Unix socket, `SCM_RIGHTS` |
 //! | [`peer`] | groups of a socket's peer, `SO_PEERGROUPS`; numbers and names of users and groups |

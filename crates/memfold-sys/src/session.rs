@@ -1,9 +1,12 @@
-//! Starts child processes that outlive their parent (`setsid(2)`). VMs outlive the daemon in this
-//! way.
+//! Starts child processes that outlive their parent (`setsid(2)`), or must not. VMs outlive the
+//! daemon, and programs that write files for it do not.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+
+use rustix::io::Errno;
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
 use crate::result::check;
 
@@ -15,6 +18,25 @@ pub fn detach(command: &mut Command) -> &mut Command {
     unsafe {
         command.pre_exec(|| {
             rustix::process::setsid()?;
+            Ok(())
+        })
+    }
+}
+
+/// Makes the kernel kill the child that `command` will start when the thread that starts it ends
+/// (`PR_SET_PDEATHSIG`, `prctl(2)`), so also when this process is killed. That thread must wait for
+/// the child's end.
+pub fn end_with_thread(command: &mut Command) -> &mut Command {
+    let parent = getpid();
+    // SAFETY: between fork and exec only prctl(2) and getppid(2) are called, which are
+    // async-signal-safe and take no lock.
+    unsafe {
+        command.pre_exec(move || {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            // The parent may have ended just before.
+            if getppid() != Some(parent) {
+                return Err(Errno::SRCH.into());
+            }
             Ok(())
         })
     }
@@ -84,6 +106,15 @@ mod tests {
         // Dropping the command closes this process's own copy.
         drop(command);
         assert_eq!(std::io::Read::read(&mut &ours, &mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_child_is_killed_when_the_thread_that_started_it_ends() {
+        let start = || end_with_thread(Command::new("sleep").arg("60")).spawn();
+        let mut child = std::thread::spawn(start).join().unwrap().unwrap();
+        let status = child.wait().unwrap();
+        let killed = std::os::unix::process::ExitStatusExt::signal(&status);
+        assert_eq!(killed, Some(Signal::KILL.as_raw()));
     }
 
     #[test]
