@@ -14,7 +14,7 @@ use std::process::Command;
 use memfold_wire::permission::{CONFIGURATION, Permission};
 
 use super::device::{Segment, devices, load_modules, open, protect, run_quietly};
-use super::error::{Result, shown};
+use super::error::{Error, Result, shown};
 use super::json::{Object, array, string};
 use super::lay::{Request, lay_locked};
 use super::layers::Layer;
@@ -78,8 +78,7 @@ fn try_settle(
     let mut failed = HashSet::new();
     let mut unmerged = Vec::new();
     for name in &known {
-        if let Err(e) = merge_left_over(places, name, settled) {
-            settled.problems.push(format!("{name}: {}", in_short(&e)));
+        if !merge_left_over(places, name, settled) {
             failed.insert(name.clone());
             // If the directories cannot be read, no segment can be laid either.
             unmerged.extend(left_over(places, name).unwrap_or_default());
@@ -162,13 +161,20 @@ fn not_allowed() -> String {
     )
 }
 
-fn merge_left_over(places: &Places, name: &str, settled: &mut Settled) -> Result<()> {
-    for directory in left_over(places, name)? {
-        let merged = Layer::new(places, name, &directory).take_off()?;
-        settled.merged += merged.moved + merged.removed;
+/// Merges the directories for which the segment `name` has files on disk, but is not mounted. A
+/// directory that cannot be merged does not keep others from it. Returns whether all are merged.
+fn merge_left_over(places: &Places, name: &str, settled: &mut Settled) -> bool {
+    let before = settled.problems.len();
+    let mut note = |e: &Error| settled.problems.push(format!("{name}: {}", in_short(e)));
+    let directories = left_over(places, name).inspect_err(&mut note);
+    for directory in directories.iter().flatten() {
+        match Layer::new(places, name, directory).take_off() {
+            Ok(merged) => settled.merged += merged.moved + merged.removed,
+            Err(e) => note(&e),
+        }
     }
     places.forget_if_empty(name);
-    Ok(())
+    settled.problems.len() == before
 }
 
 /// Returns the directories for which the segment `name` has files on disk, but is not mounted.
@@ -264,5 +270,33 @@ mod tests {
         assert!(wanted.has("web") && wanted.has("db") && !wanted.has("no"));
         assert!(Wanted::parse("memfold.lay=*").has("anything"));
         assert!(Wanted::parse("quiet").is_nothing());
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_merged_at_boot_does_not_keep_others_from_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let places = Places {
+            root: directory.path().join("root"),
+            state: directory.path().join("state"),
+            ..Places::default()
+        };
+        fs::create_dir_all(places.own(b"/b")).unwrap();
+        let uppers = [b"/a", b"/b"].map(|of| places.layer("web", of).join("upper"));
+        for upper in &uppers {
+            fs::create_dir_all(upper).unwrap();
+            fs::write(upper.join("written"), "").unwrap();
+        }
+        let mut settled = Settled::default();
+        assert!(!merge_left_over(&places, "web", &mut settled));
+        // The guest's own directory /a is gone.
+        assert_eq!(settled.problems.len(), 1);
+        let told = &settled.problems[0];
+        assert!(told.starts_with("web: /a is gone"), "{told}");
+        assert!(uppers[0].join("written").exists());
+        assert!(places.own(b"/b/written").exists() && !uppers[1].exists());
+        assert_eq!(settled.merged, 1);
+        fs::create_dir(places.own(b"/a")).unwrap();
+        assert!(merge_left_over(&places, "web", &mut settled));
+        assert!(places.own(b"/a/written").exists());
     }
 }
