@@ -35,8 +35,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, ensure};
 use memfold_fold::{Command, Engine, EngineSettings, EngineStats, Guest, GuestError, Refold, VmId};
 use memfold_lab::{DiskMode, Lab};
-use memfold_units::{ByteSize, Hva, PAGE_SIZE, Pfn};
-use memfold_vm::{RamBlock, RamLayout, RamSlot};
+use memfold_units::{ByteSize, Hva, PAGE_SIZE};
+use memfold_vm::RamLayout;
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
 use memfold_wire::library::{Advice, Order, Outcome, Reply};
 use rustix::process::Pid;
@@ -215,25 +215,11 @@ impl Running {
     }
 
     fn add(&self, id: VmId, hva: Hva, pages: u64) -> anyhow::Result<()> {
-        let block = RamBlock {
-            name: "ram0".into(),
-            hva,
-            pages,
-        };
-        let slot = RamSlot {
-            pfn: Pfn(0),
-            pages,
-            hva,
-            block: 0,
-        };
         self.tell(Command::Add {
             id,
             name: format!("vm{id}"),
             domain: Some(format!("scale-{}", std::process::id())),
-            layout: RamLayout {
-                blocks: vec![block],
-                slots: vec![slot],
-            },
+            layout: RamLayout::one_block(hva, pages),
             advice: vec![Advice::default()],
             guest: Box::new(NoGuest),
             problem: None,

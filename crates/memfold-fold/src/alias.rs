@@ -129,12 +129,13 @@ impl<'a> CachedFile<'a> {
 #[cfg(test)]
 mod tests {
     use memfold_units::Hva;
+    use memfold_vm::RamLayout;
     use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
     use memfold_wire::library::Advice;
 
     use super::*;
     use crate::guest::VmId;
-    use crate::random_changes::{idle, layout_at};
+    use crate::random_changes::idle;
     use crate::settings::EngineSettings;
 
     const PAGES: u32 = 64;
@@ -142,7 +143,7 @@ mod tests {
     /// Adds a VM with `files` files of one path, of which it caches page 0 of file `cached`. The
     /// RAM of all VMs is the same memory of this process.
     fn add(engine: &mut Engine, id: VmId, path: &str, files: u32, cached: u32, ram: Hva) {
-        let layout = layout_at(PAGES, ram);
+        let layout = RamLayout::one_block(ram, PAGES.into());
         let domain = Some(format!("alias-{}", std::process::id()));
         let (name, advice) = (format!("vm{id}"), [Advice::default()]);
         engine.add(id, name, domain, layout, &advice, idle(), None);

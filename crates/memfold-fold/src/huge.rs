@@ -119,25 +119,10 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use memfold_units::Pfn;
-    use memfold_vm::{RamBlock, RamLayout, RamSlot};
+    use memfold_vm::RamLayout;
 
     fn table() -> VmTable {
-        let hva = Hva(0x7000_0000_0000);
-        let pages = 4096;
-        VmTable::new(RamLayout {
-            blocks: vec![RamBlock {
-                name: "ram0".into(),
-                hva,
-                pages,
-            }],
-            slots: vec![RamSlot {
-                pfn: Pfn(0),
-                pages,
-                hva,
-                block: 0,
-            }],
-        })
+        VmTable::new(RamLayout::one_block(Hva(0x7000_0000_0000), 4096))
     }
 
     #[test]

@@ -31,27 +31,14 @@ pub(super) fn needed_store_pages(table: &VmTable, mut each: impl FnMut(u32, u64)
 
 #[cfg(test)]
 mod tests {
-    use memfold_units::{Hva, Pfn};
-    use memfold_vm::{RamBlock, RamLayout, RamSlot};
+    use memfold_units::Hva;
+    use memfold_vm::RamLayout;
 
     use super::*;
     use crate::vm_table::Mapped;
 
     fn table() -> VmTable {
-        let (hva, pages) = (Hva(0x7000_0000_0000), 2048);
-        VmTable::new(RamLayout {
-            blocks: vec![RamBlock {
-                name: "ram0".into(),
-                hva,
-                pages,
-            }],
-            slots: vec![RamSlot {
-                pfn: Pfn(0),
-                pages,
-                hva,
-                block: 0,
-            }],
-        })
+        VmTable::new(RamLayout::one_block(Hva(0x7000_0000_0000), 2048))
     }
 
     #[test]

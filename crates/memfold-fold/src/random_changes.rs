@@ -4,8 +4,8 @@
 use std::os::fd::BorrowedFd;
 
 use memfold_sys::region::Mapping;
-use memfold_units::{Hva, Pfn};
-use memfold_vm::{RamBlock, RamLayout, RamSlot};
+use memfold_units::Hva;
+use memfold_vm::RamLayout;
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun, PfnRun};
 use memfold_wire::library::{Advice, Order, Reply};
 use rustix::process::Pid;
@@ -61,7 +61,7 @@ pub fn idle() -> Box<dyn Guest> {
 pub fn ram(pages: u32) -> (Mapping, RamLayout) {
     let ram = Mapping::anonymous(pages.into(), false).unwrap();
     ram.area().write(&vec![7; 512 * pages as usize]);
-    let layout = layout_at(pages, ram.area().start());
+    let layout = RamLayout::one_block(ram.area().start(), pages.into());
     (ram, layout)
 }
 
@@ -70,25 +70,7 @@ pub const PAGES: u32 = 600;
 
 pub fn layout(pages: u32) -> RamLayout {
     // Nothing is mapped at this address.
-    layout_at(pages, Hva(0x6000_0000_0000))
-}
-
-/// Returns the layout of a VM whose RAM is at `hva`.
-pub fn layout_at(pages: u32, hva: Hva) -> RamLayout {
-    let pages = u64::from(pages);
-    RamLayout {
-        blocks: vec![RamBlock {
-            name: "ram0".into(),
-            hva,
-            pages,
-        }],
-        slots: vec![RamSlot {
-            pfn: Pfn(0),
-            pages,
-            hva,
-            block: 0,
-        }],
-    }
+    RamLayout::one_block(Hva(0x6000_0000_0000), pages.into())
 }
 
 /// Adds a VM of the trust domain of all random VMs.

@@ -106,24 +106,11 @@ pub fn group(mut runs: Vec<Run>, table: &VmTable) -> VecDeque<Group> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use memfold_units::{Hva, Pfn};
-    use memfold_vm::{RamBlock, RamLayout, RamSlot};
+    use memfold_units::Hva;
+    use memfold_vm::RamLayout;
 
     fn table() -> VmTable {
-        let hva = Hva(0x7000_0000_0000);
-        VmTable::new(RamLayout {
-            blocks: vec![RamBlock {
-                name: "ram0".into(),
-                hva,
-                pages: 4096,
-            }],
-            slots: vec![RamSlot {
-                pfn: Pfn(0),
-                pages: 4096,
-                hva,
-                block: 0,
-            }],
-        })
+        VmTable::new(RamLayout::one_block(Hva(0x7000_0000_0000), 4096))
     }
 
     fn run(index: Index, pages: u32) -> Run {

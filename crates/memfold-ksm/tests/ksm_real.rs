@@ -17,8 +17,8 @@ use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::region::{Area, Mapping};
 use memfold_testkit::{wait_for, wait_until};
-use memfold_units::{ByteSize, PageCount, Pfn};
-use memfold_vm::{RamBlock, RamLayout, RamSlot};
+use memfold_units::{ByteSize, PageCount};
+use memfold_vm::{RamBlock, RamLayout};
 use memfold_wire::library::{Order, Reply, VERSION};
 use rustix::mm::Advice;
 
@@ -242,19 +242,7 @@ fn ksmd_does_not_scan_folded_ranges_and_the_ledger_counts_each_page_once() {
     for page in 0..16 {
         folded.part(page, 1).write(&[FIRST + page]);
     }
-    let layout = RamLayout {
-        blocks: vec![RamBlock {
-            name: "ram".into(),
-            hva: ram.area().start(),
-            pages: 2 * PAGES,
-        }],
-        slots: vec![RamSlot {
-            pfn: Pfn(0),
-            pages: 2 * PAGES,
-            hva: ram.area().start(),
-            block: 0,
-        }],
-    };
+    let layout = RamLayout::one_block(ram.area().start(), 2 * PAGES);
     let run = Run::start(&controls, state.path(), &fast()).unwrap();
     wait_until("merging", LIMIT, || merging() == 2 * PAGES);
     let scans = || Status::read(&controls).unwrap().full_scans.unwrap();

@@ -20,7 +20,7 @@ use memfold_store::StoreIdentity;
 use memfold_sys::region::Mapping;
 use memfold_testkit::{bound, wait_for};
 use memfold_units::{ByteSize, Hva, PageCount, Pfn};
-use memfold_vm::{RamBlock, RamLayout, RamSlot};
+use memfold_vm::{RamBlock, RamLayout};
 use rustix::mm::Advice;
 
 const ROLE: &str = "MEMFOLD_TEST_LEDGER_CHILD";
@@ -118,20 +118,7 @@ impl Actor {
             .skip(1)
             .map(|w| w.parse().unwrap())
             .collect();
-        let (hva, pages) = (Hva(words[0]), words[1]);
-        let layout = RamLayout {
-            blocks: vec![RamBlock {
-                name: "ram".into(),
-                hva,
-                pages,
-            }],
-            slots: vec![RamSlot {
-                pfn: Pfn(0),
-                pages,
-                hva,
-                block: 0,
-            }],
-        };
+        let layout = RamLayout::one_block(Hva(words[0]), words[1]);
         let hold = child.stdin.take().unwrap();
         Self {
             child,

@@ -45,6 +45,25 @@ pub struct RamLayout {
 }
 
 impl RamLayout {
+    /// Returns the layout of a VM whose RAM is one block of `pages` pages at address `hva`, from
+    /// guest page frame 0 on.
+    #[must_use]
+    pub fn one_block(hva: Hva, pages: u64) -> Self {
+        Self {
+            blocks: vec![RamBlock {
+                name: "ram0".into(),
+                hva,
+                pages,
+            }],
+            slots: vec![RamSlot {
+                pfn: Pfn(0),
+                pages,
+                hva,
+                block: 0,
+            }],
+        }
+    }
+
     /// Returns the size of the guest's RAM in pages of 4 KiB.
     #[must_use]
     pub fn pages(&self) -> u64 {

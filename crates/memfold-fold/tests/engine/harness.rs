@@ -14,8 +14,8 @@ use memfold_fold::{
 use memfold_folder::Folder;
 use memfold_sys::pagemap::Pagemap;
 use memfold_testkit::wait_for;
-use memfold_units::{Hva, Pfn};
-use memfold_vm::{RamBlock, RamLayout, RamSlot};
+use memfold_units::Hva;
+use memfold_vm::RamLayout;
 use memfold_wire::agent::{FileFacts, FromAgent, HintRun};
 use memfold_wire::library::{Advice, Freeze, MapRun, Order, Outcome, Reply, VERSION};
 use rustix::process::Pid;
@@ -218,20 +218,7 @@ impl Ram {
     }
 
     pub fn layout(&self) -> RamLayout {
-        let (hva, pages) = (self.hva(), RAM_PAGES as u64);
-        RamLayout {
-            blocks: vec![RamBlock {
-                name: "ram0".into(),
-                hva,
-                pages,
-            }],
-            slots: vec![RamSlot {
-                pfn: Pfn(0),
-                pages,
-                hva,
-                block: 0,
-            }],
-        }
+        RamLayout::one_block(self.hva(), RAM_PAGES as u64)
     }
 
     pub fn frames(&self, at: usize, pages: usize) -> Vec<Option<u64>> {
