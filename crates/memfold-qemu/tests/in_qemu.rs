@@ -12,11 +12,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_sys::{descriptor, memory};
-use memfold_testkit::{patience, wait_until};
+use memfold_testkit::{patience, seconds, wait_until};
 use memfold_units::Hva;
 use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Range, Reply, VERSION};
 use memfold_wire::{Decoder, encode};
-use support::{Random, stress_time};
+use support::Random;
 
 const RAM_BYTES: u64 = 64 << 20;
 const TABLE: u64 = 0x1000;
@@ -348,7 +348,7 @@ fn counts_stay_right(accel: &str, extra: &[&str]) {
     let mut random = Random(4242);
     let mut next = 0u64;
     let mut tally = std::collections::BTreeMap::new();
-    let end = Instant::now() + stress_time(5);
+    let end = Instant::now() + seconds("MEMFOLD_STRESS_SECONDS", 5);
     while Instant::now() < end && next < 1 << 20 {
         let first = random.below(64);
         let pages = 1 + random.below(64 - first);

@@ -13,8 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use memfold_folder::{Folder, Monitor};
+use memfold_testkit::seconds;
 use memfold_wire::library::{Freeze, Order, Outcome};
-use support::{Bench, FakeQemu, Random, stress_time};
+use support::{Bench, FakeQemu, Random};
 
 const COUNTERS: u64 = 256;
 const DISCARDED: u64 = 64;
@@ -155,7 +156,7 @@ fn no_memory_write_is_lost_while_pages_are_folded_released_and_discarded() {
         let kernel = scope.spawn(move || count_in_kernel_mode(guest, stop));
         let discards = scope.spawn(move || discard(guest, stop));
         scope.spawn(move || compact(stop));
-        let end = Instant::now() + stress_time(5);
+        let end = Instant::now() + seconds("MEMFOLD_STRESS_SECONDS", 5);
         let mut random = Random(12345);
         while Instant::now() < end {
             let page = random.below(COUNTERS + DISCARDED);
@@ -268,7 +269,7 @@ fn no_memory_write_is_lost_while_pages_of_a_file_on_disk_are_folded_in_a_pause()
     let (one, two, done) = std::thread::scope(|scope| {
         let one = scope.spawn(move || count(guest, 1, stop));
         let two = scope.spawn(move || count(guest, 2, stop));
-        let end = Instant::now() + stress_time(5);
+        let end = Instant::now() + seconds("MEMFOLD_STRESS_SECONDS", 5);
         let mut random = Random(2024);
         let mut done = [0; 2];
         while Instant::now() < end {
@@ -365,7 +366,7 @@ fn if_pages_are_folded_during_a_direct_io_read_into_them_no_byte_is_lost() {
                 reads.fetch_add(pages, Ordering::Relaxed);
             }
         });
-        let end = Instant::now() + stress_time(4);
+        let end = Instant::now() + seconds("MEMFOLD_STRESS_SECONDS", 4);
         let mut random = Random(6);
         while Instant::now() < end {
             let page = random.below(PAGES - 16);

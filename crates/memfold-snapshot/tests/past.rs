@@ -18,7 +18,7 @@ use memfold_snapshot::stored::{Pages, Stored};
 use memfold_snapshot::writer::Writer;
 use memfold_sys::memory;
 use memfold_sys::region::{Area, Mapping};
-use memfold_testkit::wait_until;
+use memfold_testkit::{seconds, wait_until};
 use memfold_units::{Hva, PAGE_BYTES, PAGE_SIZE};
 use memfold_wire::library::{Advice, FoldRun, Freeze, Order, Outcome, Reply, VERSION};
 use rustix::process::Pid;
@@ -246,15 +246,10 @@ fn while_written<T>(ram: &Ram, seed: u64, work: impl FnOnce(&Writes) -> T) -> (T
     (done, writes.counts().iter().sum())
 }
 
-fn seconds() -> Duration {
-    let set = std::env::var("MEMFOLD_STRESS_SECONDS").ok();
-    Duration::from_secs(set.and_then(|set| set.parse().ok()).unwrap_or(4))
-}
-
 #[test]
 fn a_live_save_stores_pages_written_meanwhile_with_their_previous_content() {
     let ram = Ram::new();
-    let end = Instant::now() + seconds();
+    let end = Instant::now() + seconds("MEMFOLD_STRESS_SECONDS", 4);
     let (mut rounds, mut kept, mut writes) = (0, 0, 0);
     while Instant::now() < end {
         let then = ram.read();

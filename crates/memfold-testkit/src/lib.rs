@@ -1,5 +1,5 @@
 //! Helpers for memfold's tests: skipping tests and counting the skips, waiting with deadlines that
-//! adapt to the machine's speed, and an S3 server.
+//! adapt to the machine's speed, doses of repeated work, and an S3 server.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -16,10 +16,12 @@
 //! | `MEMFOLD_TEST_SKIPS` | file to which each skip is appended; `scripts/test` reads it |
 //! | `MEMFOLD_REAL` | set: tests of the real ring fail where they would otherwise skip |
 
+mod dose;
 mod s3;
 mod skip;
 mod wait;
 
+pub use dose::{dose, seconds};
 pub use s3::S3Server;
 pub use skip::{report_skip, reports_skip};
 pub use wait::{bound, patience, slowness, wait_for, wait_until};

@@ -11,7 +11,6 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use memfold_folder::Folder;
 use memfold_sys::region::{Area, Mapping};
@@ -300,15 +299,6 @@ pub fn pattern(seed: u64, page: u64) -> Vec<u64> {
     (0..512)
         .map(|word| (seed << 40 | page << 10 | word).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
         .collect()
-}
-
-/// Returns the duration of a stress test: `MEMFOLD_STRESS_SECONDS`, or `default` seconds.
-pub fn stress_time(default: u64) -> Duration {
-    let seconds = std::env::var("MEMFOLD_STRESS_SECONDS")
-        .ok()
-        .and_then(|s| s.parse().ok())
-        .unwrap_or(default);
-    Duration::from_secs(seconds)
 }
 
 pub struct Random(pub u64);

@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use memfold_testkit::dose;
 use memfold_vm::{Qmp, Vm};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::support::{Daemon, Small, code, dose, err, out, refused, wait};
+use crate::support::{Daemon, Small, code, err, out, refused, wait};
 
 pub const MIB: u64 = 1 << 20;
 

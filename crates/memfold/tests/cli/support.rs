@@ -73,13 +73,6 @@ pub fn refused(output: &Output, wanted: i32, words: &[&str]) {
     }
 }
 
-/// Returns a number from an environment variable, or `default`. The default is the amount of
-/// `make test`; scripts/soak.txt increases it.
-pub fn dose(variable: &str, default: u64) -> u64 {
-    let set = std::env::var(variable).ok();
-    set.map_or(default, |text| text.parse().unwrap())
-}
-
 /// Waits until `ready` holds, with the time limit of these tests.
 #[track_caller]
 pub fn wait(what: &str, ready: impl FnMut() -> bool) {

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use memfold_testkit::dose;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::forks::{AT, MIB, Memory, random, run, stop};
-use crate::support::{Daemon, code, dose, err, out, refused, wait};
+use crate::support::{Daemon, code, err, out, refused, wait};
 
 /// Bytes of the VM's memory that do not compress, in MiB.
 pub const RANDOM_MIB: u64 = 24;

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_testkit::{patience, wait_until};
+use memfold_testkit::{dose, patience, wait_until};
 use serde_json::{Value, json};
 
-use super::support::{Daemon, dose, refused, wait};
+use super::support::{Daemon, refused, wait};
 
 /// Returns the time to live in these tests, in seconds. It is longer than the start of three VMs.
 fn ttl() -> u64 {

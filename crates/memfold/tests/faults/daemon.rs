@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use memfold_testkit::wait_until;
+use memfold_testkit::{dose, wait_until};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -32,12 +32,6 @@ pub struct Daemon {
 /// first operations, and then at fewer and fewer.
 fn rounds() -> u64 {
     dose("MEMFOLD_FAULT_ROUNDS", 0)
-}
-
-/// Returns a number from an environment variable; `small`, of `make test`, if it is not set.
-pub fn dose(variable: &str, small: u64) -> u64 {
-    let set = std::env::var(variable).ok();
-    set.map_or(small, |text| text.parse().unwrap())
 }
 
 pub fn memfold() -> Command {

@@ -14,11 +14,12 @@ use std::time::Duration;
 use memfold_lend::registry::Registry;
 use memfold_lend::{LeaseState, SqliteRegistry};
 use memfold_snapshot::{Progress, Shelf, restore};
+use memfold_testkit::dose;
 use memfold_transfer::{PullRequest, Remote, pull};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::daemon::{Daemon, LISTEN, dose};
+use crate::daemon::{Daemon, LISTEN};
 use crate::encrypted::KeyFiles;
 use crate::injector::Injector;
 use crate::random::Random;

@@ -13,8 +13,8 @@ use memfold_lend::{
     Address, Durability, Endpoint, Incarnation, Lease, LenderId, Picture, RegistryError,
     SqliteRegistry, Transport,
 };
+use memfold_testkit::dose;
 
-use crate::daemon::dose;
 use crate::injector::{Fault, Injector};
 
 const TTL: Duration = Duration::from_secs(600);

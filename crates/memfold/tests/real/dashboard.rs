@@ -19,7 +19,7 @@ use memfold_fold::EngineStats;
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::{DebtReport, shared_frames};
 use memfold_snapshot::Renew;
-use memfold_testkit::{patience, reports_skip, wait_for};
+use memfold_testkit::{dose, patience, reports_skip, wait_for};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use serde_json::Value;
 
@@ -560,7 +560,7 @@ fn every_dashboard_page_in_chromium_shows_the_figures_of_the_report() {
     lend(state, other.path());
     println!("VMs are there after {:.0?}", began.elapsed());
 
-    let times = support::dose(TIMES, 0) == 1;
+    let times = dose(TIMES, 0) == 1;
     let pid = client.get::<VersionInfo>("/v1/version").unwrap().pid;
     let alone = times.then(|| cpu_percent(pid, HOLD));
     wait_looked(&client);

@@ -14,7 +14,7 @@ use memfold_daemon::DaemonError;
 use memfold_fold::{EngineSettings, VmStats};
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::{DebtReport, Level};
-use memfold_testkit::{patience, wait_until};
+use memfold_testkit::{dose, patience, wait_until};
 use memfold_units::ByteSize;
 use memfold_vm::MergeChoice;
 
@@ -322,7 +322,7 @@ fn if_guests_rewrite_all_shared_pages_the_brake_activates_in_time_and_no_vm_is_l
     for name in [CLONES[0], "late"] {
         lab.stop(name).unwrap();
     }
-    if let (Some(group), 1..) = (&group, support::dose("MEMFOLD_DEBT_AT_ONCE", 0)) {
+    if let (Some(group), 1..) = (&group, dose("MEMFOLD_DEBT_AT_ONCE", 0)) {
         at_once(&lab, group);
     }
     assert_eq!(oom_kills(), killed, "the OOM killer came");

@@ -153,25 +153,6 @@ fn able() -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the seconds in an environment variable, or `default`.
-pub fn seconds(variable: &str, default: u64) -> Duration {
-    let set = std::env::var(variable).ok();
-    Duration::from_secs(set.map_or(default, |text| text.parse().unwrap()))
-}
-
-/// Returns a number from an environment variable, or `default`. The default is the amount of
-/// `make test`; scripts/soak.txt increases it.
-pub fn dose(variable: &str, default: u64) -> u64 {
-    let set = std::env::var(variable).ok();
-    set.map_or(default, |text| text.parse().unwrap())
-}
-
-/// Returns the milliseconds in an environment variable, or `default`.
-pub fn milliseconds(variable: &str, default: u64) -> Duration {
-    let set = std::env::var(variable).ok();
-    Duration::from_millis(set.map_or(default, |text| text.parse().unwrap()))
-}
-
 /// Connects to a VM's monitor, beside the daemon's own connection.
 pub fn qmp(state: &Path, name: &str) -> Qmp {
     Qmp::connect(&VmDirectory::of(state, name).qmp(), Duration::from_secs(60)).unwrap()

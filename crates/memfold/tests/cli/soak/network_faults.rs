@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use memfold_testkit::S3Server;
+use memfold_testkit::{S3Server, dose};
 
 use crate::cluster::{Authority, admit, strs};
 use crate::lending::{self, Swapping, wait_free};
-use crate::support::{Daemon, code, dose, err, refused, wait};
+use crate::support::{Daemon, code, err, refused, wait};
 
 /// What the network does to a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

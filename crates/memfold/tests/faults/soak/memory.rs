@@ -6,9 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use memfold_testkit::wait_until;
+use memfold_testkit::{dose, wait_until};
 
-use crate::daemon::{Daemon, LIMIT, dose};
+use crate::daemon::{Daemon, LIMIT};
 
 /// A control group of the test's own (cgroups(7), version 1 or 2).
 struct Group {

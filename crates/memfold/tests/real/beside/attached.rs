@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use memfold_api::{AttachRequest, Client, KeepChoice, RestoreRequest, SaveRequest, VmInfo};
 use memfold_host::guest_images;
 use memfold_snapshot::{Manifest, Renew, SnapshotInfo};
-use memfold_testkit::{patience, wait_for, wait_until};
+use memfold_testkit::{dose, patience, wait_for, wait_until};
 use memfold_vm::{Qmp, VmDirectory};
 use serde_json::Value;
 
@@ -250,7 +250,7 @@ fn a_qemu_that_was_started_by_hand_runs_on_after_saves_even_if_the_daemon_dies_i
         let mut random = Random(u64::from(std::process::id()) << 20 | 1);
         println!("seed {}", random.0);
         let mut stood = 0;
-        let deaths = support::dose("MEMFOLD_SAVE_KILLS", 2);
+        let deaths = dose("MEMFOLD_SAVE_KILLS", 2);
         for death in 0..deaths {
             let name = format!("cut-{death}");
             let draft = state.join(format!("snapshots/.{name}.draft"));

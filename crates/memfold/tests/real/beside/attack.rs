@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{Client, CodeRequest, FullReport, LoginCode, Role, VmInfo};
 use memfold_lab::{DiskMode, Lab};
-use memfold_testkit::{bound, slowness, wait_until};
+use memfold_testkit::{bound, seconds, slowness, wait_until};
 use memfold_units::ByteSize;
 
 use crate::served::{Served, exec};
@@ -180,7 +180,7 @@ fn a_flood_of_requests_to_the_http_api_does_not_affect_guests_and_folding() {
     std::fs::write(format!("/proc/{}/clear_refs", pid.pid), "5").unwrap();
     let (resident, _) = resident_bytes(pid.pid);
     let requests = requests(host, state);
-    let time = support::seconds("MEMFOLD_FLOOD_SECONDS", 10);
+    let time = seconds("MEMFOLD_FLOOD_SECONDS", 10);
     let (answers, granted, slowest) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let (end, mut seen) = (Instant::now() + time, Vec::new());
     std::thread::scope(|scope| {

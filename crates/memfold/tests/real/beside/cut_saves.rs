@@ -10,6 +10,7 @@ use memfold_api::{
     Client, ClientError, KeepChoice, RestoreRequest, SaveRequest, VerifyReport, VmInfo,
 };
 use memfold_snapshot::{Manifest, SnapshotInfo};
+use memfold_testkit::dose;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -80,7 +81,7 @@ fn wait_for(done: impl Fn() -> bool) {
 
 /// Returns the number of times that a daemon is killed in a part of the tests.
 fn deaths(usual: u64) -> u64 {
-    support::dose("MEMFOLD_SAVE_KILLS", usual)
+    dose("MEMFOLD_SAVE_KILLS", usual)
 }
 
 /// A VM that rewrites its memory and its disks all the time, and the VM's daemon.

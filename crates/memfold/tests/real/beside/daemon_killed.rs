@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use memfold_api::{Client, FullReport, VmInfo};
 use memfold_lab::{DiskMode, Lab};
 use memfold_ledger::shared_frames;
-use memfold_testkit::{bound, patience, wait_for};
+use memfold_testkit::{bound, dose, patience, wait_for};
 
 use crate::served::{Random, Served, exec};
 use crate::support::{self, BOOT, MEMORY};
@@ -89,7 +89,7 @@ fn if_the_daemon_is_killed_vms_run_on_and_the_next_daemon_continues_folding() {
         .map(|vm| vm.pid)
         .collect();
     // The agent must not run the work, because the agent ends its commands when its daemon is gone.
-    let deaths = support::dose("MEMFOLD_DAEMON_KILLS", 3);
+    let deaths = dose("MEMFOLD_DAEMON_KILLS", 3);
     // Each kill takes 5 s at most.
     let seconds = 10 + 5 * deaths;
     let work = format!(

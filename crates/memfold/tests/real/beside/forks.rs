@@ -6,7 +6,7 @@ use memfold_api::{ForkReport, ForkRequest, RestoreRequest, SaveRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab, wait_for};
 use memfold_snapshot::Renew;
-use memfold_testkit::patience;
+use memfold_testkit::{dose, patience};
 use memfold_units::ByteSize;
 
 use super::disks::{CHECK_DISKS, write_to};
@@ -212,7 +212,7 @@ fn a_fork_at_a_random_moment_has_the_memory_files_and_disk_of_that_moment() {
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let rounds = support::seconds("MEMFOLD_FORK_ROUNDS", 2).as_secs();
+    let rounds = dose("MEMFOLD_FORK_ROUNDS", 2);
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let spec = Lab::spec("root", "trixie-a", MEMORY, DiskMode::Buffered).unwrap();
     lab.start_warm(spec).unwrap();

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use memfold_fold::{EngineSettings, EngineStats, VmStats};
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::seconds;
 use serde_json::json;
 
 use super::{domains, vm_killed};
@@ -50,7 +51,7 @@ fn under_load_folding_changes_no_byte_and_shares_no_page_between_trust_domains()
 }
 
 fn under_attack(lab: &Lab, names: &[&str]) {
-    let time = support::seconds("MEMFOLD_ATTACK_SECONDS", 15);
+    let time = seconds("MEMFOLD_ATTACK_SECONDS", 15);
     let over = AtomicBool::new(false);
     let script = format!("/opt/attack.sh {} 200", time.as_secs());
     let (printed, moves) = std::thread::scope(|scope| {

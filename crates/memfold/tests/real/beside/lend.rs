@@ -10,7 +10,7 @@ use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_lend::wire::Wire;
 use memfold_lend::{Address, Durability, LenderStatus, Transport};
-use memfold_testkit::{bound, slowness, wait_until};
+use memfold_testkit::{bound, dose, slowness, wait_until};
 use memfold_units::ByteSize;
 use memfold_vm::{Identity, Process, VmDirectory};
 use rustix::process::{Pid, Signal, kill_process};
@@ -209,7 +209,7 @@ fn chance(below: u64) -> u64 {
 }
 
 pub fn kills(by_default: u64) -> u64 {
-    std::env::var("MEMFOLD_LENDER_KILLS").map_or(by_default, |text| text.parse().unwrap())
+    dose("MEMFOLD_LENDER_KILLS", by_default)
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
-use memfold_testkit::{bound, patience};
+use memfold_testkit::{bound, patience, seconds};
 use memfold_wire::agent::{
     FileFacts, FileRange, FromAgent, HintRun, MAX_PATH, MAX_RUN_PAGES, MAX_RUNS, MAX_TEXT,
     OutputStream, PfnRun, VERSION,
@@ -62,7 +62,7 @@ fn agents_that_send_false_hints_change_no_byte_and_folding_of_other_vms_continue
     plug_lies(&lab, &cases(&files));
     lab.fold(true).unwrap();
 
-    let time = support::seconds("MEMFOLD_LIES_SECONDS", 20);
+    let time = seconds("MEMFOLD_LIES_SECONDS", 20);
     let lie = format!(
         "cat > /opt/lie.py <<'END'\n{}\nEND\nsystemd-run -q --unit=lie sh -c 'systemctl stop memfold-agent; python3 /opt/lie.py {} 2> /run/lies; systemctl start memfold-agent'",
         include_str!("../guest/lie.py"),

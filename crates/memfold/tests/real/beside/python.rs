@@ -5,6 +5,7 @@ use std::process::Command;
 
 use memfold_api::VmInfo;
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::dose;
 
 use super::snapshots::MEMORY;
 use crate::served::{Served, wait_agent};
@@ -118,7 +119,7 @@ fn the_examples_of_the_python_client_run_with_real_guests_and_leave_no_guest() {
     wait_agent(&api, VM);
 
     let store = format!("file://{}", disks.path().display());
-    let clones = support::dose("MEMFOLD_PYTHON_CLONES", 2).to_string();
+    let clones = dose("MEMFOLD_PYTHON_CLONES", 2).to_string();
     python(state, &["-c", STORY, VM, &store, &clones]);
 
     let write = |name: &str, text: &str| {

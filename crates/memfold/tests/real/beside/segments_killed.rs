@@ -11,7 +11,7 @@ use memfold_api::{
 };
 use memfold_lab::{DiskMode, Lab};
 use memfold_segment::SegmentInfo;
-use memfold_testkit::wait_until;
+use memfold_testkit::{dose, wait_until};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 use serde_json::Value;
 
@@ -24,7 +24,7 @@ const VM: &str = "cut";
 
 /// Returns the number of times that a daemon is killed in each part of the test.
 fn deaths() -> u64 {
-    support::dose("MEMFOLD_SEGMENT_KILLS", 2)
+    dose("MEMFOLD_SEGMENT_KILLS", 2)
 }
 
 /// Files of the segments: few, so that there is time for many operations.

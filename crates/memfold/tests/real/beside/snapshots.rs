@@ -12,7 +12,7 @@ use memfold_daemon::DaemonError;
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_snapshot::{Manifest, Renew, Renewal, SnapshotError};
-use memfold_testkit::{patience, skip};
+use memfold_testkit::{dose, patience, skip};
 use memfold_units::ByteSize;
 use memfold_vm::Network;
 
@@ -53,7 +53,7 @@ pub const REWRITER: &str = include_str!("../guest/rewriter.py");
 /// Returns how long programs that write in guests all the time pause after each block, in seconds:
 /// `usual`, which leaves the host's cores to others, or the share of it that the soak asks for.
 pub fn pause_of_writers(usual: f64) -> f64 {
-    usual * support::dose("MEMFOLD_WRITERS_PAUSE_PERCENT", 100) as f64 / 100.0
+    usual * dose("MEMFOLD_WRITERS_PAUSE_PERCENT", 100) as f64 / 100.0
 }
 
 /// Returns the shell script that starts the rewriter, with at most 10,000 pages.
@@ -82,7 +82,7 @@ fn memory_that_is_constantly_allocated_written_and_freed_is_restored_as_it_was_s
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let rounds = support::dose("MEMFOLD_SNAPSHOT_ROUNDS", 2);
+    let rounds = dose("MEMFOLD_SNAPSHOT_ROUNDS", 2);
     let limit = Duration::from_secs(300);
     let (mut free, mut kept) = (Vec::new(), 0);
     for first in (0..rounds).step_by(usize::try_from(SAVES).unwrap()) {

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::VmInfo;
 use memfold_snapshot::SnapshotInfo;
-use memfold_testkit::{patience, wait_until};
+use memfold_testkit::{patience, seconds, wait_until};
 
 use self::call::Calls;
 use self::disturb::{Deck, KEPT, names};
@@ -61,7 +61,7 @@ fn under_random_kills_stops_and_full_disks_every_request_ends_and_no_byte_is_wro
     if !libvirt::is_there() {
         return;
     }
-    let time = support::seconds("MEMFOLD_CHAOS_SECONDS", 120);
+    let time = seconds("MEMFOLD_CHAOS_SECONDS", 120);
     let seed = seed();
     let without = std::env::var("MEMFOLD_CHAOS_WITHOUT").unwrap_or_default();
     let without: Vec<String> = without

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_testkit::seconds;
 use memfold_units::ByteSize;
 use memfold_vm::{Aio, CacheMode, DiskSpec};
 
@@ -85,9 +86,9 @@ fn while_guests_change_their_page_cache_most_of_it_stays_folded_and_no_resource_
         lab.wait_ready(name, BOOT).unwrap();
     }
     lab.fold(true).unwrap();
-    let time = support::seconds("MEMFOLD_CHURN_SECONDS", 90);
+    let time = seconds("MEMFOLD_CHURN_SECONDS", 90);
     // Folding must happen while a page is cached: about 160 MB at 8 MB/s, which is 20 s.
-    let step = support::milliseconds("MEMFOLD_CHURN_STEP_MS", 500);
+    let step = Duration::from_millis(500);
     let over = AtomicBool::new(false);
     let (samples, printed) = std::thread::scope(|scope| {
         let sampling = scope.spawn(|| sample(&lab, &names, &over));

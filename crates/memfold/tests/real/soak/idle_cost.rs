@@ -10,11 +10,12 @@ use memfold_lab::{DiskMode, Lab};
 use crate::served::{Served, exec, wait_agent};
 use crate::support::{self, MEMORY};
 
-/// Names of the VMs; the dose says how many of them run.
 const NAMES: [&str; 10] = [
     "idle-0", "idle-1", "idle-2", "idle-3", "idle-4", "idle-5", "idle-6", "idle-7", "idle-8",
     "idle-9",
 ];
+
+const ROUNDS: u32 = 3;
 
 /// Modes of right-sizing in each round.
 const MODES: [RightsizeMode; 3] = [RightsizeMode::Off, RightsizeMode::Watch, RightsizeMode::On];
@@ -81,16 +82,14 @@ fn sizing_ten_idle_vms_takes_less_than_a_thousandth_of_a_core_and_their_agents_l
     let Some(_turn) = support::turn_beside() else {
         return;
     };
-    let vms = usize::try_from(support::dose("MEMFOLD_IDLE_VMS", 10)).unwrap();
-    let rounds = support::dose("MEMFOLD_IDLE_ROUNDS", 3);
-    let time = support::seconds("MEMFOLD_IDLE_SECONDS", 30);
+    let time = Duration::from_secs(30);
     let directory = tempfile::Builder::new().prefix("memfold-idle.").tempdir();
     let directory = directory.unwrap();
     let mut served = Served::new(directory.path(), &NAMES).with(&["--rightsize", "off"]);
     served.start();
     let client = served.answers();
     let version: VersionInfo = client.get("/v1/version").unwrap();
-    for name in &NAMES[..vms] {
+    for name in NAMES {
         served.run_warm(&Lab::spec(name, "trixie-a", MEMORY, DiskMode::Buffered).unwrap());
         wait_agent(&client, name);
     }
@@ -101,14 +100,14 @@ fn sizing_ten_idle_vms_takes_less_than_a_thousandth_of_a_core_and_their_agents_l
     let first = agent(&client);
     let begun = agent(&client);
     let mut shares: BTreeMap<String, BTreeMap<String, f64>> = BTreeMap::new();
-    for round in 0..rounds {
+    for round in 0..ROUNDS {
         for mode in MODES {
             let used = measure(&client, version.pid, mode, time);
             let all: f64 = used.values().sum();
             println!("round {round}, {mode:?}: {:.4} % of a core", all * 100.0);
             let sums = shares.entry(format!("{mode:?}")).or_default();
             for (name, share) in used {
-                *sums.entry(name).or_insert(0.0) += share / rounds as f64;
+                *sums.entry(name).or_insert(0.0) += share / f64::from(ROUNDS);
             }
         }
     }

@@ -13,6 +13,7 @@ use memfold_ledger::estimate::place::propose;
 use memfold_ledger::estimate::{Domains, Options, Pace, VmFacts, look, targets};
 use memfold_ledger::history::{History, Lent, growth, host_values, vm_values};
 use memfold_ledger::plan::{Growths, Order};
+use memfold_testkit::dose;
 use memfold_units::ByteSize;
 
 use crate::support::{self, BOOT};
@@ -71,8 +72,7 @@ fn start(lab: &Lab, names: &[String]) -> FullReport {
 #[test]
 fn a_plan_computed_from_two_guests_predicts_memory_of_more_guests_within_ten_percent() {
     let Some(_turn) = support::turn() else { return };
-    let all = support::seconds("MEMFOLD_PLAN_VMS", 4).as_secs();
-    let all = usize::try_from(all).unwrap();
+    let all = usize::try_from(dose("MEMFOLD_PLAN_VMS", 4)).unwrap();
     let names: Vec<String> = (1..=all).map(|number| format!("web-{number}")).collect();
     let lab = Lab::new(EngineSettings::default()).unwrap();
     lab.fold(true).unwrap();
