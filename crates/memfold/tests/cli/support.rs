@@ -111,10 +111,13 @@ impl Daemon {
 
     /// Starts a daemon with a log of its own and more environment variables.
     pub fn start_in(environment: &[(&str, &str)], log: Stdio, more: &[&str]) -> Self {
-        let directory = open_directory();
-        let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
         let mut command = program();
         command.envs(environment.iter().copied());
+        Self::start_command(open_directory(), command, log, more)
+    }
+
+    fn start_command(directory: TempDir, command: Command, log: Stdio, more: &[&str]) -> Self {
+        let more: Vec<String> = more.iter().map(|&word| word.to_owned()).collect();
         let daemon = Self {
             child: spawn_in(directory.path(), &more, command, log),
             directory,
@@ -139,45 +142,21 @@ impl Daemon {
         std::fs::set_permissions(&wrapper, mode).unwrap();
         let mut command = program();
         command.env("MEMFOLD_QEMU", &wrapper);
-        let daemon = Self {
-            child: spawn_in(directory.path(), &[], command, log()),
-            directory,
-            more: Vec::new(),
-            qemu: Some(wrapper),
-            namespace: None,
-        };
-        daemon.wait_serving();
+        let mut daemon = Self::start_command(directory, command, log(), &[]);
+        daemon.qemu = Some(wrapper);
         daemon
     }
 
     /// Starts a daemon in a network namespace that `ip netns add` has made.
     pub fn start_in_namespace(name: &str) -> Self {
-        let directory = open_directory();
-        let daemon = Self {
-            child: spawn_in(directory.path(), &[], program_in(name), log()),
-            directory,
-            more: Vec::new(),
-            qemu: None,
-            namespace: Some(name.to_owned()),
-        };
-        daemon.wait_serving();
+        let mut daemon = Self::start_command(open_directory(), program_in(name), log(), &[]);
+        daemon.namespace = Some(name.to_owned());
         daemon
     }
 
     /// Starts a daemon with variables in its environment.
     pub fn start_with_environment(environment: &[(&str, &str)]) -> Self {
-        let directory = open_directory();
-        let mut command = program();
-        command.envs(environment.iter().copied());
-        let daemon = Self {
-            child: spawn_in(directory.path(), &[], command, log()),
-            directory,
-            more: Vec::new(),
-            qemu: None,
-            namespace: None,
-        };
-        daemon.wait_serving();
-        daemon
+        Self::start_in(environment, log(), &[])
     }
 
     /// Starts a daemon with more arguments for `serve`.
