@@ -26,7 +26,7 @@ use serde_json::Value;
 use super::figures::{Figures, compare, shown, told, wanted_of_plan};
 use super::ksm::{Restore, paused};
 use super::ksm_explain::take;
-use super::served::{Served, exec};
+use super::served::{Served, exec, succeeds};
 use super::support::{self, BOOT};
 
 /// RAM of the VMs: the same size as in the tests of snapshots, so that one boot serves both.
@@ -159,25 +159,13 @@ fn cpu_s(pid: i32) -> f64 {
     (stat.utime + stat.stime) as f64 / procfs::ticks_per_second() as f64
 }
 
-/// Runs the command line, which must succeed.
-fn memfold(state: &Path, arguments: &[&str]) {
-    let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
-        .arg("--socket")
-        .arg(state.join("s"))
-        .args(arguments)
-        .output()
-        .unwrap();
-    let words = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?}: {words}");
-}
-
 /// Starts another host's daemon that lends, and moves the swap disk of a VM there.
 fn lend(state: &Path, other: &Path) {
-    memfold(other, &["lend", "--max", "256M"]);
+    succeeds(other, &["lend", "--max", "256M"]);
     let run = [
         "vm", "run", "--name", BORROWER, "--memory", "64M", "--swap", "64M", "--", "-S",
     ];
-    memfold(state, &run);
+    succeeds(state, &run);
     let client = Client::new(&state.join("s")).unwrap();
     let end = Instant::now() + patience(Duration::from_secs(30));
     loop {
@@ -188,20 +176,13 @@ fn lend(state: &Path, other: &Path) {
         assert!(Instant::now() < end, "nobody offers: {leases:?}");
         std::thread::sleep(Duration::from_millis(200));
     }
-    memfold(state, &["borrow", BORROWER]);
+    succeeds(state, &["borrow", BORROWER]);
 }
 
 /// Returns the JSON output of a command.
 pub fn json(state: &Path, arguments: &[&str]) -> Value {
-    let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
-        .arg("--socket")
-        .arg(state.join("s"))
-        .args(arguments)
-        .arg("--json")
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{arguments:?}");
-    serde_json::from_slice(&output.stdout).unwrap()
+    let output = succeeds(state, &[arguments, &["--json"]].concat());
+    serde_json::from_str(&output).unwrap()
 }
 
 pub fn report(state: &Path) -> FullReport {

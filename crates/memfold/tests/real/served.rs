@@ -180,6 +180,22 @@ impl Drop for Served<'_> {
     }
 }
 
+/// Returns a command for the daemon that has its socket in `state`.
+pub fn memfold(state: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
+    command.arg("--socket").arg(state.join("s")).args(arguments);
+    command
+}
+
+/// Runs a command, which must succeed, and returns its output.
+#[track_caller]
+pub fn succeeds(state: &Path, arguments: &[&str]) -> String {
+    let output = memfold(state, arguments).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {said}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
 fn run(socket: &Path, state: &Path, spec: &VmSpec) {
     let file = state.join(format!("{}.toml", spec.name));
     std::fs::write(&file, toml::to_string(spec).unwrap()).unwrap();

@@ -4,7 +4,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 use memfold_api::{Client, DefinitionInfo, VmInfo};
@@ -14,19 +13,13 @@ use memfold_units::ByteSize;
 use memfold_vm::{Definition, Record, Vm, VmDirectory};
 use serde_json::Value;
 
-use crate::served::{Served, exec, wait_agent};
+use crate::served::{Served, exec, succeeds, wait_agent};
 use crate::support;
 
 /// Names of the VMs. The second one starts first.
 const NAMES: [&str; 2] = ["app", "db"];
 const MEMORY: ByteSize = ByteSize::mib(384);
 const LIMIT: Duration = Duration::from_secs(60);
-
-fn memfold(state: &Path, arguments: &[&str]) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
-    command.arg("--socket").arg(state.join("s")).args(arguments);
-    assert!(command.status().unwrap().success(), "{arguments:?}");
-}
 
 /// Ends the daemon and the defined VMs as a boot of the host does, and starts the daemon again.
 fn boot_host(served: &mut Served<'_>, state: &Path) -> Client {
@@ -78,7 +71,7 @@ fn defined_vms_run_again_after_a_boot_in_order_or_the_brake_refuses_them_with_wo
         };
         let file = state.join(format!("{name}.toml"));
         fs::write(&file, definition.to_toml().unwrap()).unwrap();
-        memfold(state, &["vm", "define", file.to_str().unwrap()]);
+        succeeds(state, &["vm", "define", file.to_str().unwrap()]);
     }
 
     let client = boot_host(&mut served, state);
@@ -101,8 +94,8 @@ fn defined_vms_run_again_after_a_boot_in_order_or_the_brake_refuses_them_with_wo
     }
 
     // The memory that a clone shares with its snapshot is the debt. The clone survives the boot.
-    memfold(state, &["snapshot", "save", "db", "warm"]);
-    memfold(state, &["clone", "warm", "--no-wait"]);
+    succeeds(state, &["snapshot", "save", "db", "warm"]);
+    succeeds(state, &["clone", "warm", "--no-wait"]);
     fs::write(&config, "reserve = \"100%\"\n").unwrap();
     let client = boot_host(&mut served, state);
     wait_until("both VMs are refused", LIMIT, || {
@@ -121,7 +114,7 @@ fn defined_vms_run_again_after_a_boot_in_order_or_the_brake_refuses_them_with_wo
     let log = fs::read_to_string(state.join("daemon.log")).unwrap();
     let warned = |line: &&str| line.contains("WARN") && line.contains("not started after the");
     assert_eq!(log.lines().filter(warned).count(), NAMES.len(), "{log}");
-    memfold(state, &["vm", "start", "db", "--despite-brake"]);
+    succeeds(state, &["vm", "start", "db", "--despite-brake"]);
     let mut now = definitions(&client).into_iter();
     assert_eq!(now.find(|vm| vm.name == "db").unwrap().problem, None);
 }

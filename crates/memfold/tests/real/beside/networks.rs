@@ -11,7 +11,7 @@ use memfold_units::ByteSize;
 use memfold_vm::{CloudInit, MacAddress, Network};
 use serde_json::Value;
 
-use crate::served::{Served, exec, wait_agent};
+use crate::served::{Served, exec, succeeds, wait_agent};
 use crate::support;
 
 /// Mounts the seed disk, as cloud-init does, and prints one of its files.
@@ -128,21 +128,7 @@ fn a_guest_in_a_bridge_reads_its_seed_disk_and_its_clone_has_its_own_address_and
     assert_eq!(address("web", 2), own);
     reached(2, &own);
 
-    let run = |arguments: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
-        let output = command
-            .arg("--socket")
-            .arg(state.join("s"))
-            .args(arguments)
-            .output()
-            .unwrap();
-        assert!(
-            output.status.success(),
-            "{arguments:?}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-        String::from_utf8(output.stdout).unwrap()
-    };
+    let run = |arguments: &[&str]| succeeds(state, arguments);
     // The files are gone, but the snapshot has their texts, which it does not show.
     fs::remove_file(state.join("user-data")).unwrap();
     run(&["snapshot", "save", "web", "s"]);

@@ -2,7 +2,6 @@
 //! there. The two daemons share no files.
 
 use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use memfold_api::RestoreRequest;
@@ -14,20 +13,15 @@ use memfold_units::ByteSize;
 use serde::de::DeserializeOwned;
 
 use crate::beside::snapshots::{VERIFY, rewrite_memory};
-use crate::served::{Served, exec, wait_agent};
+use crate::served::{self, Served, exec, wait_agent};
 use crate::support;
 
 const URL: &str = "s3://memfold/fleet";
 
 /// Runs a command of memfold. Returns its answer, or its error.
 pub fn memfold<T: DeserializeOwned>(state: &Path, words: &[&str]) -> Result<T, String> {
-    let output = Command::new(env!("CARGO_BIN_EXE_memfold"))
-        .arg("--socket")
-        .arg(state.join("s"))
-        .arg("--json")
-        .args(words)
-        .output()
-        .unwrap();
+    let output = served::memfold(state, words).arg("--json").output();
+    let output = output.unwrap();
     if output.status.success() {
         return Ok(serde_json::from_slice(&output.stdout).unwrap());
     }

@@ -16,7 +16,7 @@ use rustix::termios::{LocalModes, Termios, Winsize, tcgetattr, tcsetwinsize};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::snapshots::MEMORY;
-use crate::served::{Served, exec, wait_agent};
+use crate::served::{Served, exec, memfold, wait_agent};
 use crate::support;
 
 const VM: &str = "streams";
@@ -24,12 +24,6 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Bytes that go through standard input and output.
 const BYTES: usize = 100_000_000;
 const SIGINT: i32 = 2;
-
-fn memfold(state: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
-    command.arg("--socket").arg(state.join("s")).args(arguments);
-    command
-}
 
 /// Runs `memfold`, which must end with `code`.
 #[track_caller]

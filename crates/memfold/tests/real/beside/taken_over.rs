@@ -1,7 +1,7 @@
 //! Tests what a QEMU can do to others after its guest has taken it over.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use memfold_api::VersionInfo;
@@ -13,7 +13,7 @@ use memfold_vm::{Vm, VmDirectory};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::served::{Served, exec, wait_agent};
+use crate::served::{Served, exec, succeeds, wait_agent};
 use crate::support;
 
 const NAMES: [&str; 2] = ["taken", "victim"];
@@ -32,14 +32,6 @@ struct Attempt {
     result: String,
     /// Whether the attempt must succeed, which shows that the program has QEMU's place.
     allowed: bool,
-}
-
-fn memfold(socket: &Path, arguments: &[&str]) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
-    let done = command.arg("--socket").arg(socket).args(arguments).output();
-    let done = done.unwrap();
-    let said = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{arguments:?}: {said}");
 }
 
 fn field(status: &str, name: &str) -> String {
@@ -107,7 +99,6 @@ fn a_qemu_that_was_taken_over_reaches_neither_the_page_store_nor_other_vms_nor_t
         wait_agent(&client, name);
         exec(&client, name, READ);
     }
-    let socket = state.join("s");
     let stats = || client.get::<EngineStats>("/v1/fold").unwrap();
     let is_folded = |stats: &EngineStats| {
         let mut vms = NAMES.iter().map(|name| support::vm(stats, name));
@@ -115,7 +106,7 @@ fn a_qemu_that_was_taken_over_reaches_neither_the_page_store_nor_other_vms_nor_t
     };
     let limit = std::time::Duration::from_secs(240);
     support::wait_stats("both VMs are folded", limit, stats, is_folded);
-    memfold(&socket, &["snapshot", "save", "victim", SNAPSHOT]);
+    succeeds(state, &["snapshot", "save", "victim", SNAPSHOT]);
 
     let vms = NAMES.map(|name| Vm::find(state, name).unwrap());
     let [taken, victim] = &vms;
@@ -146,7 +137,7 @@ fn a_qemu_that_was_taken_over_reaches_neither_the_page_store_nor_other_vms_nor_t
         }
     }
     let sockets = [
-        ("daemon's socket", socket.clone()),
+        ("daemon's socket", state.join("s")),
         ("victim's monitor", place.qmp()),
         ("daemon's monitor of the victim", place.daemon_qmp()),
         ("victim's agent", place.agent()),
