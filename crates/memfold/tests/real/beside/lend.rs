@@ -2,7 +2,7 @@
 //! back, and lenders die: no byte may be lost.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use memfold_api::{BorrowRequest, Client, LendRequest, SwapPlace};
@@ -12,7 +12,7 @@ use memfold_lend::wire::Wire;
 use memfold_lend::{Address, Durability, LenderStatus, Transport};
 use memfold_testkit::{bound, dose, slowness, wait_until};
 use memfold_units::ByteSize;
-use memfold_vm::{Identity, Process, VmDirectory};
+use memfold_vm::{Identity, Process, Vm, VmDirectory};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::support::{self, BOOT};
@@ -27,44 +27,55 @@ const ARRAY_MIB: u64 = 320;
 /// Longest time that the guest may wait for one page when a lender dies, in seconds: the promise.
 const LONGEST_STALL: f64 = 5.0;
 
-/// A daemon that lends and serves the registry.
-struct Lender {
+/// The daemon of a host that lends or borrows. The daemon and its VMs end when this is dropped.
+pub struct Host {
     child: Child,
-    directory: tempfile::TempDir,
-    client: Client,
+    /// Directory with the socket `s`, the state directory `state` and the log `log`.
+    pub directory: tempfile::TempDir,
+    pub client: Client,
 }
 
-impl Lender {
-    fn start() -> Self {
-        Self::named("lender", None)
-    }
-
-    /// Starts a lender with this host name, which uses the registry of another daemon.
-    fn named(host: &str, registry: Option<&Path>) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let socket = directory.path().join("s");
-        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
+impl Host {
+    /// Starts a daemon by `program`, a command that runs `memfold`, with more arguments for
+    /// `serve`.
+    pub fn start(
+        directory: tempfile::TempDir,
+        mut program: Command,
+        name: &str,
+        more: &[&str],
+    ) -> Self {
+        let path = |file: &str| directory.path().join(file);
+        let log = std::fs::File::create(path("log")).unwrap();
+        let child = program
             .arg("--socket")
-            .arg(&socket)
-            .args(["serve", "--host", host, "--config", "/dev/null", "--state"])
-            .arg(directory.path().join("state"))
-            .args(registry.iter().flat_map(|at| [Path::new("--registry"), at]))
-            .stderr(Stdio::null())
+            .arg(path("s"))
+            .args(["serve", "--host", name, "--config", "/dev/null", "--state"])
+            .arg(path("state"))
+            .args(more)
+            .stderr(log)
             .spawn()
             .unwrap();
-        let client = Client::new(&socket).unwrap();
-        let lender = Self {
+        let client = Client::new(&path("s")).unwrap();
+        let host = Self {
             child,
             directory,
             client,
         };
-        wait("the lender's daemon answers", || {
-            lender
-                .client
-                .get::<serde_json::Value>("/v1/version")
-                .is_ok()
+        wait(&format!("the daemon of '{name}' answers"), || {
+            host.client.get::<serde_json::Value>("/v1/version").is_ok()
         });
-        lender
+        host
+    }
+
+    /// Starts the daemon of a lender that serves the registry.
+    fn lender() -> Self {
+        Self::named("lender", &[])
+    }
+
+    /// Starts the daemon of a host with this name, with more arguments for `serve`.
+    fn named(name: &str, more: &[&str]) -> Self {
+        let program = Command::new(env!("CARGO_BIN_EXE_memfold"));
+        Self::start(tempfile::tempdir().unwrap(), program, name, more)
     }
 
     fn socket(&self) -> PathBuf {
@@ -86,12 +97,12 @@ impl Lender {
         self.wait_free(max);
     }
 
-    fn status(&self) -> LenderStatus {
+    pub fn status(&self) -> LenderStatus {
         let status: Option<LenderStatus> = self.client.get("/v1/lend").unwrap();
         status.unwrap()
     }
 
-    fn wait_free(&self, bytes: ByteSize) {
+    pub fn wait_free(&self, bytes: ByteSize) {
         wait("it has so much to spare", || {
             let status = self.status();
             status.offer_bytes >= bytes.0 && status.lent_bytes == 0
@@ -99,20 +110,32 @@ impl Lender {
     }
 
     /// Returns the process that exports the lender's only lease.
-    fn export(&self) -> Pid {
+    pub fn export(&self) -> Pid {
         server_of(&self.directory.path().join("state/lend"))
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 }
 
-impl Drop for Lender {
+impl Drop for Host {
     fn drop(&mut self) {
+        if let Ok(vms) = Vm::discover(&self.directory.path().join("state")) {
+            for vm in vms {
+                let _ = vm.stop(Duration::ZERO);
+            }
+        }
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if std::thread::panicking() {
+            println!("{}", self.log());
+        }
     }
 }
 
 /// Returns the export process of a daemon that has its exports' logs in `place`.
-pub fn server_of(place: &Path) -> Pid {
+fn server_of(place: &Path) -> Pid {
     let is_server = |comm: String| ["nbdkit", "tgtd"].contains(&comm.trim());
     let found = std::fs::read_dir("/proc").unwrap().flatten().find(|entry| {
         std::fs::read_link(entry.path().join("fd/2")).is_ok_and(|to| to.starts_with(place))
@@ -130,9 +153,12 @@ pub fn wait(what: &str, ready: impl FnMut() -> bool) {
 /// Returns figures that the guest's program has printed so far: pages checked, wrong words, longest
 /// access in seconds.
 pub fn heard(lab: &Lab) -> (u64, u64, f64) {
-    let said = lab
-        .exec("v", "cat /run/swapper", Duration::from_secs(300))
-        .unwrap();
+    let said = lab.exec("v", "cat /run/swapper", Duration::from_secs(300));
+    figures(&said.unwrap())
+}
+
+/// Reads the figures of [`heard`] from all lines that the program has printed.
+pub fn figures(said: &str) -> (u64, u64, f64) {
     let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
     for line in said.lines() {
         let mut words = line.split(' ').skip(1);
@@ -222,7 +248,7 @@ pub fn swap_while_lenders_die(transport: Transport, kills: u64) {
         return;
     };
     let limit = Duration::from_secs(300);
-    let lender = Lender::start();
+    let lender = Host::lender();
     lender.lend(SWAP, transport);
     let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
     let daemon = lab.daemon();
@@ -327,7 +353,7 @@ pub fn copy_fails(transport: Transport) {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };
-    let lender = Lender::start();
+    let lender = Host::lender();
     lender.lend(SWAP, transport);
     let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
     let daemon = lab.daemon();
@@ -371,7 +397,7 @@ pub fn lack_writes(transport: Transport) {
     let Some(_turn) = support::turn_ahead() else {
         return;
     };
-    let lender = Lender::start();
+    let lender = Host::lender();
     lender.lend(SWAP, transport);
     let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
     start_with_swap(&lab, SWAP);
@@ -434,7 +460,7 @@ fn place_of(lab: &Lab) -> SwapPlace {
 
 /// Tests that QEMU's event about a failed write is not received: the copy is compared with the
 /// written blocks, and is no longer used if it lacks some.
-fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
+fn miss_what_qemu_reports(lab: &Lab, lender: &Host, request: &BorrowRequest) {
     let directory = VmDirectory::of(lab.directory(), "v");
     let note = || -> serde_json::Value {
         let text = std::fs::read(directory.borrowed()).unwrap();
@@ -484,7 +510,7 @@ fn miss_what_qemu_reports(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
 
 /// Tests that the copy lacks a write and that the lender dies at once: data from before this write
 /// is never read.
-fn lose_copy_and_lender(lab: &Lab, lender: &Lender, request: &BorrowRequest) {
+fn lose_copy_and_lender(lab: &Lab, lender: &Host, request: &BorrowRequest) {
     lab.daemon()
         .swap_disks()
         .borrow_memory("v", request)
@@ -546,9 +572,10 @@ fn if_lenders_return_wrong_data_a_guest_that_swaps_to_lent_memory_reads_no_wrong
     let Some(_turn) = support::turn_ahead() else {
         return;
     };
-    let lender = Lender::start();
+    let lender = Host::lender();
     lender.lend(SWAP, Transport::Nbd);
-    let other = Lender::named("other", Some(&lender.socket()));
+    let registry = lender.socket();
+    let other = Host::named("other", &["--registry", registry.to_str().unwrap()]);
     other.lend(SWAP, Transport::Nbd);
     let lab = Lab::with_registry(EngineSettings::default(), &lender.socket()).unwrap();
     let daemon = lab.daemon();

@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_api::{
-    BorrowRequest, Borrowed, Client, ClientError, ExecRequest, ExecResult, HostRequest, HostToken,
+    BorrowRequest, Borrowed, ClientError, ExecRequest, ExecResult, HostRequest, HostToken,
     LeaseReport, LendRequest, StopRequest, SwapPlace, VmInfo,
 };
 use memfold_lab::{DiskMode, Lab};
@@ -21,7 +21,7 @@ use memfold_lend::{Durability, LenderStatus, Transport};
 use memfold_testkit::{skip, slowness, wait_until};
 use memfold_units::ByteSize;
 
-use crate::beside::lend::{SWAPPER, wait};
+use crate::beside::lend::{Host, SWAPPER, figures, wait};
 use crate::support::{self, BOOT};
 
 const WIRE: &str = include_str!("../wire.py");
@@ -156,44 +156,18 @@ fn address(number: usize) -> String {
     format!("10.77.0.{}", number + 1)
 }
 
-/// A daemon in a network namespace.
-struct Host {
-    child: Child,
-    directory: tempfile::TempDir,
-    client: Client,
-}
-
 impl Host {
-    fn start(net: &Net, name: &str, more: &[&str]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let socket = directory.path().join("s");
-        let log = std::fs::File::create(directory.path().join("log")).unwrap();
-        let child = Command::new("nsenter")
+    /// Starts a daemon in a network namespace.
+    fn start_in(net: &Net, name: &str, more: &[&str]) -> Self {
+        let mut program = Command::new("nsenter");
+        program
             .arg(format!("--net=/run/netns/{}", net.space(name)))
-            .arg(env!("CARGO_BIN_EXE_memfold"))
-            .arg("--socket")
-            .arg(&socket)
-            .args(["serve", "--paused", "--host", name, "--config", "/dev/null"])
-            .arg("--state")
-            .arg(directory.path().join("state"))
-            .args(more)
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        let client = Client::new(&socket).unwrap();
-        let host = Self {
-            child,
-            directory,
-            client,
-        };
-        wait(&format!("the daemon of '{name}' answers"), || {
-            let version: Result<serde_json::Value, _> = host.client.get("/v1/version");
-            version.is_ok()
-        });
-        host
+            .arg(env!("CARGO_BIN_EXE_memfold"));
+        let more = [&["--paused"], more].concat();
+        Self::start(tempfile::tempdir().unwrap(), program, name, &more)
     }
 
-    fn lend(&self, max: ByteSize, address: &str) {
+    fn lend_at(&self, max: ByteSize, address: &str) {
         let request = LendRequest {
             max_bytes: max.0,
             listen: Some(address.parse().unwrap()),
@@ -203,16 +177,11 @@ impl Host {
             cleartext: false,
         };
         let _: LenderStatus = self.client.post("/v1/lend", &request).unwrap();
-        self.wait_free(max);
-    }
-
-    fn status(&self) -> LenderStatus {
-        let status: Option<LenderStatus> = self.client.get("/v1/lend").unwrap();
-        status.unwrap()
+        self.wait_offered(max);
     }
 
     /// Waits until the host and the registry report that this much memory is free.
-    fn wait_free(&self, bytes: ByteSize) {
+    fn wait_offered(&self, bytes: ByteSize) {
         wait("it has so much to spare", || {
             let status = self.status();
             let report: Result<LeaseReport, ClientError> = self.client.get("/v1/leases");
@@ -267,40 +236,13 @@ impl Host {
     /// Returns figures that the guest's program has printed so far: pages checked, wrong words,
     /// longest access in seconds.
     fn heard(&self) -> (u64, u64, f64) {
-        let said = self.exec("cat /run/swapper").unwrap();
-        let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
-        for line in said.lines() {
-            let mut words = line.split(' ').skip(1);
-            let mut next = || words.next().unwrap().parse::<u64>().unwrap();
-            (checked, wrong) = (next(), next());
-            longest = longest.max(next() as f64 / 1e6);
-        }
-        (checked, wrong, longest)
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(self.directory.path().join("log")).unwrap()
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        if let Ok(vms) = memfold_vm::Vm::discover(&self.directory.path().join("state")) {
-            for vm in vms {
-                let _ = vm.stop(Duration::ZERO);
-            }
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            println!("{}", self.log());
-        }
+        figures(&self.exec("cat /run/swapper").unwrap())
     }
 }
 
 /// Makes a self-signed certificate for the registry's address, as
 /// docs/how-to/lending-between-hosts.md does.
-fn certificate(directory: &Path, ip: &str) -> (PathBuf, PathBuf) {
+pub fn certificate(directory: &Path, ip: &str) -> (PathBuf, PathBuf) {
     let (certificate, key) = (
         directory.join("registry.crt"),
         directory.join("registry.key"),
@@ -330,7 +272,7 @@ fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
     let (certificate, key) = certificate(files.path(), &address(2));
     let path = |path: &Path| path.display().to_string();
     let listen = format!("{}:8420", address(2));
-    let registry = Host::start(
+    let registry = Host::start_in(
         &net,
         "registry",
         &[
@@ -350,7 +292,7 @@ fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
         std::fs::set_permissions(&token, mode).unwrap();
         let url = format!("https://{listen}");
-        Host::start(
+        Host::start_in(
             &net,
             name,
             &[
@@ -364,7 +306,7 @@ fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
         )
     };
     let (lender, borrower) = (admitted("lender"), admitted("borrower"));
-    lender.lend(SWAP, &address(0));
+    lender.lend_at(SWAP, &address(0));
 
     let mut spec = Lab::spec("v", "trixie-b", RAM, DiskMode::Buffered).unwrap();
     spec.swap = Some(SWAP);
@@ -418,7 +360,7 @@ fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
     // The link is back. The VM does not borrow again before it is asked to.
     borrower.give_back();
     net.link("lender", "up");
-    lender.wait_free(SWAP);
+    lender.wait_offered(SWAP);
     let again = borrower.borrow(Durability::Disk);
     assert_eq!(again.place, SwapPlace::Lent);
     let (checked, ..) = borrower.heard();
@@ -435,11 +377,11 @@ fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
     assert!(borrower.heard().0 > checked);
     let back = borrower.give_back();
     assert!(back.changed && back.took_ms < 15_000, "{back:?}");
-    lender.wait_free(SWAP);
+    lender.wait_offered(SWAP);
 
     // A second lender holds a copy. One lender is cut off, and the other's data goes to disk
     // automatically.
-    registry.lend(SWAP, &address(2));
+    registry.lend_at(SWAP, &address(2));
     let done = borrower.borrow(Durability::Replica);
     assert_eq!((done.place, done.lenders.len()), (SwapPlace::Lent, 2));
     net.link("lender", "down");
@@ -450,8 +392,8 @@ fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
     let restored = cut.elapsed();
     borrower.give_back();
     net.link("lender", "up");
-    lender.wait_free(SWAP);
-    registry.wait_free(SWAP);
+    lender.wait_offered(SWAP);
+    registry.wait_offered(SWAP);
 
     let (_, _, longest) = borrower.heard();
     assert!(longest < LONGEST_STALL * slowness(), "{longest} s");
@@ -489,7 +431,7 @@ fn a_guest_that_swaps_to_memory_of_another_host_survives_network_failures() {
     assert!(lender.status().lent_bytes > 0, "it was over before");
     borrower.give_back();
     net.link("registry", "up");
-    lender.wait_free(SWAP);
+    lender.wait_offered(SWAP);
     println!(
         "without a copy: longest access {waited:.3} s with a cut of 8 s; on disk {moved:.2?} after the registry was cut off"
     );

@@ -9,20 +9,21 @@
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use memfold_api::{Client, ClientError, HostRequest, HostToken, LendRequest};
+use memfold_api::{ClientError, HostRequest, HostToken, LendRequest};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
 use memfold_lend::{LenderStatus, Transport};
 use memfold_testkit::{skip, wait_until};
 use memfold_units::ByteSize;
 use memfold_vm::{DiskSpec, Network};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
-use crate::beside::lend::{SWAPPER, server_of};
+use super::hosts::certificate;
+use crate::beside::lend::{Host, SWAPPER, figures};
 use crate::support::{self, BOOT};
 
 /// Address of this host for guests (QEMU's `-netdev user`).
@@ -74,63 +75,30 @@ mkswap /dev/vg/swap && swapon /dev/vg/swap
 systemctl start memfold
 "#;
 
-struct Lender {
-    child: Child,
-    directory: tempfile::TempDir,
-    client: Client,
-    port: u16,
+/// Starts a lender that serves the registry to guests. Returns it and the registry's port.
+fn start_lender() -> (Host, u16) {
+    let directory = tempfile::tempdir().unwrap();
+    let (certificate, key) = certificate(directory.path(), THIS_HOST);
+    // This port was free a moment ago.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let listen = format!("127.0.0.1:{port}");
+    let more = [
+        "--paused",
+        "--listen",
+        &listen,
+        "--tls-cert",
+        certificate.to_str().unwrap(),
+        "--tls-key",
+        key.to_str().unwrap(),
+    ];
+    let program = Command::new(env!("CARGO_BIN_EXE_memfold"));
+    (Host::start(directory, program, "lender", &more), port)
 }
 
-impl Lender {
-    fn start() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = |name: &str| directory.path().join(name);
-        let (certificate, key) = (path("registry.crt"), path("registry.key"));
-        let made = Command::new("openssl")
-            .args(["req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"])
-            .args(["-pkeyopt", "ec_paramgen_curve:P-256", "-subj", "/CN=r"])
-            .arg("-addext")
-            .arg(format!("subjectAltName=IP:{THIS_HOST}"))
-            .args(["-addext", "basicConstraints=critical,CA:FALSE", "-keyout"])
-            .arg(&key)
-            .arg("-out")
-            .arg(&certificate)
-            .output()
-            .unwrap();
-        assert!(made.status.success());
-        // This port was free a moment ago.
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        drop(listener);
-        let log = std::fs::File::create(path("log")).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_memfold"))
-            .arg("--socket")
-            .arg(path("s"))
-            .args(["serve", "--paused", "--host", "lender"])
-            .args(["--config", "/dev/null", "--state"])
-            .arg(path("state"))
-            .args(["--listen", &format!("127.0.0.1:{port}"), "--tls-cert"])
-            .arg(&certificate)
-            .arg("--tls-key")
-            .arg(&key)
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        let client = Client::new(&path("s")).unwrap();
-        let lender = Self {
-            child,
-            directory,
-            client,
-            port,
-        };
-        wait("the lender's daemon answers", || {
-            let version: Result<Value, ClientError> = lender.client.get("/v1/version");
-            version.is_ok()
-        });
-        lender
-    }
-
-    fn lend(&self, transport: Transport) {
+impl Host {
+    fn lend_by(&self, transport: Transport) {
         let request = LendRequest {
             max_bytes: LENT.0,
             listen: Some([127, 0, 0, 1].into()),
@@ -144,7 +112,7 @@ impl Lender {
             let lends: Result<LenderStatus, ClientError> = self.client.post("/v1/lend", &request);
             lends.is_ok()
         });
-        self.wait_free();
+        self.wait_free(LENT);
     }
 
     fn lend_no_more(&self) {
@@ -155,40 +123,12 @@ impl Lender {
         });
     }
 
-    fn status(&self) -> LenderStatus {
-        let status: Option<LenderStatus> = self.client.get("/v1/lend").unwrap();
-        status.unwrap()
-    }
-
-    fn wait_free(&self) {
-        wait("it has so much to spare", || {
-            let status = self.status();
-            status.offer_bytes >= LENT.0 && status.lent_bytes == 0
-        });
-    }
-
     fn token(&self) -> String {
         let request = HostRequest {
             host: "guest".into(),
         };
         let made: HostToken = self.client.post("/v1/hosts", &request).unwrap();
         made.token
-    }
-
-    /// Returns tgtd of the lender's only lease.
-    fn export(&self) -> Pid {
-        server_of(&self.directory.path().join("state/lend"))
-    }
-}
-
-impl Drop for Lender {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            let log = std::fs::read_to_string(self.directory.path().join("log"));
-            println!("the lender's log:\n{}", log.unwrap_or_default());
-        }
     }
 }
 
@@ -204,7 +144,7 @@ fn run(program: &str, words: &[&Path]) {
 }
 
 /// Makes the guest's disks: one with programs and files, and one for its volume group.
-fn disks(directory: &Path, lender: &Lender) -> [PathBuf; 2] {
+fn disks(directory: &Path, lender: &Host) -> [PathBuf; 2] {
     let payload = directory.join("payload");
     std::fs::create_dir(&payload).unwrap();
     let source = directory.join("swapper.c");
@@ -291,15 +231,7 @@ impl Guest<'_> {
     /// Returns figures that the program has printed so far: pages checked, wrong words, longest
     /// access in seconds.
     fn heard(&self) -> (u64, u64, f64) {
-        let said = self.run("cat /run/swapper");
-        let (mut checked, mut wrong, mut longest) = (0, 0, 0.0_f64);
-        for line in said.lines() {
-            let mut words = line.split(' ').skip(1);
-            let mut next = || words.next().unwrap().parse::<u64>().unwrap();
-            (checked, wrong) = (next(), next());
-            longest = longest.max(next() as f64 / 1e6);
-        }
-        (checked, wrong, longest)
+        figures(&self.run("cat /run/swapper"))
     }
 
     /// Waits until more pages have been checked, and checks that no word is wrong.
@@ -344,13 +276,13 @@ impl Guest<'_> {
         place.unwrap_or("none").to_owned()
     }
 
-    fn wait_off(&self, lender: &Lender) -> Duration {
+    fn wait_off(&self, lender: &Host) -> Duration {
         let begun = Instant::now();
         wait("it is off by itself", || self.place() == "none");
         let took = begun.elapsed();
         self.is_as_before();
         self.goes_on();
-        lender.wait_free();
+        lender.wait_free(LENT);
         took
     }
 }
@@ -392,7 +324,7 @@ fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lender
         );
         skip!("{why}");
     }
-    let lender = Lender::start();
+    let (lender, port) = start_lender();
     let lab = Lab::new(EngineSettings::default()).unwrap();
     let files = tempfile::tempdir().unwrap();
     let mut spec = Lab::spec("h", IMAGE, RAM, DiskMode::Buffered).unwrap();
@@ -402,7 +334,7 @@ fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lender
     lab.start(spec).unwrap();
     lab.wait_ready("h", BOOT).unwrap();
     let guest = Guest(&lab);
-    let set_up = SET_UP.replace("PORT", &lender.port.to_string());
+    let set_up = SET_UP.replace("PORT", &port.to_string());
     guest.run(&set_up.replace("SWAP", &SWAP_MIB.to_string()));
     guest.run(&format!("systemd-run -q --unit=swapper -p OOMScoreAdjust=-500 -p Nice=10 /opt/payload/swapper {ARRAY_MIB} /run/swapper /run/swapper.stop"));
     wait_until("it has begun to check", LIMIT, || {
@@ -424,12 +356,12 @@ fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lender
         let said = guest.refused(command);
         assert!(said.contains(words), "{command}: {said}");
     }
-    lender.lend(Transport::Nbd);
+    lender.lend_by(Transport::Nbd);
     let said = guest.refused("borrow --lvm vg/swap");
     assert!(said.contains("because they export by NBD"), "{said}");
     lender.lend_no_more();
     guest.is_as_before();
-    lender.lend(Transport::Iscsi);
+    lender.lend_by(Transport::Iscsi);
 
     let (own, _) = guest.reads_meanwhile();
     let (.., on_disk) = guest.heard();
@@ -466,7 +398,7 @@ fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lender
     );
     guest.is_as_before();
     assert_eq!(guest.json("return --lvm vg/swap")["changed"], false);
-    lender.wait_free();
+    lender.wait_free(LENT);
     guest.goes_on();
     let mut line = guest.since(line, "given back", LONGEST_CHANGE);
 
@@ -491,7 +423,7 @@ fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lender
             set_link(&lab, true);
         }
         if how == "recalled" {
-            lender.lend(Transport::Iscsi);
+            lender.lend_by(Transport::Iscsi);
         }
         let took = guest.wait_off(&lender);
         let (checked, wrong, _) = guest.heard();
@@ -519,7 +451,7 @@ fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lender
     guest.json("return --lvm vg/swap");
     guest.run("iscsiadm -m node -u >/dev/null; iscsiadm -m node -o delete");
     guest.is_as_before();
-    lender.wait_free();
+    lender.wait_free(LENT);
 
     let line = guest.since(line, "daemons killed", LONGEST_CHANGE);
 
@@ -534,7 +466,7 @@ fn an_lvm_volume_for_swap_moves_to_lent_memory_and_back_and_survives_lost_lender
     let back = guest.json("return --lvm vg/swap");
     println!("moved back in {} ms", back["took_ms"]);
     guest.is_as_before();
-    lender.wait_free();
+    lender.wait_free(LENT);
     guest.since(line, "moved", LONGEST_CHANGE);
 
     guest.run("touch /run/swapper.stop");
