@@ -1,9 +1,7 @@
 //! Tests of this host's KSM on memory of the test's process. Each test restores KSM's settings.
 
-use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -16,7 +14,7 @@ use memfold_snapshot::past::Past;
 use memfold_store::StoreIdentity;
 use memfold_sys::pagemap::{Filter, Pagemap};
 use memfold_sys::region::{Area, Mapping};
-use memfold_testkit::{wait_for, wait_until};
+use memfold_testkit::{start_helper, wait_for, wait_until};
 use memfold_units::{ByteSize, PageCount};
 use memfold_vm::{RamBlock, RamLayout};
 use memfold_wire::library::{Order, Reply, VERSION};
@@ -351,25 +349,11 @@ fn after_a_run_of_ksm_was_killed_the_next_run_restores_the_original_ksm_settings
     let Some(controls) = controls() else { return };
     let state = tempfile::tempdir().unwrap();
     let before = controls.settings().unwrap();
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "helper_process_that_changes_the_ksm_settings_until_another_test_kills_it",
-            "--include-ignored",
-            "--nocapture",
-        ])
-        .env(ROLE, state.path())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let ready = BufReader::new(child.stdout.take().unwrap())
-        .lines()
-        .map(Result::unwrap)
-        .any(|line| line == "READY");
+    let test = "helper_process_that_changes_the_ksm_settings_until_another_test_kills_it";
+    let (mut child, _) = start_helper(test, ROLE, state.path());
     let during = controls.settings().unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(ready);
     assert_eq!(during.run, Some(1));
     assert_ne!(during, before);
     assert!(restore_leftover(state.path()).unwrap());

@@ -10,9 +10,9 @@
 //! children. The first of the two huge pages begins with ten pages of `common`; all other contents
 //! of the huge pages occur only there.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::os::fd::AsFd;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::Child;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use memfold_ledger::estimate::{
     EstimateError, EstimateReport, FileRun, KnownFile, Options, Pace, Range, Target, estimate,
 };
 use memfold_sys::region::{Area, Mapping};
-use memfold_testkit::bound;
+use memfold_testkit::{bound, start_helper};
 use memfold_units::PAGE_SIZE;
 use rustix::mm::Advice;
 
@@ -102,35 +102,14 @@ fn fill(area: Area, first: u64) {
 struct Actor {
     child: Child,
     start: u64,
-    _hold: ChildStdin,
 }
 
 impl Actor {
     fn start(number: u64) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "helper_process_whose_memory_the_other_tests_estimate",
-                "--include-ignored",
-                "--nocapture",
-            ])
-            .env(ROLE, number.to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let ready = BufReader::new(child.stdout.take().unwrap())
-            .lines()
-            .map(Result::unwrap)
-            .find(|line| line.starts_with("READY"))
-            .expect("the child ended early");
-        let start = ready.split(' ').nth(1).unwrap().parse().unwrap();
-        let hold = child.stdin.take().unwrap();
-        Self {
-            child,
-            start,
-            _hold: hold,
-        }
+        let test = "helper_process_whose_memory_the_other_tests_estimate";
+        let (child, start) = start_helper(test, ROLE, number.to_string());
+        let start = start.parse().unwrap();
+        Self { child, start }
     }
 
     fn target(&self, name: &str, domain: Option<&str>) -> Target {

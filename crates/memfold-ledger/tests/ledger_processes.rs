@@ -7,9 +7,9 @@
 //!   | private P | zero 512 | free 512 | store 4096: touched T, written 512 at the end | file 4096: 1024 touched |
 //! ```
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_ledger::{
@@ -18,7 +18,7 @@ use memfold_ledger::{
 };
 use memfold_store::StoreIdentity;
 use memfold_sys::region::Mapping;
-use memfold_testkit::{bound, wait_for};
+use memfold_testkit::{bound, start_helper, wait_for};
 use memfold_units::{ByteSize, Hva, PageCount, Pfn};
 use memfold_vm::{RamBlock, RamLayout};
 use rustix::mm::Advice;
@@ -90,41 +90,19 @@ fn helper_process_whose_memory_the_other_tests_count() {
 struct Actor {
     child: Child,
     layout: RamLayout,
-    _hold: ChildStdin,
 }
 
 impl Actor {
     fn start(store: &std::fs::File, private: u64, touched: u64, split: u64) -> Self {
         let path = format!("/proc/{}/fd/{}", std::process::id(), store.as_raw_fd());
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "helper_process_whose_memory_the_other_tests_count",
-                "--include-ignored",
-                "--nocapture",
-            ])
-            .env(ROLE, format!("{path} {private} {touched} {split}"))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let ready = BufReader::new(child.stdout.take().unwrap())
-            .lines()
-            .map(Result::unwrap)
-            .find(|line| line.starts_with("READY"))
-            .expect("the child ended early");
-        let words: Vec<u64> = ready
-            .split(' ')
-            .skip(1)
-            .map(|w| w.parse().unwrap())
-            .collect();
+        let (child, ready) = start_helper(
+            "helper_process_whose_memory_the_other_tests_count",
+            ROLE,
+            format!("{path} {private} {touched} {split}"),
+        );
+        let words: Vec<u64> = ready.split(' ').map(|w| w.parse().unwrap()).collect();
         let layout = RamLayout::one_block(Hva(words[0]), words[1]);
-        let hold = child.stdin.take().unwrap();
-        Self {
-            child,
-            layout,
-            _hold: hold,
-        }
+        Self { child, layout }
     }
 
     fn pid(&self) -> i32 {

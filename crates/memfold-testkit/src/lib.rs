@@ -1,5 +1,5 @@
 //! Helpers for memfold's tests: skipping tests and counting the skips, waiting with deadlines that
-//! adapt to the machine's speed, doses of repeated work, and an S3 server.
+//! adapt to the machine's speed, doses of repeated work, helper processes, and an S3 server.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -17,11 +17,13 @@
 //! | `MEMFOLD_REAL` | set: tests of the real ring fail where they would otherwise skip |
 
 mod dose;
+mod helper;
 mod s3;
 mod skip;
 mod wait;
 
 pub use dose::{dose, seconds};
+pub use helper::start_helper;
 pub use s3::S3Server;
 pub use skip::{report_skip, reports_skip};
 pub use wait::{bound, patience, slowness, wait_for, wait_until};
