@@ -31,6 +31,7 @@ mod networks;
 mod overlays;
 mod paths;
 mod privileges;
+mod program;
 mod proxy;
 mod pve;
 mod python;

@@ -12,17 +12,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// Returns a command for the program, without the caller's settings for memfold.
-pub fn program() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
-    for name in ["MEMFOLD_SOCKET", "MEMFOLD_STATE", "MEMFOLD_LOG"] {
-        command.env_remove(name);
-    }
-    // The configuration file of this host is not read either.
-    command.env("MEMFOLD_CONFIG", "/dev/null");
-    command.stdin(Stdio::null());
-    command
-}
+use crate::program::log;
+pub use crate::program::program;
 
 /// Finds a server that tests start: `name` in `directory` of the cache, where scripts/setup has put
 /// it, or in `PATH`. The server must succeed when it is asked for its `version`. `None`, with the
@@ -296,18 +287,6 @@ fn spawn_in(directory: &Path, more: &[String], mut command: Command, log: Stdio)
         .stderr(log)
         .spawn()
         .unwrap()
-}
-
-/// Returns the destination of daemons' logs: a file, if the environment names one for debugging.
-fn log() -> Stdio {
-    let Some(path) = std::env::var_os("MEMFOLD_TEST_LOG") else {
-        return Stdio::null();
-    };
-    let file = std::fs::File::options()
-        .append(true)
-        .create(true)
-        .open(path);
-    file.unwrap().into()
 }
 
 impl Drop for Daemon {

@@ -5,7 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Output};
 use std::time::Duration;
 
 use memfold_testkit::{dose, wait_until};
@@ -13,6 +13,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::injector::{Fault, Fired, Injector};
+use crate::program::{log, program};
 
 /// The time limit of these tests.
 pub const LIMIT: Duration = Duration::from_secs(180);
@@ -32,28 +33,6 @@ pub struct Daemon {
 /// first operations, and then at fewer and fewer.
 fn rounds() -> u64 {
     dose("MEMFOLD_FAULT_ROUNDS", 0)
-}
-
-pub fn memfold() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_memfold"));
-    for name in ["MEMFOLD_SOCKET", "MEMFOLD_STATE", "MEMFOLD_LOG"] {
-        command.env_remove(name);
-    }
-    command.env("MEMFOLD_CONFIG", "/dev/null");
-    command.stdin(Stdio::null());
-    command
-}
-
-/// Returns the destination of daemons' logs: a file, if the environment names one for debugging.
-fn log() -> Stdio {
-    let Some(path) = std::env::var_os("MEMFOLD_TEST_LOG") else {
-        return Stdio::null();
-    };
-    let file = std::fs::File::options()
-        .append(true)
-        .create(true)
-        .open(path);
-    file.unwrap().into()
 }
 
 impl Daemon {
@@ -93,7 +72,7 @@ impl Daemon {
     }
 
     fn spawn(place: &Path, injector: &Injector, more: &[String]) -> Child {
-        let mut command = memfold();
+        let mut command = program();
         command.arg("--socket").arg(place.join("s")).arg("serve");
         for (option, name) in [("--state", "state"), ("--snapshots", "snapshots")] {
             command.arg(option).arg(place.join(name));
@@ -146,7 +125,7 @@ impl Daemon {
     }
 
     pub fn run(&self, arguments: &[&str]) -> Output {
-        let mut command = memfold();
+        let mut command = program();
         let command = command.arg("--socket").arg(self.place().join("s"));
         command.args(arguments).output().unwrap()
     }

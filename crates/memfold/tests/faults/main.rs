@@ -12,6 +12,8 @@ mod injector;
 mod layers;
 mod marks;
 mod power;
+#[path = "../cli/program.rs"]
+mod program;
 mod random;
 mod recorded;
 mod registry;

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use crate::daemon::memfold;
 use crate::fake_node::FakeNode;
 use crate::injector::{Fault, Injector};
+use crate::program::program;
 
 #[test]
 fn a_mark_of_a_proxmox_vm_is_whole_and_on_the_disk_before_the_command_succeeds() {
@@ -21,7 +21,7 @@ fn a_mark_of_a_proxmox_vm_is_whole_and_on_the_disk_before_the_command_succeeds()
     for at in 1.. {
         let _ = fs::remove_dir_all(place.join("pve"));
         injector.arm(at, Fault::IO_ERROR);
-        let mut command = memfold();
+        let mut command = program();
         command.args(["--socket", "/nonexistent", "pve", "enable", "100"]);
         command.args(["--domain", "shop"]);
         command.envs(injector.environment());
