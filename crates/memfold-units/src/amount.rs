@@ -77,12 +77,6 @@ impl ByteSize {
     pub const fn pages(self) -> PageCount {
         PageCount(self.0 / PAGE_SIZE)
     }
-
-    /// Returns the amount in MiB, with its fraction.
-    #[must_use]
-    pub fn as_mib(self) -> f64 {
-        self.0 as f64 / f64::from(1 << 20)
-    }
 }
 
 impl fmt::Display for ByteSize {

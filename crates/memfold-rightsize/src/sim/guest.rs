@@ -184,14 +184,6 @@ impl ModelGuest {
         (self.size() - self.kernel() - self.anonymous - self.cache()).max(0.0)
     }
 
-    /// Memory that the guest cannot do without now: the truth that the controller estimates.
-    #[must_use]
-    pub fn true_need(&self) -> f64 {
-        let phase = self.phase();
-        let set = self.spec.workload.sets[phase.files].bytes;
-        self.kernel() + self.anonymous + self.swapped + set.min(self.ram)
-    }
-
     fn phase(&self) -> Phase {
         self.spec.workload.phases[self.phase]
     }
