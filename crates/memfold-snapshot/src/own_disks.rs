@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use memfold_host::progress::Progress;
 use memfold_vm::{DiskFormat, DiskSpec, QemuUser, VmSpec, own_files, qemu_user};
-use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, ioctl_ficlone};
 use rustix::io::Errno;
 
 use super::disk_chain::chain;
@@ -41,7 +41,9 @@ impl OwnDisks {
         for disk in spec.disks.iter().filter(|disk| disk.snapshot) {
             let files = chain_of(disk)?;
             let (merged, _) = split(&files, is_of_snapshot);
-            bytes += merged.iter().map(|file| used(file)).sum::<u64>();
+            // The first file is copied; what the others hold is written into the copy.
+            let copied = merged.iter().skip(usize::from(is_shared(&disk.path, place)));
+            bytes += copied.map(|file| used(file)).sum::<u64>();
         }
         // If the directory is missing, the copy of the first disk says so.
         if place.exists() {
@@ -120,6 +122,18 @@ fn chain_of(disk: &DiskSpec) -> Result<Vec<PathBuf>, SnapshotError> {
     }
 }
 
+/// Returns whether a copy of a file in a directory shares the file's blocks, so that it takes no
+/// space.
+fn is_shared(file: &Path, place: &Path) -> bool {
+    let clone = || -> io::Result<()> {
+        let from = File::open(file)?;
+        let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+        let to = rustix::fs::open(place, flags, Mode::RUSR | Mode::WUSR)?;
+        Ok(ioctl_ficlone(&to, &from)?)
+    };
+    clone().is_ok()
+}
+
 /// Copies a file to a new one ([`copy_data`]). The copy gets its name when `complete` has changed
 /// it. A killed daemon leaves a file that ends in `.part`, which is not used as a disk.
 fn copy(
@@ -184,6 +198,21 @@ fn write_alone(path: &Path) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_copy_takes_no_space_where_the_file_system_can_share_blocks() {
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let file = |name: &str| directory.path().join(name);
+        fs::write(file("saved"), vec![7; 1 << 20]).unwrap();
+        let mut cp = std::process::Command::new("cp");
+        let cp = cp.args(["--reflink=always".into(), file("saved"), file("copy")]);
+        let can_share = cp.output().unwrap().status.success();
+        assert_eq!(is_shared(&file("saved"), directory.path()), can_share);
+        assert!(!is_shared(&file("saved"), Path::new("/proc")));
+        // The attempt leaves nothing.
+        let _ = fs::remove_file(file("copy"));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
 
     #[test]
     fn a_disk_that_a_killed_restore_has_finished_is_not_overwritten_by_the_next_restore() {
