@@ -77,4 +77,5 @@ pub use keys::{KeyError, Keys, NamedKey};
 pub use manifest::{Keep, Manifest, SnapshotInfo};
 pub use memfold_host::progress::{Progress, Step};
 pub use parent::Parent;
+pub use room::free_above_reserve;
 pub use shelf::{DEFAULT_SHELF, Shelf};

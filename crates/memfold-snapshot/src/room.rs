@@ -1,6 +1,7 @@
 //! Checks that the host has room: for a fork, which begins at once and must not fail halfway, when
 //! the VM stands still; and for copies, which must leave free space for VMs' disks.
 
+use std::io;
 use std::path::Path;
 
 use memfold_units::{ByteSize, PAGE_SIZE};
@@ -72,9 +73,7 @@ fn missing(bytes: u64, (place, free): (&Path, u64), available: Option<u64>) -> O
 /// Checks that the file system of `place` has space for `bytes` bytes and for a reserve. Disks of
 /// VMs may be on the same file system, and QEMU stops a VM whose disk is full.
 pub(super) fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
-    let room = rustix::fs::statvfs(place).map_err(|error| error.to_string())?;
-    let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
-    let free = room.f_bavail * room.f_frsize;
+    let (free, reserve) = free_and_reserve(place).map_err(|error| error.to_string())?;
     if free >= bytes + reserve {
         return Ok(());
     }
@@ -82,6 +81,25 @@ pub(super) fn enough_room(place: &Path, bytes: u64) -> Result<(), String> {
     Err(format!(
         "No space left: {free} free, {needed} more needed, and {reserve} must stay free for VMs"
     ))
+}
+
+/// Returns how many bytes copies may take of the file system of `place`: its free bytes without the
+/// reserve for disks of VMs, which is 1 GiB, or a twentieth of the file system if that is less.
+///
+/// # Errors
+///
+/// That of `statvfs(3)`.
+pub fn free_above_reserve(place: &Path) -> io::Result<u64> {
+    let (free, reserve) = free_and_reserve(place)?;
+    Ok(free.saturating_sub(reserve))
+}
+
+/// Returns the number of free bytes of the file system of `place`, and how many of them copies must
+/// leave.
+fn free_and_reserve(place: &Path) -> io::Result<(u64, u64)> {
+    let room = rustix::fs::statvfs(place)?;
+    let reserve = MOST_RESERVE.min(room.f_blocks * room.f_frsize / 20);
+    Ok((room.f_bavail * room.f_frsize, reserve))
 }
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ pub enum TransferError {
     )]
     Arguments { name: String, arguments: String },
     #[error(
-        "snapshot '{name}' takes {needed}, and the file system of {path} has {available} free; free space there"
+        "snapshot '{name}' takes {needed}, and the file system of {path} has {available} free beyond its reserve for VMs; free space there"
     )]
     Space {
         name: String,

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use futures_util::{StreamExt, TryStreamExt, stream};
 use memfold_host::progress::Progress;
-use memfold_snapshot::{Draft, Manifest, Shelf, SnapshotError, portable};
+use memfold_snapshot::{Draft, Manifest, Shelf, SnapshotError, free_above_reserve, portable};
 use memfold_units::{ByteSize, PAGE_SIZE};
 use memfold_vm::Network;
 use rustix::fs::OFlags;
@@ -334,8 +334,7 @@ fn check_space(
             stored.min(file.entry.bytes).saturating_sub(there)
         })
         .sum();
-    let room = rustix::fs::statvfs(draft).map_err(|errno| files(draft)(errno.into()))?;
-    let available = room.f_bavail * room.f_frsize;
+    let available = free_above_reserve(draft).map_err(files(draft))?;
     if needed > available {
         return Err(TransferError::Space {
             name: request.name.clone(),
