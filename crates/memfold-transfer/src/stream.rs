@@ -287,10 +287,10 @@ impl StreamedSnapshot {
         &self.0.request
     }
 
-    /// Notes why the snapshot cannot be completed.
+    /// Notes why the snapshot cannot be completed now.
     pub fn note_trouble(&self, error: &TransferError) {
         let why = in_short(error);
-        let trouble = format!("{why}; fix the cause and restart the daemon");
+        let trouble = format!("{why}; fix the cause, the daemon tries again");
         self.0.state.lock().trouble = Some(trouble);
     }
 

@@ -14,7 +14,7 @@ use std::fmt::Write;
 use std::fs;
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -29,6 +29,7 @@ use memfold_vm::{MachineError, RamLayout, Vm, VmDirectory, VmSpec, qemu_user};
 use parking_lot::Mutex;
 use tracing::{debug, info, warn};
 
+use crate::backoff::LONGEST_WAIT;
 use crate::error::DaemonError;
 use crate::json_file::write_json;
 use crate::machine::Machine;
@@ -42,7 +43,8 @@ use crate::threads;
 /// How often VMs and fetches are looked after.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Pause before a snapshot that an earlier daemon was fetching is tried again.
+/// Pause before a snapshot that an earlier daemon was fetching is tried again, and the first pause
+/// before one that could not be completed is.
 const PAUSE: Duration = Duration::from_secs(5);
 
 /// How long a QEMU cannot be connected to before the log tells so.
@@ -92,7 +94,7 @@ impl Snapshots {
             let begun = written
                 .and_then(|()| stream.show())
                 .map_err(DaemonError::from)
-                .and_then(|()| self.begin_fetching(name, &stream));
+                .and_then(|()| self.begin_fetching(name, &stream, 0));
             begun.inspect_err(|_| {
                 // If the link stays, the next daemon removes it.
                 let _ = stream.hide();
@@ -162,24 +164,28 @@ impl Snapshots {
         )))
     }
 
-    /// Begins to fetch what is missing of a snapshot on a thread.
+    /// Begins to fetch what is missing of a snapshot on a thread. `failures`: how often the
+    /// snapshot could not be completed.
     fn begin_fetching(
         self: &Arc<Self>,
         name: &str,
         stream: &StreamedSnapshot,
+        failures: u32,
     ) -> Result<(), DaemonError> {
         let mut all = self.streams.snapshots.lock();
         all.insert(name.to_owned(), stream.clone());
         drop(all);
         let (this, stream, of_thread) = (Arc::clone(self), stream.clone(), name.to_owned());
-        let begun = threads::begin("stream", move || this.fetch(&of_thread, &stream));
+        let begun = threads::begin("stream", move || {
+            this.fetch(&of_thread, &stream, failures);
+        });
         begun.map_err(|_| {
             self.streams.snapshots.lock().remove(name);
             DaemonError::Internal("no thread to fetch the snapshot")
         })
     }
 
-    fn fetch(&self, name: &str, stream: &StreamedSnapshot) {
+    fn fetch(self: &Arc<Self>, name: &str, stream: &StreamedSnapshot, failures: u32) {
         let fetched = match self.below.snapshot_locks.begin(name) {
             Ok(progress) => stream.run(&self.below.snapshots, &progress),
             Err(error) => {
@@ -195,8 +201,9 @@ impl Snapshots {
                 warn!(
                     snapshot = name,
                     error = chain(&error),
-                    "cannot complete a snapshot whose parts have all been fetched; VMs run on; fix the cause and restart the daemon"
+                    "cannot complete a snapshot whose parts have all been fetched; VMs run on; retrying until it succeeds"
                 );
+                self.complete_later(name, stream, failures);
                 return;
             }
         }
@@ -205,6 +212,25 @@ impl Snapshots {
         if let Ok(path) = self.saved_request(name) {
             let _ = fs::remove_file(path);
         }
+    }
+
+    /// Tries again to complete a snapshot, after a pause that doubles with each failure: all parts
+    /// are read and compared with their hashes again.
+    fn complete_later(self: &Arc<Self>, name: &str, stream: &StreamedSnapshot, failures: u32) {
+        let Ok(path) = self.saved_request(name) else {
+            return;
+        };
+        let pause = PAUSE.saturating_mul(1 << failures.min(8)).min(LONGEST_WAIT);
+        let is_removed = || stream.is_stopped() || !path.exists();
+        if threads::wait_until(pause, LOOK, is_removed) {
+            return;
+        }
+        let saved = SavedRequest {
+            url: stream.url().to_owned(),
+            request: stream.request().clone(),
+            snapshot: stream.identity().clone(),
+        };
+        self.go_on_fetching(name, &saved, failures.saturating_add(1));
     }
 
     /// Ends the fetching of a snapshot, also for later daemons.
@@ -400,53 +426,73 @@ impl Snapshots {
 
     fn resume(self: &Arc<Self>, name: &str, saved: SavedRequest) -> io::Result<()> {
         let (this, name) = (Arc::clone(self), name.to_owned());
-        threads::begin("resume", move || {
-            let mut is_told = false;
-            loop {
-                let Ok(path) = this.saved_request(&name) else {
-                    return;
-                };
-                // The files of a draft are visible through a link.
-                let place = this.below.snapshots.root().join(&name);
-                let is_whole = fs::symlink_metadata(&place).is_ok_and(|facts| facts.is_dir());
-                if is_whole && this.below.snapshots.manifest(&name).is_ok() {
-                    // The earlier daemon ended right after the snapshot was complete.
-                    memfold_transfer::remove_kept(&place);
-                    let _ = fs::remove_file(&path);
-                }
-                // A removal of the snapshot removes the file, too.
-                if !path.exists() {
-                    return;
-                }
-                let begun = Remote::reopen(&saved.url).and_then(|remote| {
-                    let expected = Some(&saved.snapshot);
-                    StreamedSnapshot::begin(&this.below.snapshots, remote, &saved.request, expected)
-                });
-                let begun = begun.map_err(DaemonError::from).and_then(|stream| {
-                    // A removal holds this lock while it removes the file and stops the stream.
-                    let _starting = this.streams.starting.lock();
-                    if path.exists() {
-                        stream.show()?;
-                        this.begin_fetching(&name, &stream)?;
-                    }
-                    Ok(())
-                });
-                match begun {
-                    Ok(()) => return,
-                    Err(error) if !is_told => {
-                        is_told = true;
-                        warn!(
-                            snapshot = name,
-                            url = saved.url,
-                            error = chain(&error),
-                            "cannot go on fetching a snapshot; retrying until it succeeds"
-                        );
-                    }
-                    Err(_) => {}
-                }
-                std::thread::sleep(PAUSE);
+        threads::begin("resume", move || this.go_on_fetching(&name, &saved, 0))
+    }
+
+    /// Goes on fetching a snapshot that was begun. Tries until that is possible, or until the
+    /// snapshot is removed.
+    fn go_on_fetching(self: &Arc<Self>, name: &str, saved: &SavedRequest, failures: u32) {
+        let shelf = &self.below.snapshots;
+        let Ok(path) = self.saved_request(name) else {
+            return;
+        };
+        let mut is_told = false;
+        loop {
+            // The files of a draft are visible through a link.
+            let place = shelf.root().join(name);
+            let is_whole = fs::symlink_metadata(&place).is_ok_and(|facts| facts.is_dir());
+            if is_whole && shelf.manifest(name).is_ok() {
+                // The earlier attempt ended right after the snapshot was complete.
+                memfold_transfer::remove_kept(&place);
+                self.streams.snapshots.lock().remove(name);
+                let _ = fs::remove_file(&path);
             }
-        })
+            // A removal of the snapshot removes the file, too.
+            if !path.exists() {
+                return;
+            }
+            let begun = Remote::reopen(&saved.url).and_then(|remote| {
+                StreamedSnapshot::begin(shelf, remote, &saved.request, Some(&saved.snapshot))
+            });
+            let begun = begun.map_err(DaemonError::from).and_then(|stream| {
+                // A removal holds this lock while it removes the file and stops the stream.
+                let _starting = self.streams.starting.lock();
+                if path.exists() {
+                    stream.show()?;
+                    self.begin_fetching(name, &stream, failures)?;
+                }
+                Ok(())
+            });
+            let Err(error) = begun else { return };
+            self.show_again(name, &path);
+            if !is_told {
+                is_told = true;
+                warn!(
+                    snapshot = name,
+                    url = saved.url,
+                    error = chain(&error),
+                    "cannot go on fetching a snapshot; retrying until it succeeds"
+                );
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Makes the files of a snapshot visible again if VMs can be started from it, although it could
+    /// not be completed. `path`: its request.
+    fn show_again(&self, name: &str, path: &Path) {
+        let _starting = self.streams.starting.lock();
+        if !path.exists() || self.streamed(name).is_none() {
+            return;
+        }
+        let draft = self.below.snapshots.pull_draft(name);
+        if let Err(error) = draft.and_then(|draft| draft.show()) {
+            debug!(
+                snapshot = name,
+                error = chain(&error),
+                "files of the snapshot are not visible"
+            );
+        }
     }
 
     /// Brings VMs of the earlier daemon what is missing, and makes VMs that need nothing more

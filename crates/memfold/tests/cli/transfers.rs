@@ -192,6 +192,29 @@ fn a_killed_daemon_is_followed_by_one_that_goes_on_with_a_streamed_snapshot_whil
 }
 
 #[test]
+fn a_streamed_snapshot_that_cannot_be_completed_is_completed_when_the_cause_is_gone() {
+    let daemon = Daemon::start();
+    let (url, store) = save(&daemon);
+    succeeds(&daemon, &["snapshot", "push", "warm", &url]);
+    let aside = take_large_chunks(&store);
+    let stream = ["snapshot", "pull", "warm", &url, "--as", "copy", "--stream"];
+    succeeds(&daemon, &stream);
+    // The daemon removes files that are not the snapshot's, but no directories.
+    let obstacle = daemon.directory.path().join("snapshots/.copy.pull/other");
+    fs::create_dir(&obstacle).unwrap();
+    put_back(&store, &aside);
+    wait("the daemon reports that it tries again", || {
+        let why = problem(&daemon, "copy");
+        why.is_some_and(|why| why.as_str().unwrap_or("").contains("the daemon tries again"))
+    });
+    fs::remove_dir(&obstacle).unwrap();
+    wait("the snapshot is complete", || {
+        problem(&daemon, "copy") == Some(Value::Null)
+    });
+    assert!(ram(&daemon, "copy") == ram(&daemon, "warm"));
+}
+
+#[test]
 fn a_streamed_snapshot_that_is_removed_while_the_next_daemon_resumes_it_stays_removed() {
     let mut daemon = Daemon::start();
     let (url, store) = save(&daemon);
