@@ -22,10 +22,7 @@ fn equal_pages_are_folded_and_a_write_to_a_folded_page_makes_a_private_copy() {
     };
     bench.fill(1);
     let at = bench.publish(0, 64);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(0, 64, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(0, 64, at));
     bench.assert_holds(1, 0, 64);
     bench.area(5, 1).write(&[9]);
     assert_eq!(bench.wrong(1, 0, 64), [5]);
@@ -48,10 +45,7 @@ fn folding_stops_before_a_page_that_differs_and_the_page_keeps_its_bytes() {
     );
     assert_eq!(bench.wrong(1, 0, 64), [20]);
     // After this page, another run can be folded.
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(21, 43, at + 21)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(21, 43, at + 21));
     assert_eq!(bench.wrong(1, 0, 64), [20]);
 }
 
@@ -105,10 +99,7 @@ fn the_kernels_shared_huge_page_of_zeroes_stays_where_it_is() {
     // After a write, the huge page is the guest's own and is folded.
     huge.part(3, 1).write(&[9]);
     let at = bench.publish(first, HUGE);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(first, 512, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(first, 512, at));
     assert!(huge.part(0, 3).is_zero() && !huge.part(3, 1).is_zero());
 }
 
@@ -125,10 +116,7 @@ fn no_core_dump_contains_the_folded_pages_of_ram_that_qemu_keeps_out_of_core_dum
     bench.ok(&Order::AddRam { hva, pages, advice }, None);
     bench.fill(1);
     let at = bench.publish(0, 32);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(0, 32, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(0, 32, at));
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let start = format!("{hva:x}-");
     let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&start));
@@ -145,10 +133,7 @@ fn folded_pages_can_be_folded_again_or_unfolded_and_their_bytes_do_not_change() 
     };
     bench.fill(1);
     let at = bench.publish(0, 64);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(0, 64, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(0, 64, at));
     // The pages are no longer anonymous, so only write protection or a stop of the VM can freeze
     // them.
     assert_eq!(
@@ -161,19 +146,13 @@ fn folded_pages_can_be_folded_again_or_unfolded_and_their_bytes_do_not_change() 
         Outcome::Differs { folded: 0 }
     );
     let again = bench.publish(0, 64);
-    assert_eq!(
-        bench.fold(Freeze::WriteProtect, bench.run(0, 64, again)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::WriteProtect, bench.run(0, 64, again));
     bench.assert_holds(2, 0, 64);
     assert_eq!(bench.release(Freeze::Move, 0, 64), Outcome::Refused);
     assert_eq!(bench.release(Freeze::WriteProtect, 0, 64), Outcome::Done);
     bench.assert_holds(2, 0, 64);
     // The pages are anonymous again, so they can be moved again.
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(0, 64, again)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(0, 64, again));
     bench.assert_holds(2, 0, 64);
     let stats = bench.stats();
     assert_eq!(
@@ -195,18 +174,12 @@ fn folding_a_run_stops_before_a_part_that_was_folded_before_and_goes_on_behind_i
     };
     bench.fill(3);
     let at = bench.publish(0, 30);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(10, 10, at + 10)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(10, 10, at + 10));
     assert_eq!(
         bench.fold(Freeze::Move, bench.run(0, 30, at)),
         Outcome::Hole { folded: 10 }
     );
-    assert_eq!(
-        bench.fold(Freeze::WriteProtect, bench.run(0, 30, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::WriteProtect, bench.run(0, 30, at));
     bench.assert_holds(3, 0, 30);
 }
 
@@ -233,10 +206,7 @@ fn a_run_across_several_mappings_is_folded() {
         "the kernel merged them"
     );
     let at = bench.publish(0, 200);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(0, 200, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(0, 200, at));
     bench.assert_holds(1, 0, 200);
     assert_eq!(mappings_in(bench.area(0, 200)), 1);
 }
@@ -248,10 +218,7 @@ fn pages_that_were_folded_before_the_library_knew_their_ram_block_count_as_folde
     };
     bench.fill(1);
     let at = bench.publish(0, 64);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(8, 24, at + 8)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(8, 24, at + 8));
     bench.ok(&Order::RemoveRam { hva: bench.hva(0) }, None);
     bench.add_ram(64);
     // The run has pages of both kinds. It is moved up to the folded part, which only another way of
@@ -260,10 +227,7 @@ fn pages_that_were_folded_before_the_library_knew_their_ram_block_count_as_folde
         bench.fold(Freeze::Move, bench.run(0, 64, at)),
         Outcome::Hole { folded: 8 }
     );
-    assert_eq!(
-        bench.fold(Freeze::WriteProtect, bench.run(0, 64, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::WriteProtect, bench.run(0, 64, at));
     bench.assert_holds(1, 0, 64);
     assert_eq!(bench.release(Freeze::WriteProtect, 0, 64), Outcome::Done);
     assert_eq!(bench.stats().released_pages, 64);
@@ -287,10 +251,7 @@ fn after_the_guest_discards_pages_they_read_as_zeroes_whether_folded_or_not() {
     preload::install(bench.folder);
     bench.fill(1);
     let at = bench.publish(0, 64);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(8, 48, at + 8)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(8, 48, at + 8));
     // The test's program interposes the C library's `madvise`, as in QEMU.
     // SAFETY: the range is memory of this test.
     let result = unsafe {
@@ -316,10 +277,7 @@ fn after_the_guest_discards_pages_they_read_as_zeroes_whether_folded_or_not() {
     // These pages are anonymous again.
     bench.area(4, 16).write(&vec![5; 16 * 512]);
     let at = bench.publish(4, 16);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(4, 16, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(4, 16, at));
 }
 
 #[test]
@@ -368,7 +326,7 @@ fn while_writes_are_tracked_written_pages_are_reported_and_no_page_is_folded() {
     bench.fill(1);
     let at = bench.publish(0, 64);
     let run = |bench: &Bench| bench.run(0, 32, at);
-    assert_eq!(bench.fold(Freeze::Move, run(&bench)), Outcome::Done);
+    bench.assert_folds(Freeze::Move, run(&bench));
     // These pages have never been touched since.
     let hole = bench.area(900, 10);
     hole.advise(rustix::mm::Advice::LinuxDontNeed).unwrap();
@@ -406,10 +364,7 @@ fn while_writes_are_tracked_written_pages_are_reported_and_no_page_is_folded() {
     ));
     assert_eq!(bench.folder.execute(&Order::UntrackWrites, None), Reply::Ok);
     assert!(unwritten(&bench).is_empty());
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(32, 32, at + 32)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(32, 32, at + 32));
     // After a daemon's death, nothing is tracked.
     assert_eq!(bench.folder.execute(&Order::TrackWrites, None), Reply::Ok);
     bench.folder.disconnected();
@@ -471,10 +426,7 @@ fn pages_that_equal_the_snapshot_again_after_a_change_are_folded_back_to_its_fil
     bench
         .area(3, 2)
         .write(&[support::pattern(5, 3), support::pattern(5, 4)].concat());
-    assert_eq!(
-        bench.fold(Freeze::WriteProtect, bench.run(3, 2, 103)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::WriteProtect, bench.run(3, 2, 103));
     bench.assert_holds(5, 0, 16);
     assert_eq!(maps(), mappings);
     let beyond = Order::Map {

@@ -19,10 +19,7 @@ fn bench(monitor: Option<Monitor>) -> Option<(Bench, u64)> {
     let mut bench = Bench::with(Box::leak(Box::new(Folder::new(None, monitor))), 64, 1)?;
     bench.fill(1);
     let at = bench.publish(0, 64);
-    assert_eq!(
-        bench.fold(Freeze::Move, bench.run(0, 64, at)),
-        Outcome::Done
-    );
+    bench.assert_folds(Freeze::Move, bench.run(0, 64, at));
     bench.fill(2);
     let again = bench.publish(0, 64);
     Some((bench, again))
@@ -103,10 +100,10 @@ fn if_qemus_monitor_closes_the_connection_the_command_cont_is_repeated() {
         return;
     };
     qemu.hang_ups.store(3, Ordering::SeqCst);
-    assert_eq!(bench.fold(STOPPED, bench.run(0, 64, again)), Outcome::Done);
+    bench.assert_folds(STOPPED, bench.run(0, 64, again));
     assert!(qemu.running.load(Ordering::SeqCst));
     // The next pause works, too.
-    assert_eq!(bench.fold(STOPPED, bench.run(0, 64, again)), Outcome::Done);
+    bench.assert_folds(STOPPED, bench.run(0, 64, again));
 }
 
 #[test]

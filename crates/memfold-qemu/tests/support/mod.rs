@@ -151,6 +151,12 @@ impl Bench {
         }
     }
 
+    /// Folds a run, all of which must be folded.
+    #[track_caller]
+    pub fn assert_folds(&self, freeze: Freeze, run: FoldRun) {
+        assert_eq!(self.fold(freeze, run), Outcome::Done);
+    }
+
     pub fn release(&self, freeze: Freeze, page: u64, pages: u64) -> Outcome {
         let order = Order::Release {
             freeze,
