@@ -10,7 +10,7 @@ use memfold_fold::{Command, Owed, VmOwed};
 use memfold_testkit::wait_until;
 use memfold_wire::agent::{FromAgent, PfnRun};
 
-use super::harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
+use super::harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, two_vms, vm};
 
 pub fn owed(engine: &Running, look: bool, give_back: bool) -> Owed {
     let (answer, answered) = sync_channel(1);
@@ -35,13 +35,7 @@ fn braked(engine: &Running, why: Option<&str>) {
 
 #[test]
 fn folded_pages_count_as_debt_until_a_guest_writes_them() {
-    let domain = domain("owed");
-    let (mut a, mut b) = (Ram::new(), Ram::new());
-    a.fill(0, 256, 31);
-    b.fill(0, 256, 31);
-    let engine = Running::start();
-    engine.add(1, &domain, &a, true);
-    engine.add(2, &domain, &b, true);
+    let (mut a, mut b, engine) = two_vms("owed", 256, 31);
     assert_eq!(of(&owed(&engine, true, false), 1).folded_pages, 0);
     engine.cached(1, 1, "/f", 0, 256);
     engine.cached(2, 1, "/f", 0, 256);

@@ -359,6 +359,18 @@ pub fn folded(stats: &EngineStats, ids: &[VmId], pages: u64) -> bool {
         .all(|&id| vm(stats, id).matched_folded_pages == pages)
 }
 
+/// Starts an engine with VMs 1 and 2 of one trust domain, whose RAM begins with the same pages.
+pub fn two_vms(test: &str, pages: usize, seed: u64) -> (Ram, Ram, Running) {
+    let domain = domain(test);
+    let (mut a, mut b) = (Ram::new(), Ram::new());
+    a.fill(0, pages, seed);
+    b.fill(0, pages, seed);
+    let engine = Running::start();
+    engine.add(1, &domain, &a, true);
+    engine.add(2, &domain, &b, true);
+    (a, b, engine)
+}
+
 /// Returns a trust domain's name that is unique to the test, because adoption searches this process
 /// for stores by name.
 pub fn domain(test: &str) -> String {

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 
-use harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, vm};
+use harness::{PAGE, RAM_PAGES, Ram, Running, domain, folded, pattern, two_vms, vm};
 use memfold_fold::{Command, EngineSettings, EngineStats};
 use memfold_units::{ByteSize, Pfn};
 use memfold_vm::{RamBlock, RamSlot};
@@ -113,13 +113,7 @@ fn after_an_agent_reconnects_page_store_pages_of_its_earlier_session_are_freed()
 
 #[test]
 fn equal_files_under_different_paths_in_two_vms_are_detected_and_shared() {
-    let domain = domain("alias");
-    let (mut a, mut b) = (Ram::new(), Ram::new());
-    a.fill(0, 128, 5);
-    b.fill(0, 128, 5);
-    let engine = Running::start();
-    engine.add(1, &domain, &a, true);
-    engine.add(2, &domain, &b, true);
+    let (a, b, engine) = two_vms("alias", 128, 5);
     engine.cached(1, 1, "/usr/lib/libz.so", 0, 128);
     engine.cached(2, 1, "/opt/app/libz.so", 0, 128);
     let stats = engine.wait("both folded", |s| folded(s, &[1, 2], 128));
@@ -129,13 +123,7 @@ fn equal_files_under_different_paths_in_two_vms_are_detected_and_shared() {
 
 #[test]
 fn pages_that_a_guest_writes_are_unfolded_and_unused_page_store_pages_are_freed() {
-    let domain = domain("reclaim");
-    let (mut a, mut b) = (Ram::new(), Ram::new());
-    a.fill(0, 256, 6);
-    b.fill(0, 256, 6);
-    let engine = Running::start();
-    engine.add(1, &domain, &a, true);
-    engine.add(2, &domain, &b, true);
+    let (mut a, mut b, engine) = two_vms("reclaim", 256, 6);
     engine.cached(1, 1, "/f", 0, 256);
     engine.cached(2, 1, "/f", 0, 256);
     engine.wait("both folded", |s| folded(s, &[1, 2], 256));
@@ -237,13 +225,7 @@ fn pages_of_a_vm_with_direct_io_are_folded_a_second_time_only_while_it_is_paused
 
 #[test]
 fn a_vm_with_a_busy_qemu_monitor_is_folded_again_later_without_a_pause() {
-    let domain = domain("busy");
-    let (mut a, mut b) = (Ram::new(), Ram::new());
-    a.fill(0, 64, 10);
-    b.fill(0, 64, 10);
-    let engine = Running::start();
-    engine.add(1, &domain, &a, true);
-    engine.add(2, &domain, &b, true);
+    let (mut a, mut b, engine) = two_vms("busy", 64, 10);
     engine.cached(1, 1, "/f", 0, 64);
     engine.cached(2, 1, "/f", 0, 64);
     engine.wait("both folded", |s| folded(s, &[1, 2], 64));
@@ -468,13 +450,7 @@ fn an_agent_that_sends_false_hints_uses_up_only_its_own_cpu_budget() {
 
 #[test]
 fn while_a_save_holds_a_vm_the_vm_is_not_folded() {
-    let domain = domain("held");
-    let (mut a, mut b) = (Ram::new(), Ram::new());
-    a.fill(0, 64, 15);
-    b.fill(0, 64, 15);
-    let engine = Running::start();
-    engine.add(1, &domain, &a, true);
-    engine.add(2, &domain, &b, true);
+    let (_a, _b, engine) = two_vms("held", 64, 15);
     let (answer, answered) = sync_channel(1);
     engine.commands.send(Command::Track(1, answer)).unwrap();
     answered.recv().unwrap().unwrap();
