@@ -107,14 +107,13 @@ fn add_file(
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::io::{BufRead as _, BufReader, Write as _};
-    use std::os::unix::net::UnixListener;
     use std::time::Duration;
 
     use memfold_units::ByteSize;
     use memfold_vm::DiskSpec;
 
     use super::*;
+    use crate::fake_monitor;
     use crate::manifest::{BackingFile, SavedDisk, tests::manifest};
 
     /// Switches one disk to its file in a simulated QEMU, and returns the commands that QEMU got.
@@ -124,36 +123,20 @@ mod tests {
         let place = directory.path().join("warm");
         fs::create_dir(&place).unwrap();
         fs::write(place.join("disk0.raw"), "").unwrap();
-        let listener = UnixListener::bind(directory.path().join("qmp")).unwrap();
-        let server = std::thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let version = json!({ "qemu": { "major": 10, "minor": 0, "micro": 2 }, "package": "" });
-            let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
-            writeln!(stream, "{greeting}").unwrap();
-            let mut commands = Vec::new();
-            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
-                let line: Value = serde_json::from_str(&line.unwrap()).unwrap();
-                let command = line["execute"].as_str().unwrap().to_owned();
-                let base = json!({ "node-name": "base0", "drv": "raw" });
-                let result = match &*command {
-                    "query-named-block-nodes" => {
-                        json!([base, { "node-name": "file0", "drv": "nbd" }])
-                    }
-                    "add-fd" => json!({ "fdset-id": 4, "fd": 9 }),
-                    _ => json!({}),
-                };
-                let error = json!({ "class": "GenericError", "desc": "no" });
-                let answer = if command == refuses {
-                    json!({ "error": error, "id": line["id"] })
-                } else {
-                    json!({ "return": result, "id": line["id"] })
-                };
-                writeln!(stream, "{answer}").unwrap();
-                commands.push(command);
+        let socket = directory.path().join("qmp");
+        let server = fake_monitor::serve(&socket, move |command| {
+            if command == refuses {
+                return Some(json!({ "error": { "class": "GenericError", "desc": "no" } }));
             }
-            commands
+            let base = json!({ "node-name": "base0", "drv": "raw" });
+            let result = match command {
+                "query-named-block-nodes" => json!([base, { "node-name": "file0", "drv": "nbd" }]),
+                "add-fd" => json!({ "fdset-id": 4, "fd": 9 }),
+                _ => json!({}),
+            };
+            Some(json!({ "return": result }))
         });
-        let mut qmp = Qmp::connect(&directory.path().join("qmp"), Duration::from_secs(10)).unwrap();
+        let mut qmp = Qmp::connect(&socket, Duration::from_secs(10)).unwrap();
         let mut spec = VmSpec::new("web", ByteSize::mib(64));
         spec.user = Some("nobody".into());
         spec.disks = vec![DiskSpec::new("disk0.raw")];

@@ -171,33 +171,22 @@ pub(super) fn check_memory(spec: &VmSpec, qmp: &mut Qmp) -> Result<(), SnapshotE
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fake_monitor;
     use memfold_units::ByteSize;
     use memfold_vm::DiskSpec;
 
     #[test]
     fn a_vm_that_is_stopped_for_a_moment_is_waited_for() {
-        use std::io::{BufRead as _, BufReader, Write as _};
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("qmp");
-        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        let server = std::thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let version = json!({ "qemu": { "major": 10, "minor": 0, "micro": 2 }, "package": "" });
-            let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
-            writeln!(stream, "{greeting}").unwrap();
-            let mut states = ["none", "paused", "paused", "running"].iter();
-            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
-                let line: Value = serde_json::from_str(&line.unwrap()).unwrap();
-                let state = json!({ "status": states.next().unwrap() });
-                let answer = json!({ "return": state, "id": line["id"] });
-                writeln!(stream, "{answer}").unwrap();
-            }
-            states.count()
+        let mut states = ["none", "paused", "paused", "running"].into_iter();
+        let server = fake_monitor::serve(&path, move |_| {
+            Some(json!({ "return": { "status": states.next().unwrap() } }))
         });
         let mut qmp = Qmp::connect(&path, Duration::from_secs(10)).unwrap();
         wait_while_paused(&mut qmp).unwrap();
         drop(qmp);
-        assert_eq!(server.join().unwrap(), 0, "it was not waited for");
+        assert_eq!(server.join().unwrap().len(), 4, "it was not waited for");
     }
 
     #[test]

@@ -24,6 +24,8 @@ mod disk_copy;
 pub mod draft;
 pub mod encryption;
 mod error;
+#[cfg(test)]
+mod fake_monitor;
 pub mod fetched_disks;
 mod file_facts;
 pub mod free;

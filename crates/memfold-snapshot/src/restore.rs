@@ -609,6 +609,7 @@ mod tests {
 
     use super::super::manifest::{Packed, tests::manifest};
     use super::*;
+    use crate::fake_monitor;
 
     #[test]
     fn pieces_of_a_ram_block_cover_it_once_and_name_the_file_that_holds_each_page() {
@@ -654,25 +655,10 @@ mod tests {
 
     #[test]
     fn if_qemu_does_not_resume_a_restored_vm_in_time_the_error_says_so_and_names_the_limit() {
-        use std::io::{BufRead as _, BufReader, Write as _};
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("qmp");
-        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        let server = std::thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let version = json!({ "qemu": { "major": 10, "minor": 0, "micro": 2 }, "package": "" });
-            let greeting = json!({ "QMP": { "version": version, "capabilities": [] } });
-            writeln!(stream, "{greeting}").unwrap();
-            let mut asked = Vec::new();
-            for line in BufReader::new(stream.try_clone().unwrap()).lines() {
-                let line: serde_json::Value = serde_json::from_str(&line.unwrap()).unwrap();
-                if asked.is_empty() {
-                    let answer = json!({ "return": {}, "id": line["id"] });
-                    writeln!(stream, "{answer}").unwrap();
-                }
-                asked.push(line["execute"].as_str().unwrap().to_owned());
-            }
-            asked
+        let server = fake_monitor::serve(&path, |command| {
+            (command == "qmp_capabilities").then(|| json!({ "return": {} }))
         });
         let mut qmp = Qmp::connect(&path, Duration::from_secs(10)).unwrap();
         let told = resume(&mut qmp, Duration::from_millis(50)).unwrap_err();
