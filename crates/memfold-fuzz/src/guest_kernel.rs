@@ -181,7 +181,10 @@ pub fn memory(data: &[u8]) -> u64 {
     let has_all = parse::has_all_of_vmstat;
     let at_end = has_all(data);
     // Only whole lines count, and once they suffice, more of the file changes nothing.
-    let whole = data.iter().rposition(|b| *b == b'\n').map_or(0, |end| end + 1);
+    let whole = data
+        .iter()
+        .rposition(|b| *b == b'\n')
+        .map_or(0, |end| end + 1);
     assert_eq!(has_all(&data[..whole]), at_end);
     assert!(!at_end || has_all(&[data, &b"more"[..]].concat()));
     found |= u64::from(at_end) << 9;

@@ -42,7 +42,9 @@ impl OwnDisks {
             let files = chain_of(disk)?;
             let (merged, _) = split(&files, is_of_snapshot);
             // The first file is copied; what the others hold is written into the copy.
-            let copied = merged.iter().skip(usize::from(is_shared(&disk.path, place)));
+            let copied = merged
+                .iter()
+                .skip(usize::from(is_shared(&disk.path, place)));
             bytes += copied.map(|file| used(file)).sum::<u64>();
         }
         // If the directory is missing, the copy of the first disk says so.

@@ -326,7 +326,9 @@ impl Remote {
         };
         let of_chunks = (0..=u8::MAX).map(|first| self.chunks().child(format!("{first:02x}")));
         let others = [self.indexes(), self.firsts(), self.path("signatures")];
-        let directories = of_chunks.chain(others).map(|place| LocalStore::file(&place));
+        let directories = of_chunks
+            .chain(others)
+            .map(|place| LocalStore::file(&place));
         let directories: Vec<_> = directories.collect::<Result<_, _>>()?;
         on_blocking_thread(move || local.remove_parts(&directories, before)).await
     }

@@ -27,7 +27,9 @@ pub enum AgentError {
     NoSession(String),
     #[error("the agent in the guest disconnected while the command ran")]
     Lost,
-    #[error("the command in the guest took longer than its time limit of {seconds} s and was killed")]
+    #[error(
+        "the command in the guest took longer than its time limit of {seconds} s and was killed"
+    )]
     Timeout { seconds: f64 },
     #[error("the command in the guest printed more than {} MiB and was killed", MAX_OUTPUT >> 20)]
     TooMuchOutput,

@@ -14,8 +14,8 @@ use super::layout::{Layout, first_word};
 /// Time between two touches.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// Touches that a thread does at least: on a machine that is busy with other programs, the thread may
-/// get its first turn when the time is over.
+/// Touches that a thread does at least: on a machine that is busy with other programs, the thread
+/// may get its first turn when the time is over.
 const LEAST: usize = 2 * KINDS.len();
 
 /// A touch that took less is not corrected by the time for which the thread waited for a CPU.
@@ -67,7 +67,8 @@ impl CpuWait {
 }
 
 impl Touches {
-    /// Touches memory until `stop` is set, but each kind at least twice. Each write writes the word that is there already.
+    /// Touches memory until `stop` is set, but each kind at least twice. Each write writes the word
+    /// that is there already.
     pub fn until(stop: &AtomicBool, area: Area, layout: Layout) -> io::Result<Self> {
         // Multiples of a prime: the places are spread over all memory, and none comes twice before
         // all have had their turn.

@@ -205,7 +205,11 @@ fn a_streamed_snapshot_that_cannot_be_completed_is_completed_when_the_cause_is_g
     put_back(&store, &aside);
     wait("the daemon reports that it tries again", || {
         let why = problem(&daemon, "copy");
-        why.is_some_and(|why| why.as_str().unwrap_or("").contains("the daemon tries again"))
+        why.is_some_and(|why| {
+            why.as_str()
+                .unwrap_or("")
+                .contains("the daemon tries again")
+        })
     });
     fs::remove_dir(&obstacle).unwrap();
     wait("the snapshot is complete", || {

@@ -17,8 +17,9 @@ const VM: &str = "failing";
 /// Maximum that the operator sets, so that right-sizing moves the balloon.
 const MAXIMUM: ByteSize = ByteSize(MEMORY.0 / 4 * 3);
 
-/// Stops the agent in a few seconds, and lets it go on half a minute later. The commands have a unit
-/// of their own: a signal to the agent's unit reaches the processes that the agent has started, too.
+/// Stops the agent in a few seconds, and lets it go on half a minute later. The commands have a
+/// unit of their own: a signal to the agent's unit reaches the processes that the agent has
+/// started, too.
 const FREEZE: &str = "systemd-run -q sh -c 'sleep 5; systemctl kill -s STOP memfold-agent; \
     sleep 30; systemctl kill -s CONT memfold-agent'";
 const KILL: &str = "systemd-run -q sh -c 'sleep 5; systemctl kill -s KILL memfold-agent'";
@@ -50,7 +51,8 @@ fn a_vm_keeps_its_size_if_its_agent_its_balloon_driver_or_its_clock_fails_and_wo
     lab.exec(VM, KILL, LONG).unwrap();
     wait_until("the agent was killed and runs again", LONG, || {
         // A command fails while the agent starts.
-        lab.exec(VM, RESTARTS, LONG).is_ok_and(|now| now != restarts)
+        lab.exec(VM, RESTARTS, LONG)
+            .is_ok_and(|now| now != restarts)
     });
     wait_known(&lab, VM);
     assert_eq!(size(&lab, VM), MEMORY);
