@@ -551,7 +551,7 @@ mod tests {
         };
         assert_eq!(endless(&copying(59)), None);
         let why = endless(&copying(60)).unwrap();
-        for word in ["guest writes faster", "64 MiB left", "60 s"] {
+        for word in ["guest writes faster", "64.0 MiB left", "60 s"] {
             assert!(why.contains(word), "{why}");
         }
     }
