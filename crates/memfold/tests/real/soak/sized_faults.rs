@@ -6,6 +6,7 @@ use std::time::Duration;
 use memfold_api::{RightsizeMode, Sizing};
 use memfold_fold::EngineSettings;
 use memfold_lab::{DiskMode, Lab};
+use memfold_ledger::GuestMemorySource;
 use memfold_testkit::wait_until;
 use memfold_units::ByteSize;
 
@@ -27,6 +28,13 @@ const KILL: &str = "systemd-run -q sh -c 'sleep 5; systemctl kill -s KILL memfol
 /// Prints how often the agent was started again after it had ended.
 const RESTARTS: &str = "systemctl show -P NRestarts memfold-agent";
 
+/// Returns who reported the guest's newest memory figures.
+fn source(lab: &Lab) -> Option<GuestMemorySource> {
+    let vms = lab.report().unwrap().ledger.vms;
+    let vm = vms.into_iter().find(|vm| vm.name == VM)?;
+    vm.guest.map(|guest| guest.source)
+}
+
 #[test]
 fn a_vm_keeps_its_size_if_its_agent_its_balloon_driver_or_its_clock_fails_and_words_say_so() {
     let Some(_turn) = support::turn_beside() else {
@@ -43,8 +51,13 @@ fn a_vm_keeps_its_size_if_its_agent_its_balloon_driver_or_its_clock_fails_and_wo
 
     // An agent that stands still, and one that is killed.
     lab.exec(VM, FREEZE, LONG).unwrap();
-    wait_reason(&lab, VM, "has not reported");
+    wait_until("the balloon driver reports instead", LONG, || {
+        source(&lab) == Some(GuestMemorySource::Balloon)
+    });
     assert_eq!(size(&lab, VM), MEMORY);
+    wait_until("the agent reports again", LONG, || {
+        source(&lab) == Some(GuestMemorySource::Agent)
+    });
     wait_known(&lab, VM);
     lab.daemon().vms().wait_agent(VM, BOOT).unwrap();
     let restarts = lab.exec(VM, RESTARTS, LONG).unwrap();
