@@ -397,11 +397,12 @@ fn turn(
     if let Some(host) = visitor.and_then(|visitor| visitor.host.as_deref()) {
         let own = access.turns_of(host).try_acquire_owned();
         taken.push(own.map_err(|_| {
-            busy(refusal_with_hint(
+            let refusal = refusal_with_hint(
                 StatusCode::SERVICE_UNAVAILABLE,
                 &format!("host '{host}' already has {OF_ONE_HOST} requests under way"),
                 &format!("find out whether another program uses the host's token; 'memfold host add {host}' replaces the token"),
-            ))
+            );
+            Box::new(busy(refusal))
         })?);
     }
     let turns = if visitor.is_some_and(|visitor| visitor.role == Role::Host) {
@@ -411,15 +412,16 @@ fn turn(
     };
     let turn = turns.clone().try_acquire_owned();
     let many = "too many requests at once";
-    taken.push(turn.map_err(|_| busy(refusal(StatusCode::SERVICE_UNAVAILABLE, many)))?);
+    let refused = || Box::new(busy(refusal(StatusCode::SERVICE_UNAVAILABLE, many)));
+    taken.push(turn.map_err(|_| refused())?);
     Ok(taken)
 }
 
 /// Adds to a refusal that the client may try again after a second.
-fn busy(mut refusal: Response) -> Box<Response> {
+fn busy(mut refusal: Response) -> Response {
     let headers = refusal.headers_mut();
     headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
-    Box::new(refusal)
+    refusal
 }
 
 /// Reads a request's body into memory, with limits of length and time.
