@@ -400,7 +400,7 @@ fn turn(
             let refusal = refusal_with_hint(
                 StatusCode::SERVICE_UNAVAILABLE,
                 &format!("host '{host}' already has {OF_ONE_HOST} requests under way"),
-                &format!("find out whether another program uses the host's token; 'memfold host add {host}' replaces the token"),
+                &format!("the registry's disk may be slow; if it is not, find out whether another program uses the host's token ('memfold host add {host}' replaces it)"),
             );
             Box::new(busy(refusal))
         })?);
