@@ -16,6 +16,7 @@ use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use memfold_api::Role;
+use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{Semaphore, watch};
@@ -114,7 +115,13 @@ pub(crate) async fn accept_tcp(
         // This timeout also ends a connection whose receive window stays closed
         // (`TCP_USER_TIMEOUT`, tcp(7)).
         let most_ms = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
-        if rustix::net::sockopt::set_tcp_user_timeout(&stream, most_ms).is_err() {
+        // Keepalive ends a connection that carries no data and whose client is gone, such as that of
+        // a console.
+        let limited = sockopt::set_tcp_user_timeout(&stream, most_ms)
+            .and_then(|()| sockopt::set_tcp_keepidle(&stream, UNREAD_TIME))
+            .and_then(|()| sockopt::set_tcp_keepintvl(&stream, HEAD_TIME))
+            .and_then(|()| sockopt::set_socket_keepalive(&stream, true));
+        if limited.is_err() {
             continue;
         }
         let (router, ending) = (router.clone(), ending.clone());
