@@ -448,8 +448,7 @@ impl Leases {
         let ttl = lease_ttl(lease.durability, lease.bytes_to_copy());
         let keep = || self.keep(held.iter().map(|lease| lease.id), ttl, false);
         // The caller may have waited for other lenders of the disk before.
-        keep();
-        let mut renewed = Instant::now();
+        let mut renewed: Option<Instant> = None;
         loop {
             match self.registry.endpoint(lease.id, &lease.borrower) {
                 Ok(Some(endpoint)) => {
@@ -465,8 +464,8 @@ impl Leases {
                     return Err(failed("has not exported the offered memory in time"));
                 }
                 Ok(None) => {
-                    if renewed.elapsed() >= RENEW {
-                        renewed = Instant::now();
+                    if renewed.is_none_or(|renewed| renewed.elapsed() >= RENEW) {
+                        renewed = Some(Instant::now());
                         keep();
                         if self.silent_lenders(SILENT).contains(lender) {
                             return Err(failed("does not report to the registry"));
