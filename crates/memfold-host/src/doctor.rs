@@ -340,7 +340,7 @@ fn kvm(verdict: &KvmVerdict) -> Check {
         KvmVerdict::Untried { why } => warn(
             "KVM",
             format!("KVM not tried: {why}; VMs run under TCG, slowly"),
-            "call doctor as root in a shell if only root can read the kernel, or if the daemon says this: its unit hides /lib/modules, and it uses that result; or memfold demo, which builds a guest image to try KVM with (package memfold-bench); in a checkout: make setup",
+            "run 'memfold doctor' as root in a shell, with the daemon's --state: only root may be able to read the kernel, and the daemon's unit hides /lib/modules; the daemon uses doctor's result. Or run memfold demo, which builds a guest image to try KVM with (package memfold-bench); in a checkout: make setup",
         ),
         KvmVerdict::Unusable { why } => {
             let mut fix = if why.contains("Permission denied") {
