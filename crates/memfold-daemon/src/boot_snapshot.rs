@@ -23,10 +23,13 @@ pub(crate) fn find(directory: &Shelf, machine: &Machine) {
         machine.set_boot_snapshot(match of(directory, machine) {
             Ok(_) => BootSnapshot::Ready,
             Err(_) if boot_work::is_marked(machine, VmDirectory::boot_snapshot_pending) => {
-                warn!(
+                if !boot_work::is_marked(machine, VmDirectory::boot_snapshot_told) {
+                    boot_work::mark(machine, VmDirectory::boot_snapshot_told);
+                    warn!(
                     vm = machine.name(),
                     "boot snapshot of the VM not saved, because the daemon ended while the guest booted; start the VM again to save one"
                 );
+                }
                 let why = "the daemon ended while the guest booted; start the VM again to save one";
                 BootSnapshot::Failed(why.into())
             }

@@ -160,6 +160,8 @@ impl VmDirectory {
         segments_pending = "segments-pending";
         /// Marker that exists until the VM's boot snapshot was saved, or could not be saved.
         boot_snapshot_pending = "boot-snapshot-pending";
+        /// Marker that exists once the log has said that the boot snapshot was not saved.
+        boot_snapshot_told = "boot-snapshot-told";
         /// Marker that exists until the restore of the VM is complete.
         incoming = "incoming";
         /// Name of the snapshot that is still being fetched, from which the VM runs.
