@@ -115,8 +115,8 @@ pub(crate) async fn accept_tcp(
         // This timeout also ends a connection whose receive window stays closed
         // (`TCP_USER_TIMEOUT`, tcp(7)).
         let most_ms = u32::try_from(UNREAD_TIME.as_millis()).unwrap_or(u32::MAX);
-        // Keepalive ends a connection that carries no data and whose client is gone, such as that of
-        // a console.
+        // Keepalive ends a connection that carries no data and whose client is gone, such as that
+        // of a console.
         let limited = sockopt::set_tcp_user_timeout(&stream, most_ms)
             .and_then(|()| sockopt::set_tcp_keepidle(&stream, UNREAD_TIME))
             .and_then(|()| sockopt::set_tcp_keepintvl(&stream, HEAD_TIME))

@@ -27,8 +27,8 @@ const TCP_REQUESTS: usize = 32;
 const HOST_REQUESTS: usize = 64;
 
 /// Largest number of concurrent requests with the token of one host, so that one host cannot keep
-/// the others from the registry. A host sends requests for each of its VMs on lent RAM every second,
-/// and all of them wait while the registry's disk is slow.
+/// the others from the registry. A host sends requests for each of its VMs on lent RAM every
+/// second, and all of them wait while the registry's disk is slow.
 pub(super) const OF_ONE_HOST: usize = 48;
 
 /// State shared by all endpoints of a daemon.
