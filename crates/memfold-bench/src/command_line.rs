@@ -194,6 +194,7 @@ fn self_test(arguments: &SelfTestArguments) -> anyhow::Result<bool> {
     if !report.compare.is_empty() {
         return report::print_comparison(report, output);
     }
+    output.check()?;
     match &report.report {
         Some(file) => report::run(report, file, output),
         None => prove(output),
@@ -237,6 +238,7 @@ fn run(name: Name, arguments: &Arguments) -> anyhow::Result<()> {
         options.memory.is_none() || matches!(name, Name::Snapshots | Name::Fork),
         "the study '{title}' has its sizes of VMs: --memory is for 'snapshots' and 'fork'"
     );
+    arguments.output.check()?;
     let boots_vms = match name {
         Name::Fold => false,
         Name::Mappings => options.is_wanted(mappings::NEIGHBOURS),

@@ -22,7 +22,6 @@ mod private;
 mod room;
 mod two_guests;
 
-use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -45,7 +44,7 @@ use self::private::Private;
 use self::room::FreeRoom;
 use crate::host::check_host;
 use crate::images;
-use crate::output::Output;
+use crate::output::{Output, check_writable};
 use crate::record;
 use crate::selftest::GUESTS;
 
@@ -137,9 +136,7 @@ pub fn run(arguments: &Arguments, file: &Path, output: &Output) -> anyhow::Resul
         known.keys().cloned().collect::<Vec<_>>().join(", ")
     );
     let kvm = HostFacts::probe(DEFAULT_STATE.as_ref()).kvm.is_usable();
-    // Whether the report can be written is tried now. A report that is there is kept until the end.
-    let appended = OpenOptions::new().create(true).append(true).open(file);
-    appended.with_context(|| format!("cannot write {}", file.display()))?;
+    check_writable(file)?;
     let session = Session::new(arguments, if kvm { Dose::Full } else { Dose::Small })?;
     let kernels = images.iter().filter_map(|image| known.get(image));
     let kernels: Vec<String> = kernels.map(|image| image.kernel_version.clone()).collect();
