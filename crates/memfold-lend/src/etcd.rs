@@ -146,7 +146,8 @@ impl Registry for EtcdRegistry {
                 Some(last) => (last.value, last.revision),
                 None => (first, 0),
             };
-            let id = last + 1;
+            let next = LeaseId::after(last);
+            let LeaseId(id) = next.map_err(|error| self.unusable(error.to_string()))?;
             account.value.leases.insert(id, want.bytes);
             let account_key = self.account_key(&view.lender.host);
             let what = What {

@@ -597,6 +597,32 @@ fn after_a_registry_reboot_leases_hold_with_time_to_copy_and_their_numbers_are_n
 }
 
 #[test]
+fn a_registry_restored_from_a_backup_does_not_use_the_numbers_of_newer_leases_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let clock = Arc::new(AtomicI64::new(1));
+    let [path, backup] = ["registry.db", "backup.db"].map(|name| directory.path().join(name));
+    let registry = sqlite_in(directory.path(), &clock);
+    offer(&registry, "a", 1, 100);
+    let kept = take(&registry, 1).unwrap().id;
+    drop(registry);
+    std::fs::copy(&path, &backup).unwrap();
+    let take_five = || {
+        let registry = sqlite_in(directory.path(), &clock);
+        [(); 5].map(|()| take(&registry, 1).unwrap().id)
+    };
+    let before = take_five();
+    assert!(before.is_sorted() && before[0] > kept, "{before:?}");
+    std::fs::copy(&backup, &path).unwrap();
+    let after = take_five();
+    // The lender may still export the newer leases, which this registry does not know.
+    assert!(
+        after.iter().all(|id| !before.contains(id)),
+        "{before:?} {after:?}"
+    );
+    assert!(after.is_sorted() && after[0] > kept, "{after:?}");
+}
+
+#[test]
 fn a_lender_is_forgotten_after_30_silent_days_unless_a_lease_of_it_is_still_renewed() {
     let directory = tempfile::tempdir().unwrap();
     let clock = Arc::new(AtomicI64::new(1));

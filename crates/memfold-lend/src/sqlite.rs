@@ -251,6 +251,14 @@ impl Now<'_> {
         self.find(id, &lender.host, |lease| lease.lender == *lender)
     }
 
+    /// Returns the number for the next lease. `SQLite` keeps the largest number so far, also of
+    /// leases that were deleted (`AUTOINCREMENT`).
+    fn next_id(&self) -> Result<LeaseId, Failure> {
+        let last = "SELECT COALESCE(MAX(seq), 0) FROM sqlite_sequence WHERE name = 'leases'";
+        let last = self.sql.query_row(last, [], |row| number(row, 0))?;
+        Ok(LeaseId::after(last)?)
+    }
+
     /// Returns how many leases a borrower holds, and has not released.
     fn held_by(&self, borrower: &str) -> rusqlite::Result<usize> {
         let query = "SELECT COUNT(*) FROM leases WHERE borrower = ?1 AND state <> ?2";
@@ -419,9 +427,11 @@ impl Registry for SqliteRegistry {
             let counts = now.leases_of_lenders()?;
             let leases = |view: &LenderView| counts.get(&view.lender.host).copied().unwrap_or(0);
             let lender = want.choose(now.lenders()?, |view| view, leases)?.lender;
+            let id = now.next_id()?;
             now.change(
-                "INSERT INTO leases (host, incarnation, borrower, vm, bytes, state, expires_ms, durability, disk_bytes) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)",
+                "INSERT INTO leases (id, host, incarnation, borrower, vm, bytes, state, expires_ms, durability, disk_bytes) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)",
                 params![
+                    stored(id.0),
                     lender.host,
                     stored(lender.incarnation.0),
                     want.borrower,
@@ -433,8 +443,7 @@ impl Registry for SqliteRegistry {
                     stored(want.disk_bytes)
                 ],
             )?;
-            let id = u64::try_from(now.sql.last_insert_rowid()).unwrap_or(0);
-            now.of_borrower(LeaseId(id), &want.borrower)
+            now.of_borrower(id, &want.borrower)
         })
     }
 
