@@ -562,6 +562,25 @@ fn if_the_registry_loses_a_lease_the_lender_keeps_the_lent_memory_until_the_dead
 }
 
 #[test]
+fn a_renewal_that_a_restored_registry_has_lost_ends_no_export_before_its_deadline() {
+    let directory = tempfile::tempdir().unwrap();
+    let Some((registry, mut work)) = work(directory.path()) else {
+        return;
+    };
+    let lease = take(&registry);
+    look_until_exported(&registry, &mut work, lease.id);
+    // The registry's data now says that the lease has expired, as a backup does.
+    registry.renew(lease.id, "b", Duration::ZERO).unwrap();
+    work.keep_up().unwrap();
+    assert!(work.exports.contains_key(&lease.id));
+    assert!(work.exports[&lease.id].deadline > Instant::now());
+    // A lease that nobody renews ends at the deadline that the lender knew before.
+    work.exports.get_mut(&lease.id).unwrap().deadline = Instant::now();
+    work.keep_up().unwrap();
+    assert!(!work.exports.contains_key(&lease.id));
+}
+
+#[test]
 fn if_the_clock_was_set_back_a_restarted_lender_still_counts_as_the_newer_one() {
     let Some(host) = host(64 * MIB) else { return };
     let directory = host.directory.path().join("others");

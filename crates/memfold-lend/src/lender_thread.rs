@@ -51,7 +51,7 @@ pub(super) struct Lent {
     pub(super) export: Export,
     /// Whether the registry gives the export's address to the borrower.
     pub(super) published: bool,
-    /// Time at which the lease expires, by the registry's last answer.
+    /// Latest time at which the lease expires, by the registry's answers so far.
     pub(super) deadline: Instant,
     /// Whether the registry no longer knows the lease.
     pub(super) orphaned: bool,
@@ -336,7 +336,7 @@ impl Work {
     /// Ends exports whose lease has expired, was returned, or is unknown to the registry.
     pub(super) fn end_what_is_over(&mut self, leases: &[Lease]) {
         for lease in leases {
-            if is_over(lease) {
+            if self.must_end(lease) {
                 if lease.state != LeaseState::Released {
                     warn!(
                         lease = lease.id.0,
@@ -347,7 +347,8 @@ impl Work {
                 }
                 self.end_export(lease.id, false);
             } else if let Some(lent) = self.exports.get_mut(&lease.id) {
-                lent.deadline = Instant::now() + Duration::from_millis(lease.left_ms);
+                let deadline = Instant::now() + Duration::from_millis(lease.left_ms);
+                lent.deadline = lent.deadline.max(deadline);
                 lent.orphaned = false;
                 // The borrower's copy may have failed since the last round.
                 lent.durability = lease.durability;
@@ -377,6 +378,15 @@ impl Work {
             );
             self.end_export(id, false);
         }
+    }
+
+    /// Returns whether the export of a lease must end now. If the lease has only expired, the
+    /// export is kept until the latest deadline that this lender has known: a registry that was
+    /// restored from a backup has lost renewals, and the borrower renews the lease within a second.
+    fn must_end(&self, lease: &Lease) -> bool {
+        let is_due = lease.state == LeaseState::Released || lease.recall_ms == Some(0);
+        let is_kept = |lent: &Lent| !is_due && lent.deadline > Instant::now();
+        is_over(lease) && !self.exports.get(&lease.id).is_some_and(is_kept)
     }
 
     /// Ends exports whose deadline has passed, while the registry cannot be reached.
@@ -670,7 +680,7 @@ const fn has_copy(durability: Durability) -> bool {
     matches!(durability, Durability::Disk)
 }
 
-/// Returns whether the export of a lease must end now.
+/// Returns whether a lease is over, by the registry's answer.
 fn is_over(lease: &Lease) -> bool {
     lease.state == LeaseState::Released || lease.left_ms == 0 || lease.recall_ms == Some(0)
 }
