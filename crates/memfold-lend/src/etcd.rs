@@ -23,7 +23,8 @@
 //! Each reader counts from the time at which the *reader* first saw that revision of the key, which
 //! is later than the write. A lender reads the registry twice a second, so it ends an export at the
 //! deadline of the lease even while etcd is unreachable. For a key that a reader has never seen,
-//! etcd's own clock decides: etcd removes the key.
+//! etcd's own clock decides: etcd removes the key. If etcd was restored from a backup, a key's
+//! revision is lower than before, and the reader counts anew.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -81,7 +82,7 @@ impl EtcdRegistry {
             after.ttl_ms = ttl_ms;
         }
         if before.as_ref() == Some(&after) {
-            let said = heard.map(|kv| self.since(&heard_key, kv.revision));
+            let said = heard.map(|kv| self.since_written(&kv));
             if said.is_some_and(|said| said < SAY_AGAIN) {
                 return Ok(Some(true));
             }

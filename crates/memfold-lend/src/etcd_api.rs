@@ -4,7 +4,7 @@
 //! Reads are linearizable, which is the gateway's default. A member that is cut off from the other
 //! members therefore answers no read.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -102,6 +102,9 @@ pub(super) struct Done {
     pub succeeded: bool,
     #[serde(default)]
     responses: Vec<Response>,
+    /// When this process began to send the transaction.
+    #[serde(skip, default = "Instant::now")]
+    pub asked: Instant,
 }
 
 #[derive(Debug, Deserialize)]
@@ -136,6 +139,9 @@ pub(super) struct Kv {
         deserialize_with = "number"
     )]
     pub revision: u64,
+    /// When this process began to ask for the key.
+    #[serde(skip, default = "Instant::now")]
+    pub asked: Instant,
 }
 
 impl Done {
@@ -222,7 +228,14 @@ impl Api {
     /// Runs a transaction in etcd. After an error, etcd may or may not have executed the
     /// transaction.
     pub fn txn(&self, txn: &Txn) -> Result<Done, String> {
-        self.ask("/v3/kv/txn", txn)
+        let asked = Instant::now();
+        let mut done: Done = self.ask("/v3/kv/txn", txn)?;
+        done.asked = asked;
+        let ranges = done.responses.iter_mut();
+        for range in ranges.filter_map(|response| response.response_range.as_mut()) {
+            range.kvs.iter_mut().for_each(|kv| kv.asked = asked);
+        }
+        Ok(done)
     }
 
     /// Requests an etcd lease of at least `ttl`, rounded up to whole seconds, at least 1 s.

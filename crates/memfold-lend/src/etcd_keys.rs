@@ -142,8 +142,14 @@ impl EtcdRegistry {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the time since this process first saw the key at `revision`.
-    pub(super) fn since(&self, key: &str, revision: u64) -> Duration {
+    /// Returns the time since this process first saw the key at `revision`. `asked`: when the
+    /// request began whose answer has this revision.
+    ///
+    /// Answers may arrive out of order, so an answer may have an older revision than the last one.
+    /// But because reads are linearizable, a request that began after a revision was seen finds
+    /// that revision or a later one. If it finds an earlier one, etcd was restored from a backup,
+    /// and the time that has passed since the key was written is unknown, as for a new key.
+    pub(super) fn since(&self, key: &str, revision: u64, asked: Instant) -> Duration {
         let now = Instant::now();
         let mut seen = self.seen();
         let first = Seen {
@@ -152,14 +158,17 @@ impl EtcdRegistry {
             is_new: false,
         };
         let last = seen.entry(key.to_owned()).or_insert(first);
-        // Answers may arrive out of order, so the revision may be older than the last one.
-        if last.revision < revision {
-            *last = Seen {
-                is_new: true,
-                ..first
-            };
+        let is_new = last.revision < revision;
+        let is_restored = revision < last.revision && asked > last.at;
+        if is_new || is_restored {
+            *last = Seen { is_new, ..first };
         }
         last.at.elapsed()
+    }
+
+    /// Returns the time since this process first saw the revision of a key that it has read.
+    pub(super) fn since_written(&self, kv: &Kv) -> Duration {
+        self.since(&kv.key, kv.revision, kv.asked)
     }
 
     /// Returns whether this process saw the key before its present revision was written, so that
@@ -173,7 +182,7 @@ impl EtcdRegistry {
     pub(super) fn left(&self, kv: &Kv) -> Result<Duration> {
         let holds: Holds = self.read(kv)?;
         let holds = Duration::from_millis(holds.ms);
-        Ok(holds.saturating_sub(self.since(&kv.key, kv.revision)))
+        Ok(holds.saturating_sub(self.since_written(kv)))
     }
 
     pub(super) fn read<T: DeserializeOwned>(&self, kv: &Kv) -> Result<T> {
@@ -211,7 +220,7 @@ impl EtcdRegistry {
             return Ok(None);
         }
         for key in &txn.held {
-            self.since(key, done.revision());
+            self.since(key, done.revision(), done.asked);
         }
         Ok(Some(()))
     }
@@ -283,7 +292,7 @@ impl EtcdRegistry {
             let heard_key = self.heard_key(host);
             let heard = kvs.iter().find(|other| other.key == heard_key);
             let (left, silent) = if let Some(heard) = heard {
-                (self.left(heard)?, self.since(&heard_key, heard.revision))
+                (self.left(heard)?, self.since_written(heard))
             } else {
                 let seen = self.seen().get(&heard_key).map(|seen| seen.at.elapsed());
                 // The offer expired before this process first read it.

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::net::TcpListener;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -52,7 +53,7 @@ struct Server {
 /// A cluster of etcd members on ports of 127.0.0.1.
 struct Cluster {
     servers: Vec<Server>,
-    _directory: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 fn free_ports(count: usize) -> Vec<u16> {
@@ -144,7 +145,7 @@ impl Cluster {
         };
         let cluster = Self {
             servers: (0..count).map(server).collect(),
-            _directory: directory,
+            directory,
         };
         cluster.wait_serving();
         Some(cluster)
@@ -313,6 +314,84 @@ fn a_restarted_etcd_loses_no_lease_and_grants_no_memory_twice() {
         registry.ended(lease.id, &lease.lender).unwrap();
     }
     registry.take(&want("all", BYTES), long).unwrap();
+}
+
+/// Copies a directory with all that is in it. As etcd wants it, only the owner can read the copy.
+fn copy_all(from: &Path, to: &Path) {
+    let mut builder = std::fs::DirBuilder::new();
+    builder.mode(0o700).create(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let (from, to) = (entry.path(), to.join(entry.file_name()));
+        if from.is_dir() {
+            copy_all(&from, &to);
+        } else {
+            std::fs::copy(from, to).unwrap();
+        }
+    }
+}
+
+#[test]
+fn after_etcd_was_restored_from_a_backup_no_used_lease_looks_expired_and_no_lender_silent() {
+    let Some(mut cluster) = Cluster::start(1) else {
+        return;
+    };
+    let [watching, borrower, another] = [(); 3].map(|()| cluster.registry("restored", &[0]));
+    let long = Duration::from_secs(600);
+    let offer = |units: u64| {
+        let ours = super::registry::Offer {
+            lender: lender("a", 1),
+            bytes: units * UNIT,
+        };
+        watching.offer(&ours, long).unwrap();
+    };
+    offer(100);
+    let kept = borrower.take(&want("vm", UNIT), long).unwrap().id;
+    let place = cluster.directory.path();
+    let (data, backup) = (place.join("m0"), place.join("backup"));
+    cluster.servers[0].kill();
+    copy_all(&data, &backup);
+    cluster.servers[0].start_again();
+    cluster.wait_serving();
+    // After the backup, the lender reports, and the lease is renewed by a daemon that has just
+    // started.
+    offer(99);
+    another.renew(kept, "borrower", long).unwrap();
+    borrower.renew(kept, "borrower", long).unwrap();
+    let newer = borrower.take(&want("vm", UNIT), long).unwrap().id;
+    wait("the renewal is 3 s old", || {
+        watching.picture().unwrap().leases[0].left_ms <= 597_000
+    });
+    cluster.servers[0].kill();
+    std::fs::remove_dir_all(&data).unwrap();
+    std::fs::rename(&backup, &data).unwrap();
+    cluster.servers[0].start_again();
+    let mut picture = None;
+    wait("it serves the backup", || {
+        picture = watching.picture().ok();
+        picture.is_some()
+    });
+    let picture = picture.unwrap();
+    let (lender, leases) = (&picture.lenders[0], &picture.leases);
+    assert_eq!(leases.iter().map(|l| l.id).collect::<Vec<_>>(), [kept]);
+    assert!(leases[0].left_ms > 599_000, "{leases:?}");
+    assert!(lender.silent_ms < 1000, "{lender:?}");
+    assert!(lender.left_ms > 599_000, "{lender:?}");
+    // The borrower no longer knows when its lease was renewed last, so it renews the lease now.
+    let revision = || {
+        let [renewed] = watching.get([&watching.lease_keys(kept).renewed]).unwrap();
+        renewed.unwrap().revision
+    };
+    let before = revision();
+    borrower.renew(kept, "borrower", long).unwrap();
+    assert!(revision() > before);
+    assert!(matches!(
+        borrower.renew(newer, "borrower", long),
+        Err(RegistryError::NoLease { .. })
+    ));
+    // The lender may still export the lease that etcd has lost.
+    let next = borrower.take(&want("vm", UNIT), long).unwrap().id;
+    assert!(next > kept && next != newer, "{next} {newer}");
 }
 
 #[test]
