@@ -7,6 +7,9 @@
 //!    writes are slowed down. A short burst of writes makes the number higher only once.
 //! 3. From then on, [`Copying::stalled`] is the time without a new low. The mover of a disk decides
 //!    whether to give up after [`NO_GAIN`].
+//! 4. If the mover goes on, the guest's writes are slowed down further, to the next of [`LIMITS`],
+//!    and the guest gets the whole time again. A small write of the guest makes QEMU copy a block
+//!    of 64 KiB again, so that even a limit far below the speed of the copy can be too high.
 
 use std::time::{Duration, Instant};
 
@@ -18,6 +21,10 @@ pub(super) const CATCH_UP: Duration = Duration::from_secs(3);
 /// a row in which it is not, the guest's writes are slowed down, also before the whole disk was
 /// copied once.
 const SLOW_AFTER: Duration = Duration::from_secs(30);
+
+/// Limits for the writes of a slowed-down guest to its swap disk, in bytes per second, from the
+/// first to the last.
+pub(super) const LIMITS: [u64; 4] = [16 << 20, 4 << 20, 1 << 20, 256 << 10];
 
 /// How long a copy may get no closer to its end although the guest's writes are slowed down. After
 /// that time, the copy is not expected to end.
@@ -47,17 +54,19 @@ pub(super) struct Pace {
     period: Option<(u64, Instant)>,
     /// Number of periods in a row without gain.
     lost_periods: u32,
-    is_slowed: bool,
+    /// Number of [`LIMITS`] that the guest's writes have got so far.
+    slowed: usize,
     seen: Copying,
 }
 
 impl Pace {
     /// Records what QEMU reports at the time `now`: the bytes copied so far, and the bytes to copy
-    /// in all. Returns whether the guest's writes have to be slowed down from now on.
-    pub fn look(&mut self, done_bytes: u64, total_bytes: u64, now: Instant) -> bool {
+    /// in all. Returns the limit for the guest's writes from now on, in bytes per second, if the
+    /// limit changes.
+    pub fn look(&mut self, done_bytes: u64, total_bytes: u64, now: Instant) -> Option<u64> {
         // QEMU counts the blocks to copy before it copies the first one.
         if total_bytes == 0 {
-            return false;
+            return None;
         }
         let left = total_bytes.saturating_sub(done_bytes);
         if self.least.is_none_or(|(least, _)| left < least) {
@@ -73,23 +82,28 @@ impl Pace {
             self.period = Some((left, now));
         }
         let is_late = |since: Instant| now.duration_since(since) > CATCH_UP;
-        let is_due = self.copied_once.is_some_and(is_late) || self.lost_periods >= 2;
-        let has_to_slow = is_due && !self.is_slowed;
-        if has_to_slow {
-            self.is_slowed = true;
+        let is_due = if self.slowed == 0 {
+            self.copied_once.is_some_and(is_late) || self.lost_periods >= 2
+        } else {
+            // The mover has seen this time, and has not given up.
+            self.seen.stalled >= NO_GAIN
+        };
+        let limit = LIMITS.get(self.slowed).copied().filter(|_| is_due);
+        if limit.is_some() {
+            self.slowed += 1;
             // The slower guest gets the whole time again.
             self.least = Some((left, now));
         }
         self.seen = Copying {
             done_bytes,
             total_bytes,
-            stalled: if self.is_slowed {
+            stalled: if self.slowed > 0 {
                 self.without_gain(now)
             } else {
                 Duration::ZERO
             },
         };
-        has_to_slow
+        limit
     }
 
     /// Returns the progress at the last [`look`](Self::look).
@@ -117,7 +131,8 @@ mod tests {
         let mut slowed = None;
         for second in 0..seconds {
             let (done, total) = job(second);
-            if pace.look(done, total, begin + Duration::from_secs(second)) {
+            let limit = pace.look(done, total, begin + Duration::from_secs(second));
+            if limit.is_some() {
                 assert_eq!(slowed.replace(second), None, "slowed down twice");
             }
             if pace.seen().stalled >= NO_GAIN {
@@ -139,6 +154,22 @@ mod tests {
         // The guest writes as fast as the job copies: long before one pass over the disk.
         let job = |second: u64| (second, DISK + second);
         assert_eq!(follow(DISK, job), (Some(60), Some(120)));
+    }
+
+    #[test]
+    fn a_guest_whose_copy_is_not_given_up_is_slowed_down_further_each_minute() {
+        let begin = Instant::now();
+        let (mut pace, mut limits) = (Pace::default(), Vec::new());
+        for second in 0..600 {
+            // The guest writes as fast as the job copies.
+            let now = begin + Duration::from_secs(second);
+            let limit = pace.look(second, DISK + second, now);
+            limits.extend(limit.map(|limit| (second, limit)));
+        }
+        let kib = [(60, 16384), (121, 4096), (182, 1024), (243, 256)];
+        assert_eq!(limits, kib.map(|(second, kib)| (second, kib << 10)));
+        // No lower limit is left, and the mover of the disk still sees that the copy stalls.
+        assert!(pace.seen().stalled > 5 * NO_GAIN);
     }
 
     #[test]

@@ -48,7 +48,7 @@ use serde_json::{Value, json};
 
 use super::borrowing::lent_node;
 pub use super::borrowing::{Borrowing, Part, Phase, Stripe, Top};
-use super::copy_pace::Pace;
+use super::copy_pace::{LIMITS, Pace};
 pub use super::copy_pace::{Copying, NO_GAIN};
 use super::lease::Durability;
 
@@ -57,10 +57,6 @@ const JOB: &str = "memfold-swap";
 
 /// How long a switch may make no progress before it is cancelled.
 const STUCK: Duration = Duration::from_secs(30);
-
-/// Limit for the writes of a slowed-down guest to its swap disk, in bytes per second, until the
-/// switch is done.
-const SLOWED: u64 = 16 << 20;
 
 /// Time between two polls of a job.
 const LOOK: Duration = Duration::from_millis(20);
@@ -289,7 +285,7 @@ pub fn switch<M: DerefMut<Target = Qmp>>(
     monitor().execute("blockdev-mirror", mirror)?;
     let done = copy(monitor, failed).and_then(|()| go_over(monitor));
     // If this call fails, `cancel` removes the limit when it cleans up the switch.
-    let _ = slow_down(&mut monitor(), false);
+    let _ = limit_writes(&mut monitor(), 0);
     if done? == to {
         return Ok(());
     }
@@ -329,25 +325,26 @@ fn copy<M: DerefMut<Target = Qmp>>(
             (offset, moved) = (now, Instant::now());
         }
         // The job's `len` grows as the guest writes.
-        if pace.look(now, length, Instant::now()) {
-            slow_down(&mut monitor(), true)?;
+        if let Some(limit) = pace.look(now, length, Instant::now()) {
+            limit_writes(&mut monitor(), limit)?;
         }
         std::thread::sleep(LOOK);
     }
 }
 
-/// Limits the guest's writes to its swap disk, or removes that limit. Limits that other programs
-/// have set stay.
-fn slow_down(qmp: &mut Qmp, slowly: bool) -> Result<(), QmpError> {
+/// Limits the guest's writes to its swap disk to `limit` bytes per second, or removes the limit if
+/// `limit` is 0. Limits that other programs have set stay.
+fn limit_writes(qmp: &mut Qmp, limit: u64) -> Result<(), QmpError> {
     let devices = qmp.query("query-block")?;
     let Some(device) = swap_device(&devices) else {
         return Ok(());
     };
-    let (before, after) = if slowly { (0, SLOWED) } else { (SLOWED, 0) };
-    if device["inserted"]["bps_wr"] != before {
+    let before = device["inserted"]["bps_wr"].as_u64();
+    let is_ours = |before: u64| before == 0 || LIMITS.contains(&before);
+    if before == Some(limit) || !before.is_some_and(is_ours) {
         return Ok(());
     }
-    let limits = json!({ "id": device["qdev"], "bps": 0, "bps_rd": 0, "bps_wr": after, "iops": 0, "iops_rd": 0, "iops_wr": 0 });
+    let limits = json!({ "id": device["qdev"], "bps": 0, "bps_rd": 0, "bps_wr": limit, "iops": 0, "iops_rd": 0, "iops_wr": 0 });
     qmp.execute("block_set_io_throttle", limits).map(drop)
 }
 
@@ -410,7 +407,7 @@ pub fn cancel<M: DerefMut<Target = Qmp>>(monitor: &impl Fn() -> M) -> Result<(),
         std::thread::sleep(LOOK);
     }
     // An earlier daemon may have been killed during its switch and left the limit.
-    slow_down(&mut monitor(), false)
+    limit_writes(&mut monitor(), 0)
 }
 
 /// Removes copy number `part` on lent RAM from the swap disk's quorum, which continues on the other
@@ -602,20 +599,35 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_guest_that_writes_faster_than_its_disk_is_mirrored_is_throttled_until_the_switch() {
+    /// Switches the disk of a [`busy_qemu`] whose guest's writes have the limit `before`; `None`:
+    /// no limit. Returns all limits, and how long the switch took.
+    fn switch_busy(before: Option<u64>) -> (Vec<u64>, Duration) {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("q");
         let listener = UnixListener::bind(&path).unwrap();
-        let told = Mutex::new(Vec::new());
+        let told = Mutex::new(before.into_iter().collect());
+        let began = Instant::now();
         std::thread::scope(|scope| {
             scope.spawn(|| busy_qemu(&listener, &told));
             let qmp = Mutex::new(Qmp::connect(&path, Duration::from_secs(5)).unwrap());
-            let began = Instant::now();
             switch(&|| qmp.lock().unwrap(), "swap0", "swap1", &|_| None).unwrap();
-            assert!(began.elapsed() >= CATCH_UP);
         });
-        assert_eq!(*told.lock().unwrap(), [SLOWED, 0]);
+        (told.into_inner().unwrap(), began.elapsed())
+    }
+
+    #[test]
+    fn a_guest_that_writes_faster_than_its_disk_is_mirrored_is_throttled_until_the_switch() {
+        let (limits, took) = switch_busy(None);
+        assert!(took >= CATCH_UP);
+        assert_eq!(limits, [LIMITS[0], 0]);
+    }
+
+    #[test]
+    fn a_switch_removes_each_write_limit_of_memfold_and_no_limit_of_another_program() {
+        for limit in LIMITS {
+            assert_eq!(switch_busy(Some(limit)).0, [limit, 0]);
+        }
+        assert_eq!(switch_busy(Some(5 << 20)).0, [5 << 20]);
     }
 
     #[test]
