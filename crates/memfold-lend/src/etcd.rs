@@ -24,7 +24,8 @@
 //! is later than the write. A lender reads the registry twice a second, so it ends an export at the
 //! deadline of the lease even while etcd is unreachable. For a key that a reader has never seen,
 //! etcd's own clock decides: etcd removes the key. If etcd was restored from a backup, a key's
-//! revision is lower than before, and the reader counts anew.
+//! revision is lower than before, and the reader counts anew. A reader that has heard nothing of a
+//! lender for 30 days, counted since the reader's own start at the earliest, removes its keys.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -33,7 +34,7 @@ use super::endpoint::Endpoint;
 use super::etcd_api::{Kv, Txn};
 use super::etcd_keys::{Account, At, EtcdRegistry, What};
 use super::files;
-use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, Picture};
+use super::lease::{Durability, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture};
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{
     RegistryError, Result, check_bytes, check_leases, check_name, check_ttl, wrong_state,
@@ -91,6 +92,41 @@ impl EtcdRegistry {
         }
         let txn = txn.hold(&heard_key, ttl_ms, self.grant(ttl_ms)?);
         Ok(self.commit(&txn)?.map(|()| is_whole))
+    }
+
+    /// Removes a lender that will not return, and its leases, which only their lender would end.
+    /// `leases`: all keys of leases. Leases that are still renewed stay, and their lender with
+    /// them: their borrowers may have bytes there. Other leases have no export any more, because a
+    /// lender that is cut off ends its exports at their deadlines. If other clients change the keys
+    /// meanwhile, nothing is removed, and the next reader tries again.
+    fn forget_lender(&self, view: &LenderView, account: &At<Account>, leases: &[Kv]) -> Result<()> {
+        let host = &view.lender.host;
+        let is_renewed = |id: u64| {
+            let renewed = self.lease_keys(LeaseId(id)).renewed;
+            leases.iter().any(|kv| kv.key == renewed)
+        };
+        let mut left = account.value.clone();
+        let lost = account.value.leases.keys().copied();
+        let lost = lost.filter(|id| !is_renewed(*id)).take(ENDED_AT_ONCE);
+        let account_key = self.account_key(host);
+        let mut txn = Txn::default()
+            .when_at(&account_key, account.revision)
+            .when_at(&self.heard_key(host), 0);
+        for id in lost {
+            left.leases.remove(&id);
+            let keys = self.lease_keys(LeaseId(id));
+            txn = txn.when_at(&keys.renewed, 0);
+            txn = txn.delete(&keys.all).delete(&keys.endpoint);
+        }
+        if left.leases.is_empty() {
+            txn = txn.delete(&account_key);
+        } else if left == account.value {
+            return Ok(());
+        } else {
+            txn = txn.put(&account_key, &left);
+        }
+        self.commit(&txn)?;
+        Ok(())
     }
 }
 
@@ -337,9 +373,15 @@ impl Registry for EtcdRegistry {
             leases.push(self.lease(id, self.read(kv)?, renewed, recall)?);
         }
         leases.sort_by_key(|lease| lease.id);
-        let lenders = self.lenders(&lenders)?.into_iter();
+        let lenders = self.lenders(&lenders)?;
+        let is_gone = |view: &LenderView| {
+            view.left_ms == 0 && u128::from(view.silent_ms) >= self.forgotten.as_millis()
+        };
+        for (view, account) in lenders.iter().filter(|(view, _)| is_gone(view)) {
+            self.forget_lender(view, account, &all)?;
+        }
         Ok(Picture {
-            lenders: lenders.map(|(view, _)| view).collect(),
+            lenders: lenders.into_iter().map(|(view, _)| view).collect(),
             leases,
         })
     }

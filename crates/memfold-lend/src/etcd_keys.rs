@@ -10,7 +10,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::etcd_api::{Api, Grant, Kv, Txn};
-use super::lease::{Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, ms};
+use super::lease::{
+    Durability, FORGOTTEN, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, ms,
+};
 use super::place::Member;
 use super::registry_error::{RegistryError, Result, no_lease};
 use super::tls::TlsFiles;
@@ -82,6 +84,8 @@ pub struct EtcdRegistry {
     pub(super) begun: Instant,
     /// What this process has seen of each key.
     pub(super) seen: Mutex<HashMap<String, Seen>>,
+    /// Time without a report after which a lender is forgotten; shorter in tests.
+    pub(super) forgotten: Duration,
 }
 
 /// Keys of one lease.
@@ -105,6 +109,7 @@ impl EtcdRegistry {
             prefix: PREFIX.to_owned(),
             begun: Instant::now(),
             seen: Mutex::default(),
+            forgotten: FORGOTTEN,
         }
     }
 

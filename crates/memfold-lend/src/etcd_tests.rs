@@ -316,6 +316,39 @@ fn a_restarted_etcd_loses_no_lease_and_grants_no_memory_twice() {
     registry.take(&want("all", BYTES), long).unwrap();
 }
 
+#[test]
+fn etcd_forgets_a_lender_after_a_long_silence_unless_a_lease_of_it_is_still_renewed() {
+    let Some(cluster) = Cluster::start(1) else {
+        return;
+    };
+    let mut registry = cluster.registry("forgotten", &[0]);
+    // Instead of 30 days.
+    registry.forgotten = Duration::from_secs(3);
+    let [short, long] = [1, 600].map(Duration::from_secs);
+    offer(&registry, "gone", 1, 4);
+    registry.take(&want("lost", UNIT), short).unwrap();
+    let renewed = registry.take(&want("renewed", UNIT), long).unwrap().id;
+    registry.withdraw(&lender("gone", 1)).unwrap();
+    let known = || {
+        offer(&registry, "here", 1, 9);
+        let picture = registry.picture().unwrap();
+        let hosts = picture.lenders.into_iter().map(|view| view.lender.host);
+        let leases = picture.leases.iter().map(|lease| lease.id);
+        (hosts.collect::<Vec<_>>(), leases.collect::<Vec<_>>())
+    };
+    let both = vec!["gone".to_owned(), "here".to_owned()];
+    wait("a lease is forgotten", || known().1 == [renewed]);
+    assert_eq!(known(), (both.clone(), vec![renewed]));
+    // The account no longer counts the bytes of the forgotten lease.
+    assert_eq!(registry.picture().unwrap().lenders[0].lent_bytes, UNIT);
+    registry.ended(renewed, &lender("gone", 1)).unwrap();
+    let here = vec!["here".to_owned()];
+    wait("the lender is forgotten", || known() == (here.clone(), Vec::new()));
+    // The lender may return nevertheless.
+    offer(&registry, "gone", 1, 4);
+    assert_eq!(known(), (both, Vec::new()));
+}
+
 /// Copies a directory with all that is in it. As etcd wants it, only the owner can read the copy.
 fn copy_all(from: &Path, to: &Path) {
     let mut builder = std::fs::DirBuilder::new();

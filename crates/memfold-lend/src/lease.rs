@@ -13,6 +13,10 @@ use super::files;
 /// Longest time until a deadline that a registry accepts in a request.
 pub const MAX_TTL: Duration = Duration::from_secs(3600);
 
+/// Time without a report after which a registry forgets a lender, and those of its leases that
+/// nobody renews.
+pub(super) const FORGOTTEN: Duration = Duration::from_secs(30 * 24 * 3600);
+
 /// Time that a borrower has to give back memory that its lender needs, without the time to copy
 /// bytes.
 pub const GIVE_BACK: Duration = Duration::from_secs(10);

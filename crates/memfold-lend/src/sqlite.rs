@@ -23,7 +23,8 @@ use serde::de::DeserializeOwned;
 use super::endpoint::Endpoint;
 use super::files;
 use super::lease::{
-    Durability, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture, ms,
+    Durability, FORGOTTEN, Incarnation, Lease, LeaseId, LeaseState, LenderId, LenderView, Picture,
+    ms,
 };
 use super::registry::{Offer, Registry, Want};
 use super::registry_error::{
@@ -39,10 +40,6 @@ const VERSION: i64 = 3;
 
 /// How long lenders and borrowers have to report again after a reboot of the registry's host.
 const AFTER_BOOT: Duration = Duration::from_secs(60);
-
-/// Time without a report after which a lender is forgotten, and time after its deadline after which
-/// a lease of such a lender is forgotten. Both count from the last boot of the registry's host.
-const FORGOTTEN: Duration = Duration::from_secs(30 * 24 * 3600);
 
 const SCHEMA: &str = "
 CREATE TABLE lenders (
@@ -192,6 +189,7 @@ impl Now<'_> {
     /// Removes lenders that will not return, and their leases, which only their lender would end.
     /// Leases that are still renewed stay: their borrowers may have bytes there. Other leases have
     /// no export any more, because a lender that is cut off ends its exports at their deadlines.
+    /// The time of a lease counts from its deadline, and both times from the host's last boot.
     fn forget(&self) -> Result<(), Failure> {
         let before = self.ms.saturating_sub(stored(ms(FORGOTTEN)));
         self.change(
