@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use memfold_api::{Borrowed, SwapPlace};
-use memfold_lend::graph::{self, Copying, GraphError, NO_GAIN, Phase};
+use memfold_lend::graph::{self, Borrowing, Copying, GraphError, NO_GAIN, Phase};
 use memfold_vm::{QmpError, swap};
 use tracing::{info, warn};
 
 use crate::error::{DaemonError, refused, state_error};
-use crate::leases::{RENEW, lease_ttl, returned};
+use crate::leases::{Leases, RENEW, lease_ttl, returned};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
 use crate::swap_disks::SwapDisks;
@@ -130,10 +130,7 @@ impl SwapDisks {
                 }
                 if kept.get().is_none_or(|kept| kept.elapsed() >= RENEW) {
                     kept.set(Some(Instant::now()));
-                    let parts = borrowing.reached().flat_map(|(_, part)| part.stripes());
-                    let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
-                    let leases = parts.map(|stripe| stripe.lease);
-                    self.leases.keep(leases, ttl, borrowing.copy_failed);
+                    keep_leases(&self.leases, &borrowing);
                     // The thread that watches the loan may be the caller, too.
                     cut_late_copy(guard);
                 }
@@ -151,9 +148,86 @@ impl SwapDisks {
     }
 }
 
+/// Renews the leases of a loan during its move to this host's disk. The lenders hold the only copy
+/// that is known to be complete, also if the copy on this host is only not verified yet. The
+/// registry records that, so that a lender that recalls its memory waits for the move.
+fn keep_leases(leases: &Leases, borrowing: &Borrowing) {
+    let parts = borrowing.reached().flat_map(|(_, part)| part.stripes());
+    let ttl = lease_ttl(borrowing.durability_now(), borrowing.bytes);
+    leases.keep(parts.map(|stripe| stripe.lease), ttl, true);
+}
+
 /// Returns a number that no block node of the swap disk has or had, so that late events about a
 /// removed node do not match a new one.
 pub(super) fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
     let free = graph::free_generation(&mut machine.monitor())?;
     Ok(machine.use_generation(free))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use memfold_lend::graph::{Part, Stripe};
+    use memfold_lend::{
+        Address, Durability, Incarnation, LenderId, Offer, Registry, SqliteRegistry, Want,
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_lender_that_recalls_memory_waits_for_the_move_of_a_disk_whose_copy_is_not_verified() {
+        let (bytes, minute) = (2000 << 20, Duration::from_secs(60));
+        let directory = tempfile::tempdir().unwrap();
+        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
+        let registry = Arc::new(registry);
+        let lender = LenderId {
+            host: "a".into(),
+            incarnation: Incarnation(1),
+        };
+        let offer = Offer {
+            lender: lender.clone(),
+            bytes,
+        };
+        registry.offer(&offer, minute).unwrap();
+        let want = Want {
+            borrower: "b".into(),
+            vm: "v".into(),
+            bytes,
+            disk_bytes: bytes,
+            durability: Durability::Disk,
+            apart_from: Vec::new(),
+        };
+        let lease = registry.take(&want, minute).unwrap();
+        let within = lease.time_to_give_back();
+        registry.recall(lease.id, &lender, within).unwrap();
+        let borrowing = Borrowing {
+            generation: 1,
+            durability: Durability::Disk,
+            bytes,
+            parts: vec![Part {
+                first: Stripe {
+                    lease: lease.id,
+                    lender: "a".into(),
+                    address: Address::Unix("/x".into()),
+                },
+                others: Vec::new(),
+                relay: None,
+                lost: false,
+            }],
+            copy: Some("/copy".into()),
+            copy_failed: false,
+            copy_unwatched: true,
+            phase: Phase::Lent,
+            by_itself: false,
+        };
+        let leases = Leases::of_registry("b", registry.clone(), directory.path());
+        keep_leases(&leases, &borrowing);
+        let now = registry.picture().unwrap().leases.remove(0);
+        // The lender does not end the lease at once if it is short of memory.
+        assert_eq!(now.durability, Durability::None);
+        // The borrower has 10 s, and a second for each 20 MiB of its disk.
+        assert!(now.recall_ms.unwrap() > 100_000, "{now:?}");
+    }
 }
