@@ -5,6 +5,7 @@
 //! none, renews them while the disk is in use, and releases them in the end. It takes no lease from
 //! a lender that has returned wrong bytes before.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -36,6 +37,9 @@ const EXPORT_PER_GIB: Duration = Duration::from_secs(5);
 /// Time without a report after which a lender that has not exported a new lease is given up. A
 /// lender reports about once a second, also while it allocates memory.
 const SILENT: Duration = Duration::from_secs(5);
+
+/// Time after which a lender that has not exported a lease in time is asked like others again.
+const LATE: Duration = Duration::from_secs(600);
 
 /// Time for which a new daemon tries to reach the registry, to renew an earlier daemon's leases.
 /// After that time, the daemon moves data that only lenders hold to a local disk.
@@ -160,6 +164,10 @@ pub struct Leases {
     /// answer.
     heard: Mutex<Option<(Instant, Instant)>>,
     distrust: Mutex<Distrust>,
+    /// Lenders that have not exported a lease in time, and when that was noticed.
+    late: Mutex<BTreeMap<String, Instant>>,
+    /// Least time that a lender has to export a lease; shorter in tests.
+    export_least: Duration,
 }
 
 impl Leases {
@@ -197,6 +205,8 @@ impl Leases {
             ),
             heard: Mutex::default(),
             distrust: Mutex::new(Distrust::open(&options.state.join("distrusted.json"))),
+            late: Mutex::default(),
+            export_least: EXPORT_LEAST,
         };
         // The kernel may have a host name that memfold does not accept. The first request to lend
         // or borrow reports that, and --host changes the name.
@@ -221,6 +231,8 @@ impl Leases {
             elsewhere: false,
             heard: Mutex::default(),
             distrust: Mutex::new(Distrust::open(&state.join("distrusted.json"))),
+            late: Mutex::default(),
+            export_least: EXPORT_LEAST,
         }
     }
 
@@ -313,7 +325,8 @@ impl Leases {
 
     /// Takes leases for a disk of `bytes` and adds them to `taken`: first all stripes of the first
     /// copy, then those of the second. `faults`: lenders that have failed, and are not asked.
-    /// Returns the number of stripes of a copy.
+    /// Lenders that have not exported another lease in time are asked only if the others do not
+    /// suffice. Returns the number of stripes of a copy.
     pub(crate) fn take_leases(
         &self,
         vm: &str,
@@ -322,9 +335,38 @@ impl Leases {
         faults: &[LenderFault],
         taken: &mut Vec<Lease>,
     ) -> Result<u8, DaemonError> {
+        let late = self.late_lenders();
+        if !late.is_empty() {
+            let done = self.take_apart_from(&late, vm, bytes, request, faults, taken);
+            if done.is_ok() {
+                return done;
+            }
+            let some: Vec<LeaseId> = taken.drain(..).map(|lease| lease.id).collect();
+            self.release(some.iter().copied());
+            self.wait_freed(&some);
+        }
+        self.take_apart_from(&[], vm, bytes, request, faults, taken)
+    }
+
+    /// Returns the host names of lenders that have not exported a lease in time, for [`LATE`].
+    fn late_lenders(&self) -> Vec<String> {
+        let mut late = self.late.lock();
+        late.retain(|_, since| since.elapsed() < LATE);
+        late.keys().cloned().collect()
+    }
+
+    fn take_apart_from(
+        &self,
+        late: &[String],
+        vm: &str,
+        bytes: u64,
+        request: &BorrowRequest,
+        faults: &[LenderFault],
+        taken: &mut Vec<Lease>,
+    ) -> Result<u8, DaemonError> {
         let distrusted = self.distrusted();
-        let failed = faults.iter().map(|fault| fault.lender.clone());
-        let avoided: Vec<String> = distrusted.iter().cloned().chain(failed).collect();
+        let failed = faults.iter().map(|fault| &fault.lender).chain(late);
+        let avoided: Vec<String> = distrusted.iter().chain(failed).cloned().collect();
         let count = self.stripes(bytes, request, &avoided)?;
         let stripes = Stripes {
             count: u64::from(count),
@@ -432,7 +474,7 @@ impl Leases {
         held: &[Lease],
     ) -> Result<Endpoint, DaemonError> {
         let gib = u32::try_from(lease.bytes >> 30).unwrap_or(u32::MAX);
-        let patience = EXPORT_PER_GIB.saturating_mul(gib).max(EXPORT_LEAST);
+        let patience = EXPORT_PER_GIB.saturating_mul(gib).max(self.export_least);
         let end = Instant::now() + patience;
         let lender = &lease.lender.host;
         let failed = |why: &str| DaemonError::LenderFailed {
@@ -458,9 +500,11 @@ impl Leases {
                         endpoint.check()
                     };
                     checked.map_err(|error| unusable(&error))?;
+                    self.late.lock().remove(lender);
                     return Ok(endpoint);
                 }
                 Ok(None) if Instant::now() >= end => {
+                    self.late.lock().insert(lender.clone(), Instant::now());
                     return Err(failed("has not exported the offered memory in time"));
                 }
                 Ok(None) => {
@@ -611,6 +655,37 @@ mod tests {
         let began = Instant::now();
         leases.wait_freed(&[ended.id]);
         assert!(began.elapsed() < FREED);
+    }
+
+    #[test]
+    fn a_lender_that_reports_but_has_not_exported_in_time_is_asked_last_until_it_exports_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut leases = two_lenders(directory.path());
+        leases.export_least = Duration::ZERO;
+        let take = |mib: u64| {
+            let (request, mut taken) = (BorrowRequest::default(), Vec::new());
+            let done = leases.take_leases("v", mib * MIB, &request, &[], &mut taken);
+            done.unwrap();
+            taken.remove(0)
+        };
+        let wait = |lease: &Lease| leases.wait_exported(lease, std::slice::from_ref(lease));
+        let late = take(64);
+        let fault = LenderFault::of(&wait(&late).unwrap_err()).unwrap();
+        assert_eq!(fault.lender, "a");
+        assert!(fault.why.contains("has not exported"), "{}", fault.why);
+        assert_eq!(take(64).lender.host, "c");
+        // The other lender does not suffice.
+        let other = take(256);
+        assert_eq!(other.lender.host, "a");
+        let endpoint = Endpoint {
+            address: Address::Unix("/run/x".into()),
+            key: None,
+            transport: Transport::Nbd,
+        };
+        let published = leases.registry.publish(other.id, &other.lender, &endpoint);
+        published.unwrap();
+        wait(&other).unwrap();
+        assert_eq!(take(64).lender.host, "a");
     }
 
     #[test]
