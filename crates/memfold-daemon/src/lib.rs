@@ -52,6 +52,7 @@ mod libvirt;
 mod locks;
 mod machine;
 mod mechanisms;
+mod move_progress;
 mod options;
 mod pve;
 mod reports;

@@ -18,8 +18,8 @@ use memfold_host::progress::Step;
 use parking_lot::Mutex;
 
 use self::guard::Guard;
-use self::progress::Moves;
 use crate::leases::Leases;
+use crate::move_progress::Moves;
 use crate::vm_registry::VmRegistry;
 
 mod again;
@@ -30,7 +30,6 @@ mod give_back;
 mod guard;
 mod heal;
 mod note;
-mod progress;
 mod reconcile;
 mod relays;
 mod renew;

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 use memfold_api::{BorrowRequest, Borrowed, SwapPlace};
 use memfold_host::chain;
+use memfold_host::progress::Step;
+use memfold_lend::graph::Copying;
 use memfold_lend::lvm::{self, Loan, Phase, Volume, session, tools};
 use memfold_lend::{Address, Durability, Endpoint, Lease, RegistryError, Transport, Want};
 use parking_lot::Mutex;
@@ -28,6 +30,7 @@ use crate::error::{DaemonError, refused, state_error};
 use crate::json_file::write_json;
 use crate::leases::{Leases, LenderFault, RESUMED, lease_ttl, ms, no_lender_left, returned};
 use crate::locks::GroupRight;
+use crate::move_progress::{MoveProgress, Moves};
 use crate::threads;
 
 mod keeper;
@@ -54,6 +57,10 @@ pub struct SwapVolumes {
     /// would wait for each other, and the state that one step finds could change before the next.
     turns: Mutex<BTreeMap<String, Arc<Mutex<()>>>>,
     keepers: Mutex<BTreeMap<Volume, Arc<Keeper>>>,
+    /// Progress of the moves that are under way.
+    moves: Moves,
+    /// When LVM was asked last how far a move has come. The lock is held while LVM is asked.
+    asked: Mutex<Option<Instant>>,
 }
 
 impl SwapVolumes {
@@ -63,7 +70,31 @@ impl SwapVolumes {
             notes: state.join("volumes.json"),
             turns: Mutex::default(),
             keepers: Mutex::default(),
+            moves: Moves::default(),
+            asked: Mutex::default(),
         }
+    }
+
+    /// Returns how far the move of a volume to lent RAM or back has come; `None` if the volume is
+    /// not being moved. LVM copies the bytes, and is asked at most once a second, by one caller at
+    /// a time: LVM waits if a lender's disk does not answer.
+    #[must_use]
+    pub fn progress(&self, volume: &Volume) -> Option<Step> {
+        let name = volume.to_string();
+        let keeper = self.keepers.lock().get(volume).cloned();
+        let is_moved = self.moves.lock().contains_key(&name);
+        let asked = self.asked.try_lock().filter(|_| is_moved);
+        if let (Some(mut asked), Some(keeper)) = (asked, keeper) {
+            if asked.is_none_or(|asked| asked.elapsed() >= LOOK) {
+                let copied = tools::copied(volume).ok().flatten();
+                *asked = Some(Instant::now());
+                if let (Some(copied), Some(step)) = (copied, self.moves.lock().get_mut(&name)) {
+                    step.total_bytes = keeper.loan().bytes;
+                    step.done_bytes = step.total_bytes / 10_000 * copied.min(10_000);
+                }
+            }
+        }
+        self.moves.lock().get(&name).cloned()
     }
 
     /// Returns the lock of a volume's group.
@@ -121,6 +152,8 @@ impl SwapVolumes {
             ));
         }
         let fit = fit(volume, request)?;
+        let name = volume.to_string();
+        let progress = MoveProgress::begin(&self.moves, &name, "lender prepares its memory");
         let (lease, endpoint) = self.take_disk(volume, fit.wanted, request.durability)?;
         let loan = Loan {
             volume: volume.clone(),
@@ -134,6 +167,7 @@ impl SwapVolumes {
         };
         let ttl = lease_ttl(loan.durability, loan.bytes);
         let keeper = Keeper::new(loan, Instant::now() + ttl);
+        progress.show("volume copied to the lender", &Copying::default());
         let done = self
             .keep(&keeper)
             .and_then(|()| self.put_on(&keeper, &fit, &endpoint));
@@ -277,6 +311,8 @@ impl SwapVolumes {
     /// Undoes all steps of a loan, and releases its lease.
     fn take_off(&self, keeper: &Keeper, _: &GroupRight<'_>) -> Result<(), DaemonError> {
         let loan = keeper.loan();
+        let name = loan.volume.to_string();
+        let _progress = MoveProgress::begin(&self.moves, &name, "volume taken off the lender");
         off_lent(&loan.volume, &loan.uuid)?;
         // The phase is recorded now, so that a later daemon has fewer steps to do.
         keeper.change(|loan| loan.phase = Phase::Ending);
@@ -458,6 +494,21 @@ mod tests {
     use memfold_lend::{Incarnation, LenderId, Offer, Registry, SqliteRegistry};
 
     use super::*;
+
+    #[test]
+    fn the_progress_of_a_move_of_an_lvm_volume_is_shown_until_the_move_has_ended() {
+        let directory = tempfile::tempdir().unwrap();
+        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
+        let leases = Leases::of_registry("b", Arc::new(registry), directory.path());
+        let volumes = SwapVolumes::new(Arc::new(leases), directory.path());
+        let [moved, other] = ["vg/swap", "vg/other"].map(|name| name.parse::<Volume>().unwrap());
+        let name = moved.to_string();
+        let progress = MoveProgress::begin(&volumes.moves, &name, "volume copied");
+        assert_eq!(volumes.progress(&moved).unwrap().step, "volume copied");
+        assert_eq!(volumes.progress(&other), None);
+        drop(progress);
+        assert_eq!(volumes.progress(&moved), None);
+    }
 
     #[test]
     fn a_loan_that_cannot_be_recorded_is_renewed_until_it_was_undone() {

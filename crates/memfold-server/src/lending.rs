@@ -83,6 +83,19 @@ pub(super) async fn return_volume(
     .await
 }
 
+/// Returns how far the move of an LVM swap volume to lent RAM or back has come; null: the volume is
+/// not being moved.
+#[utoipa::path(get, path = "/v1/volumes/{group}/{name}/swap/progress", responses((status = 200, body = Option<Step>)))]
+pub(super) async fn volume_progress(
+    daemon: Served,
+    UrlPath((group, name)): UrlPath<(String, String)>,
+) -> Answered<Option<Step>> {
+    blocking(daemon, move |d| {
+        Ok(d.swap_volumes().progress(&volume(&group, &name)?))
+    })
+    .await
+}
+
 fn volume(group: &str, name: &str) -> Result<Volume, DaemonError> {
     let parsed = format!("{group}/{name}").parse();
     parsed.map_err(DaemonError::BadRequest)

@@ -137,6 +137,7 @@ api! {
     post "/v1/estimate" live::estimate;
     get "/v1/vms/{name}/swap" live::swap_use;
     get "/v1/vms/{name}/swap/progress" lending::swap_progress;
+    get "/v1/volumes/{group}/{name}/swap/progress" lending::volume_progress;
     get "/v1/advice" planning::advice;
     get "/v1/plan" planning::plan;
     get SESSION_PATH session::session;

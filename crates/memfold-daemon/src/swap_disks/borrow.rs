@@ -22,13 +22,13 @@ use crate::error::{DaemonError, refused, state_error};
 use crate::leases::{LenderFault, RENEW, RESUMED, lease_ttl, ms};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
+use crate::move_progress::MoveProgress;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::give_back::new_generation;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{
     note, remove_note, save_request, saved_request, swap_directory, write_note,
 };
-use crate::swap_disks::progress::MoveProgress;
 use crate::swap_disks::relays::{connect, hear_end_of, wait_longer};
 use crate::swap_disks::renew::waited;
 

@@ -13,11 +13,11 @@ use crate::error::{DaemonError, refused, state_error};
 use crate::leases::{Leases, RENEW, lease_ttl, returned};
 use crate::locks::SwapRight;
 use crate::machine::Machine;
+use crate::move_progress::MoveProgress;
 use crate::swap_disks::SwapDisks;
 use crate::swap_disks::failures::hear;
 use crate::swap_disks::guard::Guard;
 use crate::swap_disks::note::{forget_request, note, swap_directory};
-use crate::swap_disks::progress::MoveProgress;
 use crate::swap_disks::renew::cut_late_copy;
 
 impl SwapDisks {

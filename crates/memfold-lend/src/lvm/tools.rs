@@ -181,6 +181,16 @@ pub fn moves(group: &str) -> Result<Vec<Move>, LvmError> {
     )
 }
 
+/// Returns how much of a logical volume LVM has copied, in hundredths of a percent: to another
+/// image of a mirror, or to another disk (`pvmove`). `None` if LVM copies nothing of the volume.
+pub fn copied(volume: &Volume) -> Result<Option<u64>, LvmError> {
+    let (group, name) = (&volume.group, &volume.name);
+    let select = format!("vg_name=\"{group}\"");
+    let fields = "lv_name,copy_percent";
+    let parse = |said: &str| parse_copied(said, name);
+    report(("lvs --all", group), &select, fields, parse)
+}
+
 /// Aborts an unfinished move off the disk `device` ([`move_off`]). LVM identifies a move by the
 /// disk that the extents come from: with another disk, this call does nothing and succeeds.
 pub fn stop_move(device: &str) -> Result<(), LvmError> {
@@ -302,6 +312,32 @@ pub fn parse_moves(said: &str) -> Result<Vec<Move>, String> {
     Ok(moves)
 }
 
+/// Parses the report of `lvs --all` (`--reportformat json`) about how much LVM has copied of the
+/// logical volume `name`, in hundredths of a percent. The copy of a `pvmove` is reported for a
+/// hidden volume.
+///
+/// # Errors
+///
+/// The field that is missing, as text.
+fn parse_copied(said: &str, name: &str) -> Result<Option<u64>, String> {
+    let mut moved = None;
+    for row in &parse(said, "lv")? {
+        let volume = text(row, "lv_name")?.trim_matches(['[', ']']);
+        // LVM writes two digits after the point, and nothing for a volume that is not copied.
+        let percent = text(row, "copy_percent")?.replace('.', "");
+        let Ok(copied) = percent.parse() else {
+            continue;
+        };
+        if volume == name {
+            return Ok(Some(copied));
+        }
+        if volume.starts_with("pvmove") {
+            moved = Some(copied);
+        }
+    }
+    Ok(moved)
+}
+
 /// Parses the report of `pvs` (`--reportformat json`) about the physical volumes of a group.
 ///
 /// # Errors
@@ -371,6 +407,27 @@ mod tests {
         };
         assert_eq!(parse_moves(said), Ok(vec![moved]));
         parse_moves(&said.replace("move_pv", "move")).unwrap_err();
+    }
+
+    #[test]
+    fn the_copied_share_of_a_mirror_or_of_a_move_is_parsed_from_the_report_of_lvs() {
+        let said = |rows: &[(&str, &str)]| {
+            let row = |(name, percent): &(&str, &str)| {
+                format!(r#"{{"lv_name":"{name}", "copy_percent":"{percent}"}}"#)
+            };
+            let rows: Vec<String> = rows.iter().map(row).collect();
+            format!(r#"{{"report": [{{"lv": [{}]}}]}}"#, rows.join(","))
+        };
+        for (rows, copied) in [
+            ([("swap", ""), ("other", "12.00")], None),
+            ([("swap", "42.19"), ("other", "12.00")], Some(4219)),
+            ([("swap", ""), ("[pvmove0]", "7.50")], Some(750)),
+            ([("[pvmove0]", "7.50"), ("swap", "100.00")], Some(10_000)),
+        ] {
+            let said = said(&rows);
+            assert_eq!(parse_copied(&said, "swap"), Ok(copied), "{said}");
+        }
+        parse_copied(r#"{"report": [{"lv": [{"lv_name":"swap"}]}]}"#, "swap").unwrap_err();
     }
 
     #[test]

@@ -231,8 +231,8 @@ pub(super) fn give_back(
     context.print(&done, borrowed)
 }
 
-/// Sends the request to move a swap disk to the API path `place`. If it is the disk of a VM, shows
-/// the progress on a terminal.
+/// Sends the request to move a swap disk to the API path `place`, and shows the progress on a
+/// terminal.
 fn move_disk(
     context: &Context,
     vm: Option<&str>,
@@ -241,10 +241,6 @@ fn move_disk(
     request: &impl Serialize,
 ) -> anyhow::Result<Borrowed> {
     let work = || -> anyhow::Result<Borrowed> { Ok(context.client()?.post(place, request)?) };
-    // LVM itself copies the bytes of a volume.
-    if lvm.is_some() {
-        return work();
-    }
     watched(context, swap_disk_path(vm, lvm, "swap/progress")?, work)
 }
 

@@ -1,4 +1,5 @@
-//! Tells users how far the move of a swap disk to lent RAM or back has come, while the move runs.
+//! Tells users how far the move of a swap disk or an LVM volume to lent RAM or back has come, while
+//! the move runs.
 
 use std::collections::BTreeMap;
 
@@ -6,19 +7,20 @@ use memfold_host::progress::Step;
 use memfold_lend::graph::Copying;
 use parking_lot::Mutex;
 
-/// Swap disks that are being moved, by the VM's name.
-pub(super) type Moves = Mutex<BTreeMap<String, Step>>;
+/// Swap disks or volumes that are being moved, by the name of the VM or the volume.
+pub(crate) type Moves = Mutex<BTreeMap<String, Step>>;
 
 /// The progress of one move, which users see until this value is dropped.
-pub(super) struct MoveProgress<'a> {
+pub(crate) struct MoveProgress<'a> {
     moves: &'a Moves,
-    vm: &'a str,
+    name: &'a str,
 }
 
 impl<'a> MoveProgress<'a> {
-    /// Begins to show a move of the swap disk of VM `vm`, with the name of its first step.
-    pub fn begin(moves: &'a Moves, vm: &'a str, step: &str) -> Self {
-        let progress = Self { moves, vm };
+    /// Begins to show a move of the swap disk of the VM `name`, or of the volume `name`, with the
+    /// name of its first step.
+    pub fn begin(moves: &'a Moves, name: &'a str, step: &str) -> Self {
+        let progress = Self { moves, name };
         progress.show(step, &Copying::default());
         progress
     }
@@ -30,13 +32,13 @@ impl<'a> MoveProgress<'a> {
             done_bytes: copying.done_bytes,
             total_bytes: copying.total_bytes,
         };
-        self.moves.lock().insert(self.vm.to_owned(), step);
+        self.moves.lock().insert(self.name.to_owned(), step);
     }
 }
 
 impl Drop for MoveProgress<'_> {
     fn drop(&mut self) {
-        self.moves.lock().remove(self.vm);
+        self.moves.lock().remove(self.name);
     }
 }
 
