@@ -171,7 +171,7 @@ pub fn own(
         pss_bytes: rollup.pss_bytes,
         pss_anon_bytes: rollup.pss_anon_bytes,
         pss_shmem_bytes: rollup.pss_shmem_bytes,
-        store_pss_bytes: shares(&proc.smaps(pid)?, &[], stores, |_, _| 0).store_pss_bytes,
+        store_pss_bytes: store_pss(&proc, pid, stores)?,
         page_table_bytes: proc.page_tables(pid)?,
         metadata_bytes,
     };
@@ -185,6 +185,17 @@ pub fn own(
         }
     }
     Ok(own)
+}
+
+/// Returns a process's shares of page-store pages. The daemon maps no page store, but two ranges
+/// for each of its threads, and the kernel needs microseconds for each mapping in `smaps`. So
+/// `smaps` is read only if `maps` names a page store.
+fn store_pss(proc: &Proc, pid: i32, stores: &[StoreIdentity]) -> Result<ByteSize, ReadError> {
+    let is_store = |vma: &Vma| vma.file.is_some_and(|file| stores.contains(&file));
+    if !proc.maps(pid)?.iter().any(is_store) {
+        return Ok(ByteSize(0));
+    }
+    Ok(shares(&proc.smaps(pid)?, &[], stores, |_, _| 0).store_pss_bytes)
 }
 
 /// The parts of a host's memory, of which the host's account is made.

@@ -140,3 +140,25 @@ fn ksm_pages_of_ended_processes_are_not_counted_as_saved() {
     ksm.general_profit_bytes = -640;
     assert_eq!(ksm.saved_bytes(), -640);
 }
+
+#[test]
+fn the_daemons_shares_of_page_stores_are_read_only_if_it_maps_a_page_store() {
+    let tree = tempfile::tempdir().unwrap();
+    let proc = Proc::new(tree.path());
+    let directory = tree.path().join("5");
+    std::fs::create_dir(&directory).unwrap();
+    let put = |file: &str, text: &str| std::fs::write(directory.join(file), text).unwrap();
+    let mapping = "7f3aa0000000-7f3aa0100000 rw-s 00200000 00:01 1044 /memfd:store a (deleted)\n";
+    put("maps", mapping);
+    let store = |ino| StoreIdentity {
+        dev: rustix::fs::makedev(0, 1),
+        ino,
+    };
+    // Without the file `smaps`, reading it is an error.
+    assert_eq!(store_pss(&proc, 5, &[]).unwrap(), ByteSize(0));
+    assert_eq!(store_pss(&proc, 5, &[store(7)]).unwrap(), ByteSize(0));
+    assert!(store_pss(&proc, 5, &[store(7), store(1044)]).is_err());
+    put("smaps", &format!("{mapping}Pss: 640 kB\nAnonymous: 512 kB\n"));
+    let found = store_pss(&proc, 5, &[store(1044)]).unwrap();
+    assert_eq!(found, ByteSize::kib(128));
+}
