@@ -124,7 +124,8 @@ pub fn memory_map(
     let (mut map, mut places) = (Vec::new(), Vec::new());
     let mut mappings = Vec::new();
     for range in &ranges {
-        let looked = look(&proc, pid, &pagemap, &[*range], stores)?;
+        let before = proc.maps(pid)?;
+        let looked = look(&proc, pid, &pagemap, &[*range], stores, before)?;
         let count = pages(range).div_ceil(cell_pages);
         let mut of_range = vec![[0; 7]; usize::try_from(count).unwrap_or(0)];
         each_run(&looked.stretches, &looked.regions, |place, from, to, _| {

@@ -127,6 +127,9 @@ pub type Fields = HashMap<String, ByteSize>;
 #[derive(Clone, Debug)]
 pub struct Proc {
     root: PathBuf,
+    /// Names of all files that were read.
+    #[cfg(test)]
+    files_read: std::sync::Arc<std::sync::Mutex<Vec<String>>>,
 }
 
 impl Default for Proc {
@@ -138,11 +141,23 @@ impl Default for Proc {
 impl Proc {
     /// Creates a reader of the directory `root`, which is `/proc` or a copy of it.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        Self {
+            root: root.into(),
+            #[cfg(test)]
+            files_read: std::sync::Arc::default(),
+        }
+    }
+
+    /// Returns the names of all files that were read, in order.
+    #[cfg(test)]
+    pub(super) fn files_read(&self) -> Vec<String> {
+        self.files_read.lock().unwrap().clone()
     }
 
     fn read(&self, file: &str) -> Result<(PathBuf, Vec<u8>), ReadError> {
         let path = self.root.join(file);
+        #[cfg(test)]
+        self.files_read.lock().unwrap().push(file.to_owned());
         match fs::read(&path) {
             Ok(bytes) => Ok((path, bytes)),
             Err(source) => Err(ReadError::File { path, source }),

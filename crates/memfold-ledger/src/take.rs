@@ -51,12 +51,25 @@ pub fn vm(
     segments: &[StoreIdentity],
 ) -> Result<VmAccount, ReadError> {
     let proc = Proc::default();
+    vm_from(&proc, (pid, name, domain), layout, stores, segments)
+}
+
+fn vm_from(
+    proc: &Proc,
+    (pid, name, domain): (i32, &str, Option<&str>),
+    layout: &RamLayout,
+    stores: &[StoreIdentity],
+    segments: &[StoreIdentity],
+) -> Result<VmAccount, ReadError> {
     let ram = ram_ranges(layout);
     let pagemap = pagemap_of(pid)?;
-    let looked = look(&proc, pid, &pagemap, &ram, stores)?;
+    let smaps = proc.smaps(pid)?;
+    // Each read of `maps` takes the kernel 0.6 us a mapping (docs/results/scale.md), so the mappings
+    // before the scan come from `smaps`.
+    let before = smaps.iter().map(|smap| smap.vma.clone()).collect();
+    let looked = look(proc, pid, &pagemap, &ram, stores, before)?;
     let places = sort_pages(&looked.stretches, &looked.regions);
     let store_mappings = looked.stretches.iter().filter(|s| s.kind == Kind::Store);
-    let smaps = proc.smaps(pid)?;
     let rollup = proc.rollup(pid)?.unwrap_or_default();
     let shares = shares(&smaps, &ram, stores, |start, end| {
         // A process that has ended meanwhile has no resident pages. Reading its status below
@@ -367,16 +380,17 @@ pub(super) struct Looked {
     pub mappings: Vec<Vma>,
 }
 
-/// Reads mappings and page map of the ranges `ram`. Repeats this if the mappings changed meanwhile.
+/// Reads the page map of the ranges `ram`, and mappings. Repeats this if the mappings changed
+/// meanwhile. `before`: the mappings that the caller has just read.
 pub(super) fn look(
     proc: &Proc,
     pid: i32,
     pagemap: &Pagemap,
     ram: &[(Hva, Hva)],
     stores: &[StoreIdentity],
+    mut before: Vec<Vma>,
 ) -> Result<Looked, ReadError> {
     let failed = |source| ReadError::Pagemap { pid, source };
-    let mut before = proc.maps(pid)?;
     let mut attempt = 1;
     loop {
         let mut all = Vec::new();

@@ -162,3 +162,19 @@ fn the_daemons_shares_of_page_stores_are_read_only_if_it_maps_a_page_store() {
     let found = store_pss(&proc, 5, &[store(1044)]).unwrap();
     assert_eq!(found, ByteSize::kib(128));
 }
+
+#[test]
+fn the_account_of_a_vm_takes_one_read_of_each_kernel_file() {
+    let memory = vec![1_u8; 64 << 12];
+    let first = (memory.as_ptr() as u64).next_multiple_of(1 << 12);
+    let layout = RamLayout::one_block(Hva(first), 60);
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    let proc = Proc::default();
+    let account = vm_from(&proc, (own, "self", None), &layout, &[], &[]).unwrap();
+    assert_eq!(account.ram_bytes, ByteSize::kib(240));
+    assert!(account.mappings > 0 && account.pss_bytes > ByteSize(0));
+    let read = proc.files_read();
+    let files = ["smaps", "maps", "smaps_rollup", "status"];
+    assert_eq!(read, files.map(|file| format!("{own}/{file}")));
+    drop(memory);
+}
