@@ -1,7 +1,7 @@
 //! Makes the ledger: reads the kernel's present figures, and builds from them the accounts of VMs,
 //! page stores, memfold's own processes and the host.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
 
 use memfold_ksm as ksm;
@@ -494,11 +494,13 @@ fn shares(
 /// (ptrace(2), access mode checks), `RssAnon` is used.
 fn others(proc: &Proc, parts: &Parts<'_>) -> Result<ByteSize, ReadError> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
+    let vms = parts.vms.iter().map(|vm| vm.pid);
+    let counted = vms.chain(parts.relays.iter().copied()).chain([own]);
+    let counted: HashSet<i32> = counted.collect();
     Ok(proc
         .pids()?
         .into_iter()
-        .filter(|pid| *pid != own && !parts.relays.contains(pid))
-        .filter(|pid| parts.vms.iter().all(|vm| vm.pid != *pid))
+        .filter(|pid| !counted.contains(pid))
         .filter_map(|pid| match proc.rollup(pid) {
             Ok(rollup) => Some(rollup?.pss_anon_bytes),
             Err(_) => proc.rss_anon(pid).ok(),

@@ -178,3 +178,32 @@ fn the_account_of_a_vm_takes_one_read_of_each_kernel_file() {
     assert_eq!(read, files.map(|file| format!("{own}/{file}")));
     drop(memory);
 }
+
+#[test]
+fn memory_of_other_processes_is_read_once_for_each_and_not_for_vms_and_relays() {
+    let tree = tempfile::tempdir().unwrap();
+    let proc = Proc::new(tree.path());
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    let rollup = "00-ff ---p 00000000 00:00 0 [rollup]\nPss: 9 kB\nPss_Anon: 8 kB\n";
+    // No process has a number as large as these (`PID_MAX_LIMIT` of the kernel).
+    let first = 1 << 23;
+    for pid in (first..first + 6).chain([own]) {
+        let directory = tree.path().join(pid.to_string());
+        std::fs::create_dir(&directory).unwrap();
+        std::fs::write(directory.join("smaps_rollup"), rollup).unwrap();
+    }
+    let vm = |pid| VmAccount {
+        pid,
+        ..VmAccount::default()
+    };
+    let parts = Parts {
+        vms: &[vm(first), vm(first + 1)],
+        relays: &[first + 2],
+        ..Parts::default()
+    };
+    assert_eq!(others(&proc, &parts).unwrap(), ByteSize::kib(3 * 8));
+    let mut read = proc.files_read();
+    read.sort_unstable();
+    let files = [3, 4, 5].map(|number| format!("{}/smaps_rollup", first + number));
+    assert_eq!(read, files);
+}
