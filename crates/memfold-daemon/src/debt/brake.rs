@@ -16,7 +16,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use memfold_api::DebtRequest;
@@ -172,12 +172,7 @@ impl DebtBrake {
             }
             None => return Ok(()),
         };
-        let patience = if self.registry.has_silent() {
-            LATE_ANSWER
-        } else {
-            ANSWER
-        };
-        match question.answered.recv_timeout(patience) {
+        match wait_for(&question.answered, || self.registry.has_silent()) {
             Ok(owed) => {
                 self.note_owed(owed);
                 if let Some((available, vms)) = question.looks {
@@ -344,6 +339,20 @@ fn can_gain(keeps_freed_ram: bool, reports: bool) -> bool {
     reports && !keeps_freed_ram
 }
 
+/// Waits for the fold engine's answer: for [`LATE_ANSWER`] while the engine waits for a VM, else for
+/// [`ANSWER`]. Whether a VM is silent is only asked when the answer is late, because that reads a
+/// file of each VM's process.
+fn wait_for<T>(
+    answered: &Receiver<T>,
+    has_silent: impl FnOnce() -> bool,
+) -> Result<T, RecvTimeoutError> {
+    let answer = answered.recv_timeout(LATE_ANSWER);
+    if matches!(answer, Err(RecvTimeoutError::Timeout)) && !has_silent() {
+        return answered.recv_timeout(ANSWER.saturating_sub(LATE_ANSWER));
+    }
+    answer
+}
+
 /// Returns how many pages KSM saves: each would need its own frame if it was written to. While KSM
 /// is stopped, its counters still contain pages of ended processes. With `look`, this function
 /// therefore reads the processes; without `look`, it returns at most `before`, the last count.
@@ -388,5 +397,20 @@ mod tests {
         // Without free page reporting, the host does not learn which pages are free.
         assert!(!can_gain(false, false));
         assert!(can_gain(false, true));
+    }
+
+    #[test]
+    fn vms_are_asked_whether_they_are_silent_only_if_the_engines_answer_is_late() {
+        let (answer, answered) = sync_channel(1);
+        answer.send(1).unwrap();
+        let never = || -> bool { panic!("the answer is here") };
+        assert_eq!(wait_for(&answered, never), Ok(1));
+        let late = wait_for(&answered, || true);
+        assert_eq!(late, Err(RecvTimeoutError::Timeout));
+        let late = wait_for(&answered, || {
+            answer.send(2).unwrap();
+            false
+        });
+        assert_eq!(late, Ok(2));
     }
 }
