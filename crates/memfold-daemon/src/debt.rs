@@ -33,6 +33,10 @@ const FELL: u64 = 32 << 20;
 /// Divisor: reading the page tables may take at most 1/`LOOK_SHARE` of the time.
 const LOOK_SHARE: u32 = 20;
 
+/// Longest time between two reads of the VMs' control groups while no VM comes or goes. Another
+/// program may move a QEMU to another group at any time.
+const SAME_GROUPS: Duration = Duration::from_secs(10);
+
 /// Time for which the snapshot image of a VM that was just started counts as debt, unless the page
 /// tables show the image earlier.
 const STARTING: Duration = Duration::from_secs(30);
@@ -49,6 +53,8 @@ struct State {
     policy: BrakePolicy,
     /// Control groups that contain all VMs and limit their memory.
     groups: Vec<Group>,
+    /// When `groups` were last read, and of which QEMU processes; `None`: not yet.
+    grouped: Option<(Instant, Vec<i32>)>,
     brake: Brake,
     /// Whether folding and KSM are stopped: from level `Braked` until level `Ok`. Both stay stopped
     /// at `Warning`, because their sharing would soon exceed the limit again.
@@ -98,6 +104,7 @@ impl DebtWatch {
         Self(Mutex::new(State {
             policy,
             groups: Group::of_vms(Vec::new()),
+            grouped: None,
             brake: Brake::default(),
             held: false,
             began: Instant::now(),
@@ -183,11 +190,18 @@ impl DebtWatch {
         Memory::now(&groups)
     }
 
-    /// Finds the control groups that limit all VMs; `pids`: QEMU processes. Called when VMs come
-    /// and go.
-    fn find_groups(&self, pids: Vec<i32>) {
-        let groups = Group::of_vms(pids);
-        self.lock().groups = groups;
+    /// Finds the control groups that limit all VMs, by `find`; `pids`: QEMU processes. Called each
+    /// second. `find` reads a file of each process, so it is called only if VMs have come or gone,
+    /// and every [`SAME_GROUPS`].
+    fn find_groups(&self, pids: Vec<i32>, find: impl FnOnce(Vec<i32>) -> Vec<Group>) {
+        let is_same = |(at, of): &(Instant, Vec<i32>)| at.elapsed() < SAME_GROUPS && *of == pids;
+        if self.lock().grouped.as_ref().is_some_and(is_same) {
+            return;
+        }
+        let groups = find(pids.clone());
+        let mut state = self.lock();
+        state.groups = groups;
+        state.grouped = Some((Instant::now(), pids));
     }
 }
 
@@ -471,6 +485,26 @@ mod tests {
         // changed.
         state.looked = looked(Duration::from_secs(1));
         assert!(!state.look_due(0, &[]));
+    }
+
+    #[test]
+    fn control_groups_are_read_again_when_vms_come_or_go_and_not_each_second() {
+        let watch = DebtWatch::new(BrakePolicy::default());
+        let mut reads = Vec::new();
+        for pids in [&[5][..], &[5, 6], &[5, 6], &[5, 6], &[5, 6, 7], &[5, 6, 7]] {
+            watch.find_groups(pids.to_vec(), |pids| {
+                reads.push(pids.len());
+                Vec::new()
+            });
+        }
+        assert_eq!(reads, [1, 2, 3]);
+        let long_ago = Instant::now().checked_sub(SAME_GROUPS).unwrap();
+        watch.lock().grouped = Some((long_ago, vec![5, 6, 7]));
+        watch.find_groups(vec![5, 6, 7], |pids| {
+            reads.push(pids.len());
+            Vec::new()
+        });
+        assert_eq!(reads, [1, 2, 3, 3]);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use memfold_api::DebtRequest;
 use memfold_fold::{Command, Owed};
+use memfold_host::Group;
 use memfold_ksm as ksm;
 use memfold_ledger::{DebtReport, Level};
 use memfold_rightsize::Rung;
@@ -122,8 +123,8 @@ impl DebtBrake {
     /// Measures the debt, and applies the brake.
     pub(crate) fn look_at_debt(self: &Arc<Self>) -> Result<(), DaemonError> {
         let pids = |vm: &Arc<Machine>| vm.raw_pid();
-        self.debt
-            .find_groups(self.registry.machines().iter().map(pids).collect());
+        let pids = self.registry.machines().iter().map(pids).collect();
+        self.debt.find_groups(pids, Group::of_vms);
         let memory = self.debt.memory()?;
         let vms: Vec<String> = self.registry.names();
         let state = self.debt.lock();
