@@ -41,6 +41,7 @@ mod clock;
 mod guest_memory;
 mod guest_reading;
 mod info;
+mod pace;
 pub(crate) mod pauses;
 mod renewal;
 mod running;

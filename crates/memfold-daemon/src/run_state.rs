@@ -50,6 +50,19 @@ const QEMU_STATES: [&str; 16] = [
     "watchdog",
 ];
 
+/// Run states of QEMU in which the guest stands still until somebody resumes the VM, of which QEMU
+/// tells by an event. Not `io-error`, whose disks are looked at meanwhile, and not `suspended`,
+/// which ends without such an event.
+const AT_REST: [&str; 7] = [
+    "guest-panicked",
+    "internal-error",
+    "paused",
+    "postmigrate",
+    "prelaunch",
+    "shutdown",
+    "watchdog",
+];
+
 /// Names of the QMP events that explain a run state.
 const TELLING: [&str; 3] = ["BLOCK_IO_ERROR", "GUEST_PANICKED", "WATCHDOG"];
 
@@ -129,6 +142,11 @@ impl Default for RunState {
 impl RunState {
     pub fn is_running(&self) -> bool {
         self.name == "running"
+    }
+
+    /// Returns whether the guest stands still until somebody resumes the VM.
+    pub fn is_at_rest(&self) -> bool {
+        AT_REST.contains(&&*self.name)
     }
 
     /// Returns whether the VM's memory and devices still come from another QEMU or from a file.
@@ -309,6 +327,25 @@ mod tests {
         }
         assert_eq!(name_of(&json!({ "status": 1 })), UNKNOWN);
         assert_eq!(name_of(&Value::Null), UNKNOWN);
+    }
+
+    #[test]
+    fn a_vm_that_runs_or_whose_state_may_end_without_an_event_is_not_at_rest() {
+        let is_at_rest = |name: &str| {
+            let state = RunState {
+                name: name.to_owned(),
+                ..RunState::default()
+            };
+            state.is_at_rest()
+        };
+        for name in ["paused", "prelaunch", "guest-panicked", "shutdown"] {
+            assert!(is_at_rest(name), "{name}");
+        }
+        let others = ["running", "io-error", "inmigrate", "suspended", "save-vm"];
+        for name in others.into_iter().chain([SILENT, UNKNOWN]) {
+            assert!(!is_at_rest(name), "{name}");
+        }
+        assert!(AT_REST.iter().all(|state| QEMU_STATES.contains(state)));
     }
 
     #[test]

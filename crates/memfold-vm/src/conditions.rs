@@ -280,6 +280,16 @@ fn block_nodes(nodes: &Value, found: &mut VmConditions) {
     }
 }
 
+/// Returns whether the QEMU process `pid` holds something that forbids folding: locked memory, a
+/// VFIO or vDPA device, direct I/O without pins, or a userfaultfd of its own. QEMU is not asked.
+/// `library`: as for [`read`].
+#[must_use]
+pub fn process_forbids_folding(pid: Pid, library: bool) -> bool {
+    let mut found = VmConditions::default();
+    process(pid, library, &mut found);
+    !found.may_fold()
+}
+
 fn process(pid: Pid, library: bool, found: &mut VmConditions) {
     let root = format!("/proc/{}", pid.as_raw_nonzero());
     let kib = locked_kib(&fs::read_to_string(format!("{root}/status")).unwrap_or_default());
@@ -294,11 +304,10 @@ fn process(pid: Pid, library: bool, found: &mut VmConditions) {
     let descriptors = fs::read_dir(format!("{root}/fd")).into_iter().flatten();
     let links = descriptors.filter_map(|e| fs::read_link(e.ok()?.path()).ok());
     let links: Vec<String> = links.map(|p| p.to_string_lossy().into_owned()).collect();
-    let is_vfio = |l: &String| l.starts_with("/dev/vfio/") || l.contains("[vfio-device]");
-    if links.iter().any(is_vfio) {
+    if links.iter().any(|link| pins_ram(link)) {
         found.keeps_freed_ram = true;
         found.fold.push(reason(
-            "QEMU holds a VFIO device, which pins guest RAM for DMA",
+            "QEMU holds a VFIO or vDPA device, which pins guest RAM for DMA",
             "remove the device",
         ));
     }
@@ -308,6 +317,13 @@ fn process(pid: Pid, library: bool, found: &mut VmConditions) {
             "end the postcopy or background snapshot",
         ));
     }
+}
+
+/// Returns whether the link of a QEMU's descriptor names a device that pins guest RAM.
+fn pins_ram(link: &str) -> bool {
+    link.starts_with("/dev/vfio/")
+        || link.starts_with("/dev/vhost-vdpa-")
+        || link.contains("[vfio-device]")
 }
 
 /// File systems whose direct I/O pins the pages that it reads into (`pin_user_pages(9)`), so that
@@ -485,6 +501,20 @@ mod tests {
         ] {
             assert_eq!(says_cpu_pm(line.split(' ')), wanted, "{line}");
         }
+    }
+
+    #[test]
+    fn a_process_that_gets_a_vfio_device_forbids_folding_without_a_question_to_qemu() {
+        let own = rustix::process::getpid();
+        let place = tempfile::tempdir().unwrap();
+        assert!(!process_forbids_folding(own, true));
+        // The kernel's links to descriptors of VFIO devices contain this name.
+        let device = fs::File::create(place.path().join("[vfio-device]")).unwrap();
+        assert!(process_forbids_folding(own, true));
+        drop(device);
+        assert!(!process_forbids_folding(own, true));
+        assert!(pins_ram("/dev/vfio/7") && pins_ram("/dev/vhost-vdpa-0"));
+        assert!(!pins_ram("/dev/vhost-net") && !pins_ram("/dev/kvm"));
     }
 
     #[test]

@@ -405,6 +405,13 @@ impl Vm {
         conditions::read(qmp, self.pid(), self.has_library())
     }
 
+    /// Returns whether the VM's QEMU process holds something that forbids folding, such as a VFIO
+    /// device. QEMU is not asked.
+    #[must_use]
+    pub fn process_forbids_folding(&self) -> bool {
+        conditions::process_forbids_folding(self.pid(), self.has_library())
+    }
+
     /// Returns the `madvise` settings that QEMU gave a RAM block of the VM.
     pub fn advice(&self, block: &RamBlock) -> io::Result<Advice> {
         endpoints::advice(self.pid(), block)

@@ -12,15 +12,12 @@ use std::time::{Duration, Instant};
 use memfold_fold::{Command, LibraryState, QemuGuest, SharedLibraryState};
 use tracing::{debug, info, warn};
 
+use crate::machine::pace::{Due, Pace};
 use crate::machine::{INTERVAL, Machine};
 use crate::run_state::{RunState, SILENT};
 
 /// Time between two checks of the VM's run state.
 const STATE: Duration = Duration::from_secs(1);
-
-/// Longest time for which QEMU is not asked for the run state of a VM that runs. QEMU tells of most
-/// changes itself, and a question costs QEMU several system calls for each byte.
-const ASK: Duration = Duration::from_secs(5);
 
 /// Longest pause before the next attempt to connect to a fold library that keeps failing.
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
@@ -32,7 +29,7 @@ const ORDER: Duration = Duration::from_millis(1500);
 impl Machine {
     /// Checks the VM periodically until QEMU's process ends.
     pub fn watch(self: &Arc<Self>) {
-        let (mut looked, mut asked, mut seen) = (Instant::now(), Instant::now(), self.state());
+        let (mut pace, mut seen) = (Pace::new(Instant::now()), self.state());
         let mut connections = 0;
         let mut room = RoomWatch::default();
         let mut is_told = false;
@@ -49,8 +46,8 @@ impl Machine {
         };
         while !has_ended() {
             self.end_outlived();
-            if asked.elapsed() >= ASK || !self.runs_still(&seen, &mut connections) {
-                asked = Instant::now();
+            let is_unchanged = self.seems_unchanged(&seen, &mut connections);
+            if pace.ask_is_due(Instant::now(), is_unchanged) {
                 // A state counts only after two checks: the fold library may stop the VM for a
                 // moment.
                 let now = self.look_at_state(Duration::ZERO);
@@ -60,20 +57,24 @@ impl Machine {
                 }
                 seen = now;
             }
-            if looked.elapsed() >= INTERVAL {
-                looked = Instant::now();
-                if seen.name != SILENT {
-                    self.look_again();
-                }
-                self.reach_library_again();
+            let due = pace.due(Instant::now(), is_unchanged && seen.is_at_rest());
+            if due == Due::Nothing {
+                continue;
             }
+            // Nobody needs to know more of a VM at rest, unless its QEMU got something that must
+            // not meet folding.
+            let is_wanted = due == Due::All || self.vm.process_forbids_folding();
+            if is_wanted && seen.name != SILENT {
+                self.look_again();
+            }
+            self.reach_library_again();
         }
     }
 
-    /// Returns whether a VM that ran at the last check (`seen`) seems to run still. QEMU is not
-    /// asked. `connections`: how often the monitor was connected to QEMU by then; events that QEMU
-    /// sends between two connections are lost.
-    fn runs_still(&self, seen: &RunState, connections: &mut u64) -> bool {
+    /// Returns whether a VM that ran or was at rest at the last check (`seen`) seems to do so
+    /// still. QEMU is not asked. `connections`: how often the monitor was connected to QEMU by
+    /// then; events that QEMU sends between two connections are lost.
+    fn seems_unchanged(&self, seen: &RunState, connections: &mut u64) -> bool {
         let mut has_news = || {
             let Some(mut qmp) = self.monitor.try_lock() else {
                 return false;
@@ -81,7 +82,8 @@ impl Machine {
             let before = std::mem::replace(connections, qmp.connections());
             before != *connections || RunState::may_have_changed(&mut qmp)
         };
-        seen.is_running() && self.state().is_running() && self.stopped().is_none() && !has_news()
+        let would_tell = seen.is_running() || seen.is_at_rest();
+        would_tell && self.state() == *seen && self.stopped().is_none() && !has_news()
     }
 
     /// Reconnects to the fold library after it did not answer the engine, or answered nothing when
