@@ -8,17 +8,21 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use clap::Args;
 use memfold_api::{
-    Client, ExecEvent, ExecOrder, ExecRequest, ExecResult, ExecStreamRequest, ExecTerminal,
+    Client, ClientError, ExecEvent, ExecOrder, ExecRequest, ExecResult, ExecStreamRequest,
+    ExecTerminal,
 };
 
 use super::console::Raw;
 use super::context::{Context, write_line};
+use super::failure;
 use super::shell_text::script;
 use super::streamed::{Connection, INPUT_PIECE, Interrupt, Streamed};
 use super::vm_info::segment;
 
 /// Time limit of a command without live streams, in seconds.
 const TIMEOUT_S: f64 = 600.0;
+/// Exit code if the command reached its time limit, as of timeout(1).
+const TIMED_OUT: u8 = 124;
 /// The key that ends the connection if it is typed three times within a second: Ctrl-].
 const ESCAPE: u8 = 0x1d;
 const ESCAPE_TIMES: usize = 3;
@@ -35,7 +39,8 @@ pub(super) struct Arguments {
     tty: bool,
     /// Name of the VM
     name: String,
-    /// Seconds that a command without -i and -t may take [default: 600]
+    /// Seconds that a command without -i and -t may take [default: 600]; then it is killed, and the
+    /// exit code is 124, as of timeout(1)
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["interactive", "tty"])]
     timeout: Option<f64>,
     /// One word of shell text ('cd /tmp && ls'), or a command and its arguments
@@ -78,7 +83,14 @@ fn at_once(
         timeout_s: arguments.timeout.unwrap_or(TIMEOUT_S),
     };
     let path = format!("/v1/vms/{}/exec", segment(&arguments.name)?);
-    let result: ExecResult = client.post(&path, &request)?;
+    let result: ExecResult = match client.post(&path, &request) {
+        // The daemon has killed the command.
+        Err(error @ ClientError::Refused { status: 504, .. }) => {
+            failure::fail(&anyhow::Error::from(error));
+            return Ok(ExitCode::from(TIMED_OUT));
+        }
+        result => result?,
+    };
     context.write_file(&result)?;
     if context.json {
         write_line(&serde_json::to_string_pretty(&result)?)?;

@@ -82,6 +82,7 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 79] = [
         &[
             "in a guest",
             "exit with the command's code",
+            "exit code is 124",
             "--interactive",
             "--tty",
         ],

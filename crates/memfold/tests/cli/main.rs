@@ -13,6 +13,7 @@ mod definitions_need;
 mod encrypted_snapshots;
 mod estimate;
 mod events;
+mod exec;
 mod failed_lenders;
 mod fake_daemon;
 mod fake_libvirt;

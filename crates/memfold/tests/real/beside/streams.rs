@@ -385,6 +385,16 @@ fn trees_and_files_are_copied_both_ways(state: &Path) {
     assert!(output.stdout == bytes, "{} bytes", output.stdout.len());
 }
 
+fn a_command_that_reaches_its_time_limit_is_killed(state: &Path) {
+    let limited = &["vm", "exec", "--timeout", "1", VM, "--", "sleep 1004"];
+    let output = run(state, 124, limited);
+    let why = String::from_utf8_lossy(&output.stderr);
+    assert!(why.contains("its time limit of 1 s"), "{why}");
+    wait_until("the command has ended", LIMIT, || {
+        count(state, "sleep 1004") == 0
+    });
+}
+
 fn a_terminal_shows_how_far_a_copy_is(state: &Path) {
     let file = state.join("large");
     std::fs::write(&file, noise(8 << 20)).unwrap();
@@ -453,6 +463,7 @@ fn commands_and_copies_stream_to_and_from_a_real_guest_and_leave_no_process_in_i
     a_terminal_works(state);
     signals_reach_the_command(state);
     a_killed_client_leaves_no_process(state);
+    a_command_that_reaches_its_time_limit_is_killed(state);
     trees_and_files_are_copied_both_ways(state);
     a_terminal_shows_how_far_a_copy_is(state);
     many_bytes_pass_unchanged(state);

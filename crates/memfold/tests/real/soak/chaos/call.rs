@@ -296,6 +296,8 @@ fn is_agreed(command: &str, code: i32) -> bool {
     match command {
         // Code 4: the VM was switched off.
         "vm stop" => [0, 1, 4].contains(&code),
+        // Code 124: the command in the guest reached its time limit.
+        "vm exec" => [0, 1, 124].contains(&code),
         _ => [0, 1, 3].contains(&code),
     }
 }
