@@ -106,6 +106,7 @@ class AsyncClient(Wrapper[Client]):
     snapshots = threaded(Client.snapshots)
     snapshot = threaded(Client.snapshot)
     remove_snapshot = threaded(Client.remove_snapshot)
+    rekey = threaded(Client.rekey)
     push = threaded(Client.push)
     pull = threaded(Client.pull)
     remote_snapshots = threaded(Client.remote_snapshots)

@@ -32,6 +32,8 @@ from .models import (
     PushBody,
     PushReport,
     RebootRequest,
+    RekeyReport,
+    RekeyRequest,
     RemoteSnapshot,
     RemoteStore,
     RemoveReport,
@@ -344,6 +346,14 @@ class Client:
     def remove_snapshot(self, name: str) -> None:
         """Removes a snapshot that is not in use."""
         self._call(type(None), "DELETE", f"/v1/snapshots/{quote(name, safe='')}")
+
+    def rekey(self, name: str, key: str) -> RekeyReport:
+        """Changes the key of an encrypted snapshot. VMs that run from the snapshot go on.
+
+        `key`: name of the new key among those of the daemon, which needs the old key, too.
+        """
+        path = f"/v1/snapshots/{quote(name, safe='')}/rekey"
+        return self._call(RekeyReport, "POST", path, RekeyRequest(key_name=key))
 
     def push(
         self, name: str, url: str, *, to: str | None = None, key: str | None = None

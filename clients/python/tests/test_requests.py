@@ -64,6 +64,17 @@ def test_a_vm_is_defined_and_started_and_kept(client: Client, daemon: FakeDaemon
     assert not daemon.of("POST", "/v1/vms/web/stop")
 
 
+def test_a_snapshot_gets_a_new_key(client: Client, daemon: FakeDaemon) -> None:
+    report = {"name": "warm", "key": "new", "old_key": "old"}
+    daemon.answers["POST /v1/snapshots/warm/rekey"] = (200, report)
+    changed = client.rekey("warm", "new")
+    assert (changed.key, changed.old_key) == ("new", "old")
+    assert daemon.of("POST", "/v1/snapshots/warm/rekey") == [{"key_name": "new"}]
+    # As the daemon says that the snapshot has this key already.
+    daemon.answers["POST /v1/snapshots/warm/rekey"] = (200, {**report, "old_key": None})
+    assert client.rekey("warm", "new").old_key is None
+
+
 def test_an_unknown_vm_is_refused_as_not_found(client: Client) -> None:
     with pytest.raises(Refused, match="no VM 'ghost'") as caught:
         client.vm("ghost")
