@@ -294,6 +294,29 @@ test("an encrypted snapshot names its key, and a snapshot is saved with one", as
   assert.deepEqual([body.encrypt, body.key, body.plain_disks], [true, "office", false]);
 });
 
+test("an encrypted snapshot gets another key, and only such a snapshot", async ({ page, fake, open }) => {
+  fake.send(sample(1));
+  const snapshots = [{ ...SNAPSHOT, key: "office" }, { ...SNAPSHOT, name: "plain", vm: "db" }];
+  fake.answers["GET /v1/snapshots"] = snapshots;
+  fake.answers["POST /v1/snapshots/warm/rekey"] = ({ key_name: key }) => {
+    if (key !== "home") return new Status(400, { error: `the daemon has no key '${key}'` });
+    snapshots[0] = { ...snapshots[0], key };
+    return { name: "warm", key, old_key: "office" };
+  };
+  await open("#/snapshots");
+  await page.getByText("encrypted, key office", { exact: true }).waitFor();
+  assert.equal(await button(page, "Verify …").count(), 2);
+  assert.equal(await button(page, "Change key …").count(), 1);
+  await button(page, "Change key …").click();
+  await dialog(page).getByLabel("New key").fill("typo");
+  await confirm(page, "Change the key");
+  await dialog(page).getByRole("alert").getByText("the daemon has no key 'typo'").waitFor();
+  await dialog(page).getByLabel("New key").fill("home");
+  await confirm(page, "Change the key");
+  await dialog(page).getByText("warm is encrypted with key home.").waitFor();
+  await page.getByText("encrypted, key home", { exact: true }).waitFor();
+});
+
 test("leases are drawn for at most 12 rows, with short names", async ({ page, fake, open }) => {
   const lease = (n, host = "lender") => ({ id: `l${n}`, lender: { host }, borrower: "here", vm: `vm-${n}`, bytes: 1 << 30, durability: "disk", state: "active", recall_ms: null, left_ms: 5000 });
   const report = { host: "here", registry: "here", registry_away: null, lending: null, lends_as: null, leases: [], lenders: [], borrowed: [], blast: [], distrusted: [], again: [] };

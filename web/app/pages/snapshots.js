@@ -88,6 +88,17 @@ function Actions({ snapshot, isParent, may, changed }) {
       return `${name} needs no other snapshot.`;
     },
   };
+  const rekey = {
+    title: `Change the key of ${name}`,
+    text: `Its key is ${snapshot.key}. The daemon needs both keys. VMs that run from the snapshot go on.`,
+    fields: [{ name: "key", label: "New key", required: true, pattern: NAME, hint: "Name of a key of the daemon (serve --snapshot-key)." }],
+    action: "Change the key",
+    act: async (v) => {
+      const { key } = await post(`${path}/rekey`, { key_name: v.key });
+      changed();
+      return `${name} is encrypted with key ${key}.`;
+    },
+  };
   const remove = {
     title: `Remove ${name}?`,
     text: `The snapshot takes ${bytes(snapshot.disk_bytes)} on disk. It cannot be recovered after that.`,
@@ -102,7 +113,7 @@ function Actions({ snapshot, isParent, may, changed }) {
   return html`<div class="buttons">
     <${Act} may=${may} what=${clone} small>Clone …<//><${Act} may=${may} what=${restore} small>Restore …<//>
     <${Act} may=${may} what=${verify} small>Verify …<//>${snapshot.parent && html`<${Act} may=${may} what=${complete} small>Make complete …<//>`}
-    <${Act} may=${may} what=${remove} danger small>Remove …<//></div>`;
+    ${snapshot.key && html`<${Act} may=${may} what=${rekey} small>Change key …<//>`}<${Act} may=${may} what=${remove} danger small>Remove …<//></div>`;
 }
 
 /** What a snapshot holds, and what it has of its parent. */
