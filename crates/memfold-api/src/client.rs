@@ -29,7 +29,7 @@ pub struct ErrorBody {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // the messages say what is the case
 pub enum ClientError {
-    #[error("no memfold daemon serves {path}; start the daemon with 'memfold serve'")]
+    #[error("{}", no_daemon(.path, .source))]
     NoDaemon {
         path: PathBuf,
         #[source]
@@ -49,6 +49,18 @@ pub enum ClientError {
     Slow { path: PathBuf, seconds: u64 },
     #[error("cannot start the HTTP client")]
     Runtime(#[source] io::Error),
+}
+
+/// Says why the daemon's socket cannot be used, and what changes that. A daemon may well serve a
+/// socket that this user may not open.
+fn no_daemon(path: &Path, source: &io::Error) -> String {
+    let path = path.display();
+    if source.kind() == io::ErrorKind::PermissionDenied {
+        return format!(
+            "this user may not open the daemon's socket {path}; run the command as root, or let a group use the daemon (memfold serve --operate-group GROUP)"
+        );
+    }
+    format!("no memfold daemon serves {path}; start the daemon with 'memfold serve'")
 }
 
 type Result<T> = std::result::Result<T, ClientError>;
@@ -246,4 +258,31 @@ async fn refusal(response: Response<Incoming>) -> Result<ClientError> {
         status: status.as_u16(),
         body: refused,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_that_this_user_may_not_open_is_not_called_a_missing_daemon() {
+        let said = |kind: io::ErrorKind| {
+            let error = ClientError::NoDaemon {
+                path: "/run/s".into(),
+                source: kind.into(),
+            };
+            error.to_string()
+        };
+        let forbidden = said(io::ErrorKind::PermissionDenied);
+        assert!(
+            forbidden.contains("may not open the daemon's socket /run/s; run the command as root"),
+            "{forbidden}"
+        );
+        assert!(!forbidden.contains("start the daemon"), "{forbidden}");
+        let missing = said(io::ErrorKind::NotFound);
+        assert!(
+            missing.contains("no memfold daemon serves /run/s; start the daemon"),
+            "{missing}"
+        );
+    }
 }
