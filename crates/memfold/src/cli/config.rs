@@ -16,6 +16,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::context::Context;
+use super::examples;
 use super::serve;
 use super::user_mode::UserDirectories;
 
@@ -254,7 +255,7 @@ fn read(file: &Path) -> anyhow::Result<String> {
 /// Parses the command line; for `serve`, also adds the options of the configuration file. Wrong
 /// usage ends the process, as with clap.
 pub(super) fn command_line<Cli: Parser>() -> anyhow::Result<Cli> {
-    let typed = Cli::command().get_matches();
+    let typed = examples::add(Cli::command()).get_matches();
     let matches = match typed.subcommand() {
         Some(("serve", serve)) => with_file(&typed, serve, Cli::command())?,
         _ => typed,

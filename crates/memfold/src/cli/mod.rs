@@ -14,6 +14,7 @@ mod demo;
 mod doctor;
 mod estimate;
 mod events;
+mod examples;
 mod exec;
 mod failure;
 mod fold;
@@ -61,7 +62,8 @@ use log::LogFormat;
     version,
     about,
     max_term_width = 100,
-    arg_required_else_help = true
+    arg_required_else_help = true,
+    after_help = "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not possible on this host; 'vm exec' and 'vm stop' have others"
 )]
 struct Cli {
     /// Socket of the daemon
@@ -207,7 +209,7 @@ pub fn main() -> ExitCode {
         Command::Plan(arguments) => plan::run(&context, &arguments),
         Command::Bench(arguments) => bench::run(&context, &arguments),
         Command::Relay => Ok(lend::relay()),
-        Command::Generate(arguments) => generate::run(&arguments, Cli::command()),
+        Command::Generate(arguments) => generate::run(&arguments, examples::add(Cli::command())),
         Command::IscsiProcess(arguments) => iscsi_process::run(&arguments),
     };
     result.unwrap_or_else(|error| failure::fail(&error))

@@ -238,6 +238,7 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 79] = [
 #[test]
 fn every_command_has_a_help_text_and_a_json_option() {
     let whole = out(&run(&["--help"]));
+    assert!(whole.contains("Exit codes: 0 done"), "{whole}");
     for (command, words, _) in COMMANDS {
         assert!(whole.contains(command[0]), "{}: {whole}", command[0]);
         // Everything after 'bench' is passed to another program.
@@ -249,10 +250,12 @@ fn every_command_has_a_help_text_and_a_json_option() {
         let output = run(&arguments);
         let help = out(&output);
         assert_eq!(code(&output), 0, "{command:?}");
-        for word in words
-            .iter()
-            .chain(&["--json", "--socket", "Usage: memfold"])
-        {
+        for word in words.iter().chain(&[
+            "--json",
+            "--socket",
+            "Usage: memfold",
+            "Examples:\n  memfold",
+        ]) {
             assert!(help.contains(word), "{command:?}: no '{word}' in: {help}");
         }
     }
