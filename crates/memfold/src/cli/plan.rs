@@ -62,8 +62,12 @@ fn fingerprint(path: &Path) -> anyhow::Result<Fingerprint> {
         Ok(bytes)
     };
     let bytes = read().with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_slice(&bytes)
-        .with_context(|| format!("{} is not a fingerprint of a host", path.display()))
+    serde_json::from_slice(&bytes).with_context(|| {
+        format!(
+            "{} is not a fingerprint of a host; 'memfold estimate --fingerprint FILE --key KEY' makes one on each host",
+            path.display()
+        )
+    })
 }
 
 fn placed(context: &Context, arguments: &Arguments) -> anyhow::Result<ExitCode> {

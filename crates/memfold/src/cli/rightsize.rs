@@ -13,6 +13,7 @@ use memfold_units::ByteSize;
 
 use super::context::Context;
 use super::table::table;
+use super::vm_info::segment;
 
 /// Number of the last orders that are shown by default.
 const EVENTS: u32 = 10;
@@ -41,6 +42,7 @@ pub(super) enum Arguments {
 
 #[derive(Args, Debug)]
 pub(super) struct SetArguments {
+    /// Name of the VM
     vm: String,
     /// Smallest size of the VM (a quarter of its RAM by default, but at least 256 MiB)
     #[arg(long, value_name = "SIZE")]
@@ -77,7 +79,7 @@ pub(super) fn run(context: &Context, arguments: &Arguments) -> anyhow::Result<Ex
                 priority: set.priority,
                 pinned: (set.pin || set.unpin).then_some(set.pin),
             };
-            let path = format!("/v1/vms/{}/sizing", set.vm);
+            let path = format!("/v1/vms/{}/sizing", segment(&set.vm)?);
             return context.print(&client.put(&path, &request)?, |sizing| {
                 limits(&set.vm, sizing)
             });

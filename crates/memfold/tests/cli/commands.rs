@@ -124,7 +124,7 @@ pub const COMMANDS: [(&[&str], &[&str], bool); 79] = [
     (&["rightsize", "off"], &["alone"], true),
     (
         &["rightsize", "set"],
-        &["limits of a VM's size", "--min", "--pin"],
+        &["limits of a VM's size", "Name of the VM", "--min", "--pin"],
         false,
     ),
     (&["fold", "status"], &["folding has done"], true),

@@ -143,7 +143,10 @@ fn memory_fingerprints_of_two_hosts_with_the_same_key_can_be_compared() {
             ["north.json", "north.json"],
             "two fingerprints are of host 'north'",
         ),
-        (["north.json", "text"], "is not a fingerprint"),
+        (
+            ["north.json", "text"],
+            "fingerprint of a host; 'memfold estimate --fingerprint",
+        ),
         (["north.json", "nowhere"], "cannot read"),
     ] {
         refused(&plan(&files), 1, &[words]);

@@ -166,6 +166,12 @@ fn limits_of_a_vms_size_survive_a_daemon_restart_and_wrong_limits_are_refused() 
         1,
         &["no VM named 'nobody'"],
     );
+    // A name with a slash is not taken for another path of the API.
+    refused(
+        &daemon.run(&["rightsize", "set", "sized/pause", "--pin"]),
+        1,
+        &["name 'sized/pause'"],
+    );
     for wrong in [
         &["rightsize", "set", "sized", "--pin", "--unpin"][..],
         &["rightsize", "set", "sized", "--priority", "0"],
