@@ -43,7 +43,8 @@ pub struct Sizing {
     /// `memory_max` can grow to that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bytes: Option<u64>,
-    /// Memory that the VM has beyond its working set, in percent of the working set; by default 20.
+    /// Memory that the VM has beyond its working set, in percent of the working set: 0 to 1,000, by
+    /// default 20.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub buffer_percent: Option<u16>,
     /// Weight of what the VM loses, compared with other VMs: of two VMs, the one with half the

@@ -287,6 +287,6 @@ pub struct RebootRequest {
     /// the guest reboots.
     #[serde(default)]
     pub from_boot_snapshot: bool,
-    /// Longest wait for the guest's agent to answer after the reboot, in seconds.
+    /// Longest wait for the guest's agent to answer after the reboot, in seconds, 0 or more.
     pub timeout_s: f64,
 }

@@ -118,7 +118,7 @@ pub struct AttachRequest {
 pub struct ExecRequest {
     /// Text of a shell script, which `/bin/sh -c` runs in the guest.
     pub script: String,
-    /// Time limit of the command in seconds. A command that runs longer is killed.
+    /// Time limit of the command in seconds, 0 or more. A command that runs longer is killed.
     pub timeout_s: f64,
 }
 
