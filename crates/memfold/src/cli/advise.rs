@@ -13,7 +13,7 @@ use super::table::table;
 
 #[derive(Args, Debug)]
 pub(super) struct Arguments {
-    /// Number of days to look back
+    /// Number of days to look back, 1 to 90
     #[arg(long, value_name = "DAYS", default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=90))]
     days: u32,
 }

@@ -18,8 +18,8 @@ pub(super) struct Arguments {
     /// Memory to keep for this host until the daemon ends: a size, or percent of its RAM
     #[arg(long, value_name = "SIZE|PERCENT%", value_parser = reserve)]
     reserve: Option<String>,
-    /// Percent of shared memory that available memory must cover in case guests write to it, until
-    /// the daemon ends; 0 disables the brake
+    /// Percent of shared memory that available memory must cover in case guests write to it, 0 to
+    /// 100, until the daemon ends; 0 disables the brake
     #[arg(long, value_name = "PERCENT", value_parser = cover)]
     cover: Option<f64>,
 }

@@ -49,11 +49,11 @@ pub(super) struct Arguments {
     /// Read only these VMs, given by name or by QEMU's process number
     #[arg(value_name = "VM|PID")]
     vms: Vec<String>,
-    /// CPU limit, in percent of one core
+    /// CPU limit, in percent of one core: more than 0, and 100 at most
     #[arg(long, default_value_t = 10.0, value_name = "PERCENT", value_parser = percent)]
     cpu: f64,
-    /// Stop after this time and show what was found until then; by default, all memory is read (0.2
-    /// to 0.3 GiB a second at 10 % of a core)
+    /// Stop after so many seconds, 1 to 86400, and show what was found until then; by default, all
+    /// memory is read (0.2 to 0.3 GiB a second at 10 % of a core)
     #[arg(long, value_name = "N", value_parser = seconds)]
     seconds: Option<Duration>,
     /// Trust domain of a QEMU (may be given several times)

@@ -21,7 +21,7 @@ pub(super) enum Arguments {
     Resume,
     /// Set limits of folding
     Budget {
-        /// CPU limit of folding over time, in percent of one core
+        /// CPU limit of folding over time, in percent of one core, 0 to 100; 0 stops folding
         #[arg(long, value_name = "PERCENT")]
         cpu: Option<f64>,
         /// Most pages that folding examines a second; 0 for no limit

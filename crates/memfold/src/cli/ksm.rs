@@ -33,10 +33,10 @@ pub(super) enum Arguments {
         /// memory)
         #[arg(long)]
         domain: Option<String>,
-        /// CPU that ksmd may use, in percent of one core
+        /// CPU that ksmd may use, in percent of one core: more than 0, and 95 at most
         #[arg(long, default_value_t = 20.0, value_name = "PERCENT")]
         cpu: f64,
-        /// Target time for a full scan of the mergeable memory, in seconds
+        /// Target time for a full scan of the mergeable memory, in seconds, 1 or more
         #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
         target: f64,
         /// Have the kernel's advisor set ksmd's speed (Linux 6.8 or newer)

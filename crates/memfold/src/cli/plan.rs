@@ -41,7 +41,7 @@ pub(super) struct Arguments {
     /// Least bytes that a move must save, with --place
     #[arg(long, value_name = "SIZE", default_value = "64M", requires = "place")]
     least: ByteSize,
-    /// Percent of each host's memory to keep free, with --place
+    /// Percent of each host's memory to keep free, with --place: 0 to less than 100
     #[arg(long, value_name = "PERCENT", default_value_t = 10.0, value_parser = reserve, requires = "place")]
     leave: f64,
 }

@@ -50,10 +50,11 @@ pub(super) struct SetArguments {
     /// Largest size of the VM (by default all of its RAM, and what can be plugged)
     #[arg(long, value_name = "SIZE")]
     max: Option<ByteSize>,
-    /// Memory beyond the working set, in percent of it (20 by default)
+    /// Memory beyond the working set, in percent of it, 0 to 1000 (20 by default)
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u16).range(0..=1000))]
     buffer: Option<u16>,
-    /// Weight of what the VM loses; VMs with a small weight give memory first (100 by default)
+    /// Weight of what the VM loses, 1 to 10000 (100 by default); VMs with a small weight give
+    /// memory first
     #[arg(long, value_name = "WEIGHT", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     priority: Option<u16>,
     /// Never change the VM's size

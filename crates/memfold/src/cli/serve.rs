@@ -60,14 +60,14 @@ pub(super) struct Arguments {
     /// Directory for files and sockets of VMs
     #[arg(long, env = "MEMFOLD_STATE", default_value = DEFAULT_STATE, value_name = "DIR")]
     state: PathBuf,
-    /// CPU limit of folding over time, in percent of one core (by default 1 for each core of this
-    /// host, but at least 5 and at most 100)
+    /// CPU limit of folding over time, in percent of one core, 0 to 100 (by default 1 for each core
+    /// of this host, but at least 5)
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     cpu: Option<f64>,
-    /// Most pages that folding may examine a second (no limit by default)
+    /// Most pages that folding may examine a second, 0 for no limit (the default)
     #[arg(long, value_name = "PAGES")]
     pages_per_second: Option<u64>,
-    /// Seconds that a hint waits for its page to be read from disk
+    /// Seconds that a hint waits for its page to be read from disk; fractions are allowed
     #[arg(long, default_value = "1", value_name = "SECONDS", value_parser = seconds)]
     settle: Duration,
     /// Largest size of a trust domain's page store
@@ -82,8 +82,9 @@ pub(super) struct Arguments {
     /// Memory that this host keeps for itself: a size, or percent of its RAM (6.25% by default)
     #[arg(long, value_name = "SIZE|PERCENT%")]
     reserve: Option<Reserve>,
-    /// Percent of shared memory that available memory must cover in case guests write to it:
-    /// otherwise nothing more is shared and no VM is started; 0 disables the brake
+    /// Percent of shared memory that available memory must cover in case guests write to it, 0 to
+    /// 100 (50 by default): otherwise nothing more is shared and no VM is started; 0 disables the
+    /// brake
     #[arg(long, value_name = "PERCENT", value_parser = cover)]
     cover: Option<f64>,
     /// Whether to size VMs by their need: 'watch' says what would be done, 'on' trims page caches

@@ -64,8 +64,8 @@ pub(super) enum Arguments {
         /// Save all pages, even if the VM runs from a snapshot
         #[arg(long, conflicts_with = "parent")]
         whole: bool,
-        /// Seconds that the guest may take to drop its caches; by default, the time to write the
-        /// caches to disk (5 to 120). Caches that are not dropped by then are saved
+        /// Seconds that the guest may take to drop its caches, 1 to 3600; by default, the time to
+        /// write the caches to disk (5 to 120). Caches that are not dropped by then are saved
         #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
         drop_timeout: Option<u32>,
         /// Leave the guest's clock behind by the pause; by default, it is set to the host's clock

@@ -163,8 +163,8 @@ pub(super) struct RunArguments {
     /// read-only, or to memory
     #[arg(long, value_name = "NAME[@GENERATION]")]
     root_segment: Option<String>,
-    /// Number of slots for segments, including --segment: the most that the VM can map while it
-    /// runs
+    /// Number of slots for segments, including --segment, at most 16: the most that the VM can map
+    /// while it runs
     #[arg(long, value_name = "NUMBER")]
     segment_slots: Option<u32>,
     /// Whether KSM may merge the VM's memory: if the VM has a trust domain (domain), or never
