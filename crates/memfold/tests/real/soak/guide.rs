@@ -63,7 +63,7 @@ const HOW_TOS: [HowTo; 8] = [
     HowTo {
         page: "ci-runners",
         before: "guest/describe trixie-a runner > runner.toml",
-        after: "grep -q Linux build.log; tar -tzf result.tar.gz | grep -q build.log
+        after: "grep -q Linux build.log; grep -q Linux result/build.log
                 [ \"$(memfold vm list --json)\" = '[]' ]; [ \"$(memfold snapshot list --json)\" = '[]' ]",
     },
     HowTo {
