@@ -16,7 +16,7 @@ const STEP: u64 = 128 << 20;
 pub struct WorkingSetSample {
     /// When it was recorded, since any moment.
     pub at: Duration,
-    /// The working set.
+    /// Memory that the guest would have missed at that time.
     pub working_set: ByteSize,
 }
 
@@ -42,7 +42,7 @@ pub struct Advice {
     pub lack_with_one_gib_less: ByteSize,
 }
 
-/// Advice for a host.
+/// Sums of the advice for all VMs of a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostAdvice {
     /// Memory that the VMs have now.

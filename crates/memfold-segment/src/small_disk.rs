@@ -27,7 +27,7 @@ impl SmallDisk {
         self.0.path()
     }
 
-    /// Returns the number of free bytes.
+    /// Returns the bytes that users without root's rights may still use.
     pub(crate) fn free_bytes(&self) -> u64 {
         let disk = rustix::fs::statvfs(self.path()).unwrap();
         disk.f_bavail * disk.f_frsize

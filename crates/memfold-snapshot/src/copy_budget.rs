@@ -105,7 +105,6 @@ impl CopyBudget {
 }
 
 impl CopyShare {
-    /// Returns the number of pages.
     pub(super) const fn pages(&self) -> u64 {
         self.pages
     }

@@ -174,7 +174,7 @@ impl Description {
         self.files.iter().map(|file| chunk::count(file.bytes)).sum()
     }
 
-    /// Returns the hash of the index.
+    /// Returns [`Self::index`] as a hash, or an error text for the user.
     pub(crate) fn index_hash(&self) -> Result<blake3::Hash, String> {
         blake3::Hash::from_hex(&self.index).map_err(|_| "its index has no valid name".to_owned())
     }

@@ -28,7 +28,6 @@ pub(super) enum Chunk {
 /// What has arrived.
 #[derive(Clone, Debug)]
 pub(super) enum Arrival {
-    /// A chunk.
     Chunk(Place),
     /// Pages, before their chunks.
     Pages(Vec<FilePages>),

@@ -53,7 +53,7 @@ pub struct Seed {
     pub instance: String,
     /// Host name of the guest.
     pub host_name: String,
-    /// User data.
+    /// User data for cloud-init, unchanged from the user's file.
     pub user_data: String,
     /// SSH public keys, one each.
     pub ssh_keys: Vec<String>,

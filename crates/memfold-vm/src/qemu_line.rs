@@ -47,7 +47,6 @@ pub(super) fn monitor_argument(socket: &Path) -> OsString {
     argument
 }
 
-/// Returns `on` or `off`.
 pub(super) const fn on_or_off(yes: bool) -> &'static str {
     if yes { "on" } else { "off" }
 }

@@ -173,13 +173,13 @@ pub enum TrimMethod {
 /// Answer to a [`TrimOrder`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrimResult {
-    /// Number of the order.
+    /// Number of the [`TrimOrder`] that this answers.
     pub order: u32,
     /// Bytes that the kernel reclaimed, as it counts them.
     pub reclaimed_bytes: u64,
     /// Pages of files that the guest read again while the trim ran.
     pub refaults: u64,
-    /// Number of steps.
+    /// Number of steps in which the agent reclaimed.
     pub steps: u32,
     /// How memory was reclaimed.
     pub method: TrimMethod,

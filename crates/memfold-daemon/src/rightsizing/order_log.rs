@@ -24,7 +24,7 @@ struct Count {
     failed: u64,
 }
 
-/// The log of orders.
+/// The last orders and changes of the rung, and counts of all orders since the daemon's start.
 #[derive(Debug, Default)]
 pub(super) struct OrderLog {
     events: VecDeque<(Kind, RightsizeEvent)>,

@@ -3,7 +3,7 @@
 /// A fault of one guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fault {
-    /// None.
+    /// The guest reports rightly and in time.
     #[default]
     None,
     /// There is never a report.

@@ -11,7 +11,7 @@ impl Random {
         Self(seed)
     }
 
-    /// Returns the next number.
+    /// Returns the next number of the sequence, any value of 64 bits.
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;

@@ -59,7 +59,7 @@ pub struct HostSpec {
     pub swap: f64,
     /// The clock that the controller sees jumps by this many seconds, at this second.
     pub clock_jump: Option<(u32, i32)>,
-    /// The VMs.
+    /// VMs that the host runs from the beginning.
     pub vms: Vec<VmSpec>,
 }
 

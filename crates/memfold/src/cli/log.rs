@@ -22,7 +22,6 @@ use tracing_subscriber::registry::LookupSpan;
 
 use memfold_daemon::chain;
 
-/// Format of the log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum LogFormat {
     /// Text for people; in systemd's journal, without time and with the journal's level

@@ -382,7 +382,6 @@ fn log_filter(text: &str) -> Result<String, ParseError> {
 }
 
 impl Arguments {
-    /// Returns the filter of the log.
     pub(super) fn log_filter(&self) -> EnvFilter {
         // The text was checked when the arguments were parsed.
         log::filter(&self.log).unwrap_or_default()
