@@ -64,8 +64,8 @@ fn vm_from(
     let ram = ram_ranges(layout);
     let pagemap = pagemap_of(pid)?;
     let smaps = proc.smaps(pid)?;
-    // Each read of `maps` takes the kernel 0.6 us a mapping (docs/results/scale.md), so the mappings
-    // before the scan come from `smaps`.
+    // Each read of `maps` takes the kernel 0.6 us a mapping (docs/results/scale.md), so the
+    // mappings before the scan come from `smaps`.
     let before = smaps.iter().map(|smap| smap.vma.clone()).collect();
     let looked = look(proc, pid, &pagemap, &ram, stores, before)?;
     let places = sort_pages(&looked.stretches, &looked.regions);

@@ -340,9 +340,9 @@ fn can_gain(keeps_freed_ram: bool, reports: bool) -> bool {
     reports && !keeps_freed_ram
 }
 
-/// Waits for the fold engine's answer: for [`LATE_ANSWER`] while the engine waits for a VM, else for
-/// [`ANSWER`]. Whether a VM is silent is only asked when the answer is late, because that reads a
-/// file of each VM's process.
+/// Waits for the fold engine's answer: for [`LATE_ANSWER`] while the engine waits for a VM, else
+/// for [`ANSWER`]. Whether a VM is silent is only asked when the answer is late, because that reads
+/// a file of each VM's process.
 fn wait_for<T>(
     answered: &Receiver<T>,
     has_silent: impl FnOnce() -> bool,
