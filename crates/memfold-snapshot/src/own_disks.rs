@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use memfold_host::progress::Progress;
 use memfold_vm::{DiskFormat, DiskSpec, QemuUser, VmSpec, own_files, qemu_user};
-use rustix::fs::{FlockOperation, Mode, OFlags, flock, ioctl_ficlone};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 use super::disk_chain::chain;
@@ -19,7 +19,7 @@ use super::links::is_in;
 use super::rebase::{merge, split, used};
 use super::room::enough_room;
 use super::shelf::Shelf;
-use super::sparse_copy::copy_data;
+use super::sparse_copy::{copy_data, is_shared};
 
 /// Disks and other files that were copied for one VM. Dropping this value removes the copies,
 /// unless [`OwnDisks::keep`] was called.
@@ -122,18 +122,6 @@ fn chain_of(disk: &DiskSpec) -> Result<Vec<PathBuf>, SnapshotError> {
         // A guest writes the contents of a raw disk, so a header in it must not be believed.
         DiskFormat::Raw => Ok(vec![disk.path.clone()]),
     }
-}
-
-/// Returns whether a copy of a file in a directory shares the file's blocks, so that it takes no
-/// space.
-fn is_shared(file: &Path, place: &Path) -> bool {
-    let clone = || -> io::Result<()> {
-        let from = File::open(file)?;
-        let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
-        let to = rustix::fs::open(place, flags, Mode::RUSR | Mode::WUSR)?;
-        Ok(ioctl_ficlone(&to, &from)?)
-    };
-    clone().is_ok()
 }
 
 /// Copies a file to a new one ([`copy_data`]). The copy gets its name when `complete` has changed

@@ -9,14 +9,15 @@ use std::fs::{File, Permissions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use memfold_sys::lease;
 use memfold_vm::QemuUser;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::sparse_copy::copy_data;
+use super::room::check_free;
+use super::sparse_copy::{copy_data, is_shared};
 
 /// Extended attribute with a file's access list (`acl(5)`), which its owner can set.
 const ACCESS_LIST: &str = "system.posix_acl_access";
@@ -103,8 +104,14 @@ fn link(file: &File, to: &Path) -> io::Result<bool> {
     }
 }
 
-/// Copies the first `length` bytes of a file. Holes stay holes.
+/// Copies the first `length` bytes of a file, if that leaves the reserve of free space. Holes stay
+/// holes.
 fn copy(from: &File, to: &Path, length: u64) -> io::Result<()> {
+    let place = to.parent().unwrap_or(to);
+    let open = PathBuf::from(format!("/proc/self/fd/{}", from.as_raw_fd()));
+    if !is_shared(&open, place) {
+        check_free(place, from.metadata()?.blocks() * 512)?;
+    }
     let mut options = File::options();
     options.write(true).create_new(true).mode(0o600);
     let to = options.open(to)?;

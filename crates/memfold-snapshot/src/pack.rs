@@ -29,8 +29,14 @@ pub type Frame = (u64, u64);
 pub const FRAME_BYTES: usize = 16;
 
 /// Compresses the RAM image `ram` into the empty file `packed` (`ram.zst`). Returns the contents of
-/// `ram.index`.
-pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8>> {
+/// `ram.index`. `take_room`: called with the number of bytes before they are written; ends the work
+/// by an error.
+pub fn pack(
+    ram: &File,
+    packed: &File,
+    progress: &Progress,
+    take_room: impl Fn(u64) -> io::Result<()> + Sync,
+) -> io::Result<Vec<u8>> {
     let chunks = ram.metadata()?.len().div_ceil(CHUNK_BYTES as u64);
     let holds = chunks_with_data(ram)?;
     let writeback = Writeback::start(packed)?;
@@ -42,6 +48,7 @@ pub fn pack(ram: &File, packed: &File, progress: &Progress) -> io::Result<Vec<u8
         let chunk = holds[number];
         ram.read_exact_at(buffer, chunk * CHUNK_BYTES as u64)?;
         let frame = zstd::bulk::compress(buffer, LEVEL)?;
+        take_room(frame.len() as u64)?;
         let at = end.fetch_add(frame.len() as u64, Ordering::Relaxed);
         pipeline::write_all_at(packed, &frame, at)?;
         writeback.add(at..at + frame.len() as u64);

@@ -20,6 +20,7 @@ use super::file_facts::facts;
 use super::manifest::{INDEX, PACKED, Packed, RAM, REFERENCES, References, SavedDisk, disk_name};
 use super::pack;
 use super::refer::{self, Reference};
+use super::room::ReserveGuard;
 
 /// Writes the table of the image's pages that this snapshot's disks contain, encrypted with `key`
 /// if there is one.
@@ -115,7 +116,9 @@ pub(super) fn compress(
     let (packed, mut index) = (draft.file(PACKED)?, draft.file(INDEX)?);
     let saved = ram.metadata().map_err(draft.failed(RAM))?.blocks() * 512;
     progress.begin("RAM compressed", saved);
-    let places = pack::pack(ram, &packed, progress).map_err(draft.failed(PACKED))?;
+    let reserve = ReserveGuard::new(&draft.path);
+    let places = pack::pack(ram, &packed, progress, |bytes| reserve.take(bytes));
+    let places = places.map_err(draft.failed(PACKED))?;
     let index = index.write_all(&places).and_then(|()| facts(index));
     fs::remove_file(draft.path.join(RAM)).map_err(draft.failed(RAM))?;
     Ok(Packed {

@@ -56,7 +56,7 @@ use super::still::{Attempt, Still};
 
 pub use super::block_job::Monitor;
 pub use super::request::{Encrypt, Request, milliseconds};
-pub use super::room::check_room;
+pub use super::room::{check_reserve, check_room};
 pub use super::still::{Hold, changed_pages};
 pub use super::subject::Subject;
 

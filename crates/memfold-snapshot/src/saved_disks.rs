@@ -16,6 +16,8 @@ use super::file_facts::{backing_file, backing_files, facts_at};
 use super::freeze::Frozen;
 use super::manifest::{SavedDisk, disk_name};
 use super::own_overlay;
+use super::rebase::used;
+use super::room::check_free;
 use super::sparse_copy::copy_file;
 
 /// Gives frozen overlays a name in the draft, and returns the file of every disk.
@@ -85,7 +87,10 @@ fn most_bytes(disk: &DiskSpec) -> u64 {
 /// Gives a file that nobody writes any more a second name, or copies it to another file system.
 fn keep_file(from: &Path, to: &Path) -> io::Result<()> {
     match fs::hard_link(from, to) {
-        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => copy_file(from, to),
+        Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
+            check_free(to.parent().unwrap_or(to), used(from))?;
+            copy_file(from, to)
+        }
         other => other,
     }
 }

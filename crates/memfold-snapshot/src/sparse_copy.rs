@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::path::Path;
 
+use rustix::fs::{Mode, OFlags, ioctl_ficlone};
 use rustix::io::Errno;
 
 /// Number of bytes that one call copies.
@@ -54,6 +55,18 @@ pub(super) fn copy_file(from: &Path, to: &Path) -> io::Result<()> {
     let copy = File::create_new(to)?;
     copy.set_permissions(facts.permissions())?;
     copy_data(&from, &copy, facts.len(), |_| {})
+}
+
+/// Returns whether a copy of a file in a directory shares the file's blocks, so that it takes no
+/// space.
+pub(super) fn is_shared(file: &Path, place: &Path) -> bool {
+    let clone = || -> io::Result<()> {
+        let from = File::open(file)?;
+        let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+        let to = rustix::fs::open(place, flags, Mode::RUSR | Mode::WUSR)?;
+        Ok(ioctl_ficlone(&to, &from)?)
+    };
+    clone().is_ok()
 }
 
 #[cfg(test)]

@@ -189,6 +189,7 @@ impl<M, H: Hold> Attempt<'_, M, H> {
         }
         let later: Vec<usize> = later.unwrap_or_default();
         let mut writer = Writer::new(&plan, ram, parent).map_err(&failed)?;
+        writer.keep_reserve(&draft.path);
         if let Some(key) = self.key {
             writer.seal(key, request.compress).map_err(&failed)?;
         }

@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(sums.len(), SUM_BYTES * usize::try_from(CHUNKS).unwrap());
         let pages = if packed {
             let frames = tempfile::tempfile().unwrap();
-            let index = pack::pack(&file, &frames, &progress).unwrap();
+            let index = pack::pack(&file, &frames, &progress, |_| Ok(())).unwrap();
             Pages::Packed(frames, pack::frames(&index, CHUNKS).unwrap())
         } else {
             Pages::plain(file).unwrap()

@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,7 @@ use super::past::Past;
 use super::pipeline::{self, PIECE_BYTES, Writeback};
 use super::plan::{Chunk, Plan, within};
 use super::refer::Reference;
+use super::room::ReserveGuard;
 
 /// Most chunks of the parent that a fork reads and compares with their checksums. Reading and
 /// hashing one from the page cache takes 0.25 ms of a core, so these take 16 ms, after the VM has
@@ -65,6 +67,8 @@ pub struct Writer<'a> {
     writeback: Option<Writeback>,
     /// Set if the image is encrypted: the file holds frames.
     sealed: Option<SealedImage>,
+    /// Set if free space must be left on the file system of the image.
+    reserve: Option<ReserveGuard>,
     comparison: Comparison,
     sums: Vec<u8>,
     written: Written,
@@ -111,6 +115,7 @@ impl<'a> Writer<'a> {
             trusts_parent: false,
             writeback: None,
             sealed: None,
+            reserve: None,
             comparison: Comparison::new(Candidates::default(), 0),
             sums,
             written: Written {
@@ -125,6 +130,18 @@ impl<'a> Writer<'a> {
     pub(super) fn trust_parent_if_large(&mut self, plan: &Plan) {
         let chunks = (0..plan.blocks.len()).map(|number| plan.chunks(number).len());
         self.trusts_parent = chunks.sum::<usize>() > MOST_CHECKED;
+    }
+
+    /// Leaves the reserve of the file system free on which the image is. `place`: its directory.
+    pub(super) fn keep_reserve(&mut self, place: &Path) {
+        self.reserve = Some(ReserveGuard::new(place));
+    }
+
+    /// Takes room in the image's file system for the pages of these ranges.
+    fn take_room(&self, ranges: &[(u64, u64)]) -> io::Result<()> {
+        let pages: u64 = ranges.iter().map(|(from, to)| to - from).sum();
+        let take = |reserve: &ReserveGuard| reserve.take(pages * PAGE_SIZE);
+        self.reserve.as_ref().map_or(Ok(()), take)
     }
 
     /// Makes a thread write the image from the page cache to the disk while the image is written.
@@ -311,6 +328,7 @@ impl<'a> Writer<'a> {
             let left = measure(&mut times.compare, || {
                 self.comparison.refer(&piece, &here, other, references)
             });
+            self.take_room(&left)?;
             let at = (place + first) * PAGE_SIZE;
             let counts = &mut written.counts;
             measure(&mut times.write, || {

@@ -226,6 +226,20 @@ fn a_save_fails_with_the_write_error_of_the_image_file() {
 }
 
 #[test]
+fn a_save_that_would_use_the_reserve_of_its_file_system_fails_before_it_writes() {
+    let (_memory, source) = block(20 * CHUNK_PAGES);
+    let plan = Plan::new(me(), vec![source], &[], None).unwrap();
+    let ram = file();
+    let mut writer = Writer::new(&plan, &ram, None).unwrap();
+    // Nothing is free in a file system of the kernel's.
+    writer.keep_reserve(Path::new("/proc"));
+    let progress = Progress::default();
+    let error = writer.blocks(&plan, &[0], None, &progress).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::StorageFull, "{error}");
+    assert!(memfold_store::data_ranges(&ram).unwrap().is_empty());
+}
+
+#[test]
 fn a_save_makes_free_guest_pages_holes_of_the_image_and_writes_all_other_pages() {
     let (_memory, source) = block(700);
     let at = |from, to| source.hva.add_pages(from)..source.hva.add_pages(to);

@@ -116,6 +116,8 @@ impl Snapshots {
                 None => save::changed_pages(machine.vm(), &mut machine.monitor(), None)?,
             };
             save::check_room(&self.below.snapshots, machine.name(), pages, base.is_some())?;
+        } else {
+            save::check_reserve(&self.below.snapshots, machine.name())?;
         }
         let save = |prepared| {
             let of = (&machine, &subject, &right);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use memfold_vm::Qmp;
 use serde_json::{Value, json};
 
-use crate::support::{Daemon, code, err, out, refused};
+use crate::support::{Daemon, Small, code, err, out, refused};
 
 /// Starts a VM that runs only its firmware.
 fn run(daemon: &Daemon, name: &str, more: &[&str], words: &[&str]) -> Value {
@@ -73,6 +73,22 @@ fn a_boot_snapshot_that_was_not_saved_before_the_daemon_ended_is_reported_by_the
         let why = now["failed"].as_str().unwrap_or_default();
         assert!(why.contains("ended while the guest booted"), "{now}");
     }
+}
+
+#[test]
+fn a_save_is_refused_while_only_the_reserve_of_its_file_system_is_free() {
+    let daemon = Daemon::start();
+    let shelf = Small::mount(&daemon.directory.path().join("snapshots"), "64m");
+    run(&daemon, "v", &[], &[]);
+    // A twentieth must stay free; the VM's small memory would fit.
+    let filler = shelf.0.join(".filler");
+    std::fs::write(&filler, vec![1; 61 << 20]).unwrap();
+    let saved = daemon.run(&["snapshot", "save", "v", "s"]);
+    let words = ["cannot save VM 'v'", "must stay free for VMs", "free space"];
+    refused(&saved, 1, &words);
+    assert_eq!(daemon.json(&["snapshot", "list"]), json!([]));
+    std::fs::remove_file(&filler).unwrap();
+    save(&daemon, "v", "s");
 }
 
 #[test]

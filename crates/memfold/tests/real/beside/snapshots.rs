@@ -368,19 +368,20 @@ fn a_save_to_a_full_disk_fails_and_leaves_the_vm_unchanged() {
     };
     let shelf = lab.directory().join("snapshots");
     let _full = Small::mount(&shelf, 40);
-    // There is not even space for QEMU's device state; the error names the full disk.
+    // The space that is free is the reserve for VMs' disks; the error names the directory.
     let filler = shelf.join("filler");
-    std::fs::write(&filler, vec![1; 41 << 20]).unwrap_err();
+    std::fs::write(&filler, vec![1; 39 << 20]).unwrap();
     let failed = save(&lab, "warm", KeepChoice::None).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
+    let refused = format!("cannot save VM 'first' to {}", shelf.display());
     assert!(
-        words.contains("/devices") && words.contains("No space left on device"),
+        words.contains(&refused) && words.contains("must stay free for VMs"),
         "{words}"
     );
     std::fs::remove_file(&filler).unwrap();
     let failed = save(&lab, "warm", KeepChoice::None).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
-    assert!(words.contains("No space left on device"), "{words}");
+    assert!(words.contains("/ram: No space left: "), "{words}");
     assert!(lab.daemon().snapshots().list().unwrap().is_empty());
     // The save fails after the switch of disks: the VM writes to the older overlay again, and the
     // newer is gone.
@@ -391,7 +392,7 @@ fn a_save_to_a_full_disk_fails_and_leaves_the_vm_unchanged() {
     };
     let failed = lab.daemon().snapshots().save(&live).unwrap_err();
     let words = format!("{:#}", anyhow::Error::from(failed));
-    assert!(words.contains("No space left on device"), "{words}");
+    assert!(words.contains("/ram: No space left: "), "{words}");
     assert_eq!(disk_nodes(lab.directory(), "first"), ["disk0"]);
     let shown = lab.exec("first", CHECK, LIMIT).unwrap();
     assert_eq!(shown, format!("before\n{nonce}"));
