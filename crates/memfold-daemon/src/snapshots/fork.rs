@@ -178,8 +178,8 @@ impl Snapshots {
                 Err(DaemonError::Snapshot(
                     SnapshotError::InUse { .. } | SnapshotError::BuiltOn { .. },
                 )) => {}
-                // What a snapshot without a readable manifest needs is unknown, until somebody
-                // removes that one.
+                // What a snapshot without a readable manifest, or a VM without a readable
+                // description, needs is unknown until somebody mends or removes it.
                 Err(DaemonError::Snapshot(error @ SnapshotError::Impossible(_))) => {
                     self.note_unremovable(&error.to_string());
                 }
@@ -197,7 +197,7 @@ impl Snapshots {
         if *told != error {
             warn!(
                 error,
-                "cannot remove unused layers of forks; remove the snapshot that the error names first"
+                "cannot remove unused layers of forks; first do what the error says"
             );
             error.clone_into(&mut told);
         }

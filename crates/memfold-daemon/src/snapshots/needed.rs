@@ -3,10 +3,10 @@
 
 use memfold_host::chain;
 use memfold_snapshot::{Manifest, SnapshotError, compact, restore};
-use memfold_vm::{Vm, VmDirectory};
+use memfold_vm::{MachineError, Vm, VmDirectory};
 use rustix::process::Pid;
 
-use crate::error::DaemonError;
+use crate::error::{DaemonError, state_error};
 use crate::snapshots::Snapshots;
 
 impl Snapshots {
@@ -45,23 +45,40 @@ impl Snapshots {
 
     /// Returns the running VMs whose description names files of a snapshot. Such a VM may not map
     /// them: it was started like any other, with a disk or kernel of the snapshot.
+    ///
+    /// # Errors
+    ///
+    /// [`SnapshotError::Impossible`] if nothing tells whether a VM that may be running needs the
+    /// snapshot; the error names the file that cannot be read.
     pub(super) fn vms_that_name(&self, name: &str) -> Result<Vec<String>, DaemonError> {
         let place = self.below.snapshots.path(name)?;
-        let directories = VmDirectory::all(self.below.registry.state()).unwrap_or_default();
+        let state = self.below.registry.state();
         let mut found = Vec::new();
-        for directory in &directories {
-            // A VM that has ended needs nothing.
-            let vm = Vm::open(directory).ok();
-            let Some(spec) = vm.as_ref().and_then(Vm::spec) else {
+        for directory in VmDirectory::all(state).map_err(state_error(state))? {
+            let user = directory.name();
+            let unknown = |why: &str, fix: &str| {
+                SnapshotError::Impossible(format!(
+                    "cannot find out whether VM '{user}' needs files of snapshot '{name}': {why}; {fix}, or stop the VM"
+                ))
+            };
+            let vm = match Vm::open(&directory) {
+                Ok(vm) => vm,
+                // A VM that has ended needs nothing.
+                Err(MachineError::NotFound { .. }) => continue,
+                Err(error) => {
+                    let file = match &error {
+                        MachineError::Description { path, .. } => path.clone(),
+                        _ => directory.record(),
+                    };
+                    let fix = format!("mend {}", file.display());
+                    return Err(unknown(&chain(&error), &fix).into());
+                }
+            };
+            let Some(spec) = vm.spec() else {
                 continue;
             };
-            let user = directory.name();
-            let names_it = restore::names_files_of(spec, &place).map_err(|error| {
-                SnapshotError::Impossible(format!(
-                    "cannot find out whether VM '{user}' needs files of snapshot '{name}': {}; try again, or stop the VM",
-                    chain(&error)
-                ))
-            })?;
+            let names_it = restore::names_files_of(spec, &place)
+                .map_err(|error| unknown(&chain(&error), "try again"))?;
             if names_it {
                 found.push(user);
             }

@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use memfold_vm::Qmp;
+use memfold_vm::{Qmp, VmDirectory};
 use serde_json::{Value, json};
 
+use crate::make_description_newer;
 use crate::support::{Daemon, Small, code, err, out, refused};
 
 /// Starts a VM that runs only its firmware.
@@ -89,6 +90,24 @@ fn a_save_is_refused_while_only_the_reserve_of_its_file_system_is_free() {
     assert_eq!(daemon.json(&["snapshot", "list"]), json!([]));
     std::fs::remove_file(&filler).unwrap();
     save(&daemon, "v", "s");
+}
+
+#[test]
+fn no_snapshot_is_removed_while_the_description_of_a_running_vm_cannot_be_read() {
+    let daemon = Daemon::start();
+    run(&daemon, "v", &[], &[]);
+    save(&daemon, "v", "s");
+    stop(&daemon, "v");
+    daemon.paused_vm("web", &[]);
+    let place = VmDirectory::of(&daemon.state(), "web");
+    let description = std::fs::read(place.spec()).unwrap();
+    make_description_newer(&place);
+    let remove = || daemon.run(&["snapshot", "remove", "s"]);
+    let fix = format!("mend {}, or stop the VM", place.spec().display());
+    refused(&remove(), 1, &["VM 'web'", "snapshot 's'", &fix]);
+    std::fs::write(place.spec(), description).unwrap();
+    let removed = remove();
+    assert_eq!(code(&removed), 0, "{}", err(&removed));
 }
 
 #[test]
