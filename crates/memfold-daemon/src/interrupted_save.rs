@@ -109,8 +109,7 @@ pub(crate) fn is_cut_off(state: &Path, machine: &Machine) -> bool {
 ///
 /// # Errors
 ///
-/// [`SnapshotError::Impossible`] if QEMU cannot resume the VM or release its disks; the note then
-/// stays.
+/// [`SnapshotError::Busy`] if QEMU cannot resume the VM or release its disks; the note then stays.
 pub(crate) fn undo(
     state: &Path,
     machine: &Arc<Machine>,
@@ -124,7 +123,7 @@ pub(crate) fn undo(
         let goes_on = !note.stopped || go_on(machine);
         let has_disks = save::let_go_of_disks(&note.spec, &|| machine.monitor());
         if !goes_on || !has_disks {
-            return Err(SnapshotError::Impossible(
+            return Err(SnapshotError::Busy(
                 "the VM's last save was interrupted, and QEMU cannot undo it (the daemon's log says why); try again".into(),
             ));
         }

@@ -9,9 +9,9 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use memfold_testkit::{bound, patience, wait_for};
-use memfold_vm::{Qmp, VmDirectory};
+use memfold_vm::{Qmp, Record, VmDirectory};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::support::{Daemon, Small, code, err, out, refused, wait};
 
@@ -219,6 +219,31 @@ fn if_a_qemu_process_is_stopped_saves_of_its_vm_time_out_and_the_daemon_can_rest
     );
     assert_eq!(code(&stop), 4, "{}", err(&stop));
     assert!(listed(&daemon, "still").is_none());
+}
+
+#[test]
+fn while_qemu_cannot_undo_an_interrupted_save_the_next_save_fails_with_status_409() {
+    let daemon = Daemon::start();
+    let pid = pid_of(&firmware_vm(&daemon, "still")).unwrap();
+    let place = VmDirectory::of(&daemon.state(), "still");
+    let record: Record = VmDirectory::read_json(&place.record()).unwrap();
+    let spec: Value = VmDirectory::read_json(&place.spec()).unwrap();
+    // A daemon that was killed has left this note.
+    let process = record.process;
+    let note = json!({ "process": process, "spec": spec, "stopped": true });
+    let notes = daemon.state().join("saving");
+    std::fs::create_dir_all(&notes).unwrap();
+    let file = notes.join(format!("{}-{}.json", process.pid, process.start_ticks));
+    std::fs::write(&file, note.to_string()).unwrap();
+    kill_process(pid, Signal::STOP).unwrap();
+    let request = json!({ "vm": "still", "name": "s", "keep": "all" }).to_string();
+    let save = || daemon.http("POST", "/v1/snapshots", request.as_bytes());
+    let (status, body) = save();
+    assert_eq!(status, 409, "{body}");
+    assert!(body.contains("last save was interrupted"), "{body}");
+    kill_process(pid, Signal::CONT).unwrap();
+    wait("the VM can be saved again", || save().0 == 200);
+    assert!(!file.exists());
 }
 
 #[test]
