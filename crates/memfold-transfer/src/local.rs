@@ -146,12 +146,15 @@ fn remove_part(entry: &DirEntry, before: SystemTime) -> io::Result<Option<u64>> 
     }
 }
 
-/// Returns whether a file has a name that [`new_part`] gives to parts of objects that are named by
-/// a hash. A directory may hold files of other programs.
+/// Returns whether a file has a name that [`new_part`] gives to parts of objects: of those that are
+/// named by a hash, and of descriptions. A directory may hold files of other programs.
 fn is_part(name: &OsStr) -> bool {
     let name = name.to_str().and_then(|name| name.split_once('#'));
     name.is_some_and(|(object, number)| {
-        blake3::Hash::from_hex(object).is_ok() && number.parse::<u64>().is_ok()
+        let is_snapshot = |name: &str| memfold_vm::check_name("snapshot", name).is_ok();
+        let is_object = blake3::Hash::from_hex(object).is_ok()
+            || object.strip_suffix(".json").is_some_and(is_snapshot);
+        is_object && number.parse::<u64>().is_ok()
     })
 }
 

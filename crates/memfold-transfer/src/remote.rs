@@ -325,7 +325,8 @@ impl Remote {
             return Ok((0, 0));
         };
         let of_chunks = (0..=u8::MAX).map(|first| self.chunks().child(format!("{first:02x}")));
-        let others = [self.indexes(), self.firsts(), self.path("signatures")];
+        let named = ["signatures", "snapshots"].map(|place| self.path(place));
+        let others = [self.indexes(), self.firsts()].into_iter().chain(named);
         let directories = of_chunks
             .chain(others)
             .map(|place| LocalStore::file(&place));

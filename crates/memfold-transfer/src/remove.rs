@@ -209,10 +209,14 @@ mod tests {
             part(remote.index(&hash), old),
             part(remote.first(&hash), old),
             part(remote.signature(b"description"), old),
+            file(remote.description("warm"), "warm.json#1", old),
         ];
         let kept = [
             part(remote.chunk(&blake3::hash(b"other")), now),
             file(remote.chunk(&hash), "notes#3", old),
+            file(remote.description("warm"), "warm.json", old),
+            file(remote.description("warm"), "warm.json#2", now),
+            file(remote.description("warm"), "warm#1", old),
             file(remote.chunk(&hash), hash.to_hex().as_str(), old),
         ];
         // The parts of an object that a snapshot uses, too.
@@ -222,6 +226,6 @@ mod tests {
         remote.wait(cleaned).unwrap();
         assert!(left.iter().all(|path| !path.exists()), "{left:?}");
         assert!(kept.iter().all(|path| path.exists()), "{kept:?}");
-        assert_eq!((report.objects_removed, report.bytes_removed), (4, 4 * 6));
+        assert_eq!((report.objects_removed, report.bytes_removed), (5, 5 * 6));
     }
 }
