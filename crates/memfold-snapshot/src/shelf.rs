@@ -14,6 +14,7 @@
 //!     disk0.qcow2 ...      frozen disks
 //!   SHELF/.NAME.pull/      a running or interrupted pull from an object store
 //!   SHELF/.NAME.stream     request of a pull whose files VMs use already
+//!   SHELF/.NAME.new        such a request, half written (removed by the next daemon)
 //!   SHELF/NAME             link to .NAME.pull of such a pull; never without .NAME.stream
 //!   SHELF/.bases/ID        disks that several pulled snapshots have in common
 //!   SHELF/.NAME.draft/     a running save (locked), or an interrupted one (removed by the next daemon)

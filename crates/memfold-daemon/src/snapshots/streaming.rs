@@ -405,9 +405,13 @@ impl Snapshots {
         let entries = fs::read_dir(self.below.snapshots.root());
         for entry in entries.into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
-            let name = name
-                .strip_prefix('.')
-                .and_then(|n| n.strip_suffix(".stream"));
+            let hidden = name.strip_prefix('.');
+            // A daemon that was killed while it wrote a request has left a part of it.
+            if hidden.is_some_and(|n| n.strip_suffix(".new").is_some()) {
+                let _ = fs::remove_file(entry.path());
+                continue;
+            }
+            let name = hidden.and_then(|n| n.strip_suffix(".stream"));
             let text = name.and_then(|_| fs::read(entry.path()).ok());
             let Some((name, text)) = name.zip(text) else {
                 continue;

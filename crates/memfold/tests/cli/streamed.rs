@@ -96,6 +96,21 @@ where
 }
 
 #[test]
+fn a_half_written_request_of_a_streamed_pull_is_removed_when_the_daemon_starts() {
+    let mut daemon = Daemon::start();
+    daemon.terminate();
+    let shelf = daemon.directory.path().join("snapshots");
+    fs::create_dir_all(&shelf).unwrap();
+    let (part, other) = (shelf.join(".warm.new"), shelf.join(".other"));
+    for file in [&part, &other] {
+        fs::write(file, "{").unwrap();
+    }
+    daemon.start_again();
+    wait("the part of the request is removed", || !part.exists());
+    assert!(other.exists());
+}
+
+#[test]
 fn connections_of_a_vm_whose_snapshot_is_fetched_are_made_again_after_they_fail_or_break() {
     let mut daemon = Daemon::start();
     let (store, aside) = begin(&daemon);
