@@ -9,7 +9,8 @@
 //! - It is no JSON, or it is missing: the same, but such a snapshot does not protect another one
 //!   that has lost its own manifest. Otherwise neither of the two could ever be removed.
 //! - The header of one of its disks, or of a backing file, cannot be read: likewise. Such a
-//!   snapshot does not protect another one that has such a disk.
+//!   snapshot does not protect another one that has such a disk and was saved later: only older
+//!   snapshots can be below its disks. So the latest of such snapshots can be removed.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -76,7 +77,7 @@ fn has_disk_built_on(
         match is_built_in(&disk, place) {
             Ok(false) => {}
             Ok(true) => return Ok(true),
-            Err(_) if has_unreadable_disk(place) => {}
+            Err(_) if !is_later(other, (name, place)) && has_unreadable_disk(place) => {}
             Err(error) => {
                 let hint = format!("try again, or {REMOVE}");
                 return Err(unknown((other, name), &error.to_string(), &hint));
@@ -84,6 +85,19 @@ fn has_disk_built_on(
         }
     }
     Ok(false)
+}
+
+/// Returns whether snapshot `other` was saved after snapshot `name` at `place`, as far as their
+/// manifests tell. Of two snapshots, at most one is the later one.
+fn is_later(other: &str, (name, place): (&str, &Path)) -> bool {
+    let created = |place: &Path| {
+        let text = fs::read(place.join(MANIFEST)).ok()?;
+        let json = serde_json::from_slice::<Value>(&text).ok()?;
+        json["created_s"].as_u64()
+    };
+    let other = created(&place.with_file_name(other)).map(|time| (time, other));
+    let own = created(place).map(|time| (time, name));
+    other.zip(own).is_some_and(|(other, own)| other > own)
 }
 
 /// Returns whether nothing tells what a disk of the snapshot at `place` is built on.
@@ -352,14 +366,44 @@ mod tests {
             // The same if the manifest is damaged.
             fs::write(&sum, "wrong").unwrap();
         }
-        // Each of two such snapshots can be removed.
+        // Of two such snapshots, the later one may be built on the other, and can be removed. The
+        // tests' snapshots are of one second, so their names decide.
         save_with_disk(&shelf, "z", None, Some(b"no header"));
+        assert!(why(&shelf, "y").contains("snapshot 'z' needs files of snapshot 'y'"));
         assert_eq!(built_on(&shelf, "z").unwrap(), [""; 0]);
+        // A snapshot that has lost its manifest tells no time.
+        let file = shelf.path("y").unwrap().join(MANIFEST);
+        let manifest = fs::read(&file).unwrap();
+        fs::remove_file(&file).unwrap();
+        assert_eq!(built_on(&shelf, "y").unwrap(), [""; 0]);
+        fs::write(&file, manifest).unwrap();
+        shelf.remove("z").unwrap();
         assert_eq!(built_on(&shelf, "y").unwrap(), [""; 0]);
         // A disk that is missing is built on nothing.
-        for name in ["y", "z"] {
-            fs::remove_file(shelf.path(name).unwrap().join("disk0.qcow2")).unwrap();
-        }
+        fs::remove_file(&disk).unwrap();
         assert_eq!(built_on(&shelf, "x").unwrap(), [""; 0]);
+    }
+
+    #[test]
+    fn of_two_snapshots_with_unreadable_disks_the_older_is_kept_until_the_later_is_removed() {
+        let (_directory, shelf) = shelf();
+        for name in ["later", "old"] {
+            save_with_disk(&shelf, name, None, Some(b"no header"));
+        }
+        let file = shelf.path("later").unwrap().join(MANIFEST);
+        let text = fs::read_to_string(&file).unwrap();
+        let later = text.replace("\"created_s\": 1,", "\"created_s\": 2,");
+        assert!(later != text, "{text}");
+        fs::write(&file, &later).unwrap();
+        let sum = hex(xxh3_128(later.as_bytes()));
+        fs::write(file.with_file_name(MANIFEST_SUM), sum).unwrap();
+        let told = why(&shelf, "old");
+        assert!(
+            told.contains("'later'") && told.contains("remove that snapshot first"),
+            "{told}"
+        );
+        assert_eq!(built_on(&shelf, "later").unwrap(), [""; 0]);
+        shelf.remove("later").unwrap();
+        assert_eq!(built_on(&shelf, "old").unwrap(), [""; 0]);
     }
 }
