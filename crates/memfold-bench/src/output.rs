@@ -73,7 +73,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let check = |file: &str| {
             let json = Some(file.to_owned());
-            Output { json }.check().map_err(|error| format!("{error:#}"))
+            Output { json }
+                .check()
+                .map_err(|error| format!("{error:#}"))
         };
         let refused = check(directory.path().to_str().unwrap()).unwrap_err();
         assert!(refused.contains("cannot write"), "{refused}");

@@ -158,7 +158,10 @@ fn the_daemons_shares_of_page_stores_are_read_only_if_it_maps_a_page_store() {
     assert_eq!(store_pss(&proc, 5, &[]).unwrap(), ByteSize(0));
     assert_eq!(store_pss(&proc, 5, &[store(7)]).unwrap(), ByteSize(0));
     assert!(store_pss(&proc, 5, &[store(7), store(1044)]).is_err());
-    put("smaps", &format!("{mapping}Pss: 640 kB\nAnonymous: 512 kB\n"));
+    put(
+        "smaps",
+        &format!("{mapping}Pss: 640 kB\nAnonymous: 512 kB\n"),
+    );
     let found = store_pss(&proc, 5, &[store(1044)]).unwrap();
     assert_eq!(found, ByteSize::kib(128));
 }

@@ -343,7 +343,9 @@ fn etcd_forgets_a_lender_after_a_long_silence_unless_a_lease_of_it_is_still_rene
     assert_eq!(registry.picture().unwrap().lenders[0].lent_bytes, UNIT);
     registry.ended(renewed, &lender("gone", 1)).unwrap();
     let here = vec!["here".to_owned()];
-    wait("the lender is forgotten", || known() == (here.clone(), Vec::new()));
+    wait("the lender is forgotten", || {
+        known() == (here.clone(), Vec::new())
+    });
     // The lender may return nevertheless.
     offer(&registry, "gone", 1, 4);
     assert_eq!(known(), (both, Vec::new()));

@@ -48,8 +48,8 @@ use serde_json::{Value, json};
 
 use super::borrowing::lent_node;
 pub use super::borrowing::{Borrowing, Part, Phase, Stripe, Top};
-use super::copy_pace::{LIMITS, Pace};
 pub use super::copy_pace::{Copying, NO_GAIN};
+use super::copy_pace::{LIMITS, Pace};
 use super::lease::Durability;
 
 /// ID of the mirror job that performs a switch.
