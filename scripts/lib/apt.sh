@@ -72,7 +72,9 @@ apt_install() {
         shift 2
     fi
     say "installing: $*"
-    local -a run=(env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends "${from[@]}" install "$@")
+    # Nobody would see a question about a configuration file that the administrator changed.
+    local -a run=(env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o Dpkg::Options::=--force-confold
+        --no-install-recommends "${from[@]}" install "$@")
     local log
     if [[ $apt_update_done == yes ]] || ! log=$("${run[@]}" -o Dpkg::Use-Pty=0 2>&1); then
         # Old lists name packages that the mirror no longer holds: read them and try once more.
