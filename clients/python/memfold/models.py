@@ -235,7 +235,7 @@ class ExecRequest:
     script: str
     """Text of a shell script, which `/bin/sh -c` runs in the guest."""
     timeout_s: float
-    """Time limit of the command in seconds. A command that runs longer is killed."""
+    """Time limit of the command in seconds, 0 or more. A command that runs longer is killed."""
 
 
 @dataclass(kw_only=True)
@@ -399,7 +399,27 @@ class RebootRequest:
     """Whether memfold restores the VM, disks included, to its state right after its boot. `false`:
     the guest reboots."""
     timeout_s: float
-    """Longest wait for the guest's agent to answer after the reboot, in seconds."""
+    """Longest wait for the guest's agent to answer after the reboot, in seconds, 0 or more."""
+
+
+@dataclass(kw_only=True)
+class RekeyReport:
+    """Response of `POST /v1/snapshots/{name}/rekey`."""
+
+    key: str
+    """Name of the key with which the snapshot is encrypted now."""
+    name: str
+    """Name of the snapshot."""
+    old_key: str | None = None
+    """Name of the key before; unset if the snapshot had this key already."""
+
+
+@dataclass(kw_only=True)
+class RekeyRequest:
+    """Request body of `POST /v1/snapshots/{name}/rekey`."""
+
+    key_name: str
+    """Name of the new key, among those of the daemon. The daemon needs the old key, too."""
 
 
 @dataclass(kw_only=True)
