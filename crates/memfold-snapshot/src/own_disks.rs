@@ -47,8 +47,9 @@ impl OwnDisks {
                 .skip(usize::from(is_shared(&disk.path, place)));
             bytes += copied.map(|file| used(file)).sum::<u64>();
         }
-        // If the directory is missing, the copy of the first disk says so.
-        if place.exists() {
+        // Copies that take no space need no reserve either. If the directory is missing, the copy
+        // of the first disk says so.
+        if bytes > 0 && place.exists() {
             enough_room(place, bytes).map_err(|why| {
                 let place = place.display();
                 SnapshotError::Impossible(format!(
@@ -187,14 +188,40 @@ fn write_alone(path: &Path) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
+    use memfold_units::ByteSize;
+
     use super::*;
+
+    #[test]
+    fn copies_that_take_no_space_are_made_on_a_full_file_system() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = directory.path().join("full");
+        fs::create_dir(&place).unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", "size=1m", "none"]);
+        if !mount.arg(&place).status().is_ok_and(|done| done.success()) {
+            memfold_testkit::skip!("cannot mount a file system; run as root");
+        }
+        // Less is left than the reserve, a twentieth of the file system.
+        let filled = fs::write(place.join("filler"), vec![7; (1 << 20) - 8192]);
+        let shelf = Shelf::open(&directory.path().join("shelf"));
+        let mut spec = VmSpec::new("web", ByteSize::mib(64));
+        let made = OwnDisks::make((&shelf, &mut spec), &place, &Progress::default());
+        let refused = enough_room(&place, 1);
+        let _ = Command::new("umount").arg("-l").arg(&place).status();
+        filled.unwrap();
+        refused.unwrap_err();
+        made.unwrap();
+    }
 
     #[test]
     fn a_copy_takes_no_space_where_the_file_system_can_share_blocks() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
         let file = |name: &str| directory.path().join(name);
         fs::write(file("saved"), vec![7; 1 << 20]).unwrap();
-        let mut cp = std::process::Command::new("cp");
+        let mut cp = Command::new("cp");
         let cp = cp.args(["--reflink=always".into(), file("saved"), file("copy")]);
         let can_share = cp.output().unwrap().status.success();
         assert_eq!(is_shared(&file("saved"), directory.path()), can_share);
