@@ -68,6 +68,12 @@ struct Piece {
     number: u64,
 }
 
+impl Piece {
+    fn length(&self) -> u64 {
+        chunk::length(self.bytes, self.number) as u64
+    }
+}
+
 /// A chunk after its push.
 #[allow(clippy::struct_field_names)] // bytes that were sent
 struct Sent {
@@ -233,7 +239,11 @@ async fn renew(
     send_if: &[Found],
     progress: &Progress,
 ) -> Result<HashMap<blake3::Hash, Piece>, TransferError> {
-    progress.begin("looked for again", chunks.len() as u64);
+    if chunks.is_empty() {
+        return Ok(chunks);
+    }
+    let bytes = chunks.values().map(Piece::length).sum();
+    progress.begin("looked for again", bytes);
     let renewed: Vec<_> = stream::iter(chunks)
         .map(|(name, piece)| async move {
             let path = remote.chunk(&name);
@@ -246,7 +256,7 @@ async fn renew(
                 });
                 remote.put(&path, packed.await?).await?;
             }
-            progress.add(1);
+            progress.add(piece.length());
             Ok::<_, TransferError>(is_sent.then_some((name, piece)))
         })
         .buffer_unordered(AT_ONCE)
@@ -273,12 +283,12 @@ async fn send(
     piece: Piece,
     progress: &Progress,
 ) -> Result<Sent, TransferError> {
+    let length = piece.length();
     let Piece {
         file,
         bytes,
         number,
     } = piece.clone();
-    let length = chunk::length(bytes, number) as u64;
     let read = blocking(move || {
         let data = chunk::read(&file, bytes, number)?;
         Ok(data.map(|data| (blake3::hash(&data), data)))
@@ -407,6 +417,12 @@ mod tests {
         };
         let known = Known::default();
         let progress = Progress::default();
+        progress.begin("pushed", 6);
+        let step = |name: &str| {
+            let now = progress.now();
+            assert_eq!((now.step.as_str(), now.done_bytes), (name, 6));
+            assert_eq!(now.total_bytes, 6);
+        };
         remote.wait(async {
             let sent = send(&remote, &known, piece, &progress).await.unwrap();
             let chunk = remote.chunk(&sent.name.unwrap());
@@ -416,6 +432,9 @@ mod tests {
                 let told = send_again(&remote, &sent, looked, &progress).await;
                 told.unwrap();
                 assert_eq!(look(&remote, &chunk).await.unwrap(), found);
+                // Nothing is looked for at first. Progress counts bytes, not chunks.
+                let is_first = found == Found::Missing;
+                step(if is_first { "pushed" } else { "looked for again" });
             }
             // Nobody has removed this one yet.
             let file = crate::local::LocalStore::file(&chunk).unwrap();
