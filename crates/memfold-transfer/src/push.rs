@@ -434,7 +434,11 @@ mod tests {
                 assert_eq!(look(&remote, &chunk).await.unwrap(), found);
                 // Nothing is looked for at first. Progress counts bytes, not chunks.
                 let is_first = found == Found::Missing;
-                step(if is_first { "pushed" } else { "looked for again" });
+                step(if is_first {
+                    "pushed"
+                } else {
+                    "looked for again"
+                });
             }
             // Nobody has removed this one yet.
             let file = crate::local::LocalStore::file(&chunk).unwrap();
