@@ -26,6 +26,8 @@ mod again;
 mod automatic;
 mod borrow;
 mod failures;
+#[cfg(test)]
+mod fixtures;
 mod give_back;
 mod guard;
 mod heal;

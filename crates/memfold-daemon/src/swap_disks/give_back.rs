@@ -166,62 +166,18 @@ pub(super) fn new_generation(machine: &Machine) -> Result<u64, QmpError> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-    use std::time::Duration;
-
-    use memfold_lend::graph::{Part, Stripe};
-    use memfold_lend::{
-        Address, Durability, Incarnation, LenderId, Offer, Registry, SqliteRegistry, Want,
-    };
+    use memfold_lend::{Durability, Registry as _};
 
     use super::*;
+    use crate::swap_disks::fixtures::lent;
 
     #[test]
     fn a_lender_that_recalls_memory_waits_for_the_move_of_a_disk_whose_copy_is_not_verified() {
-        let (bytes, minute) = (2000 << 20, Duration::from_secs(60));
         let directory = tempfile::tempdir().unwrap();
-        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
-        let registry = Arc::new(registry);
-        let lender = LenderId {
-            host: "a".into(),
-            incarnation: Incarnation(1),
-        };
-        let offer = Offer {
-            lender: lender.clone(),
-            bytes,
-        };
-        registry.offer(&offer, minute).unwrap();
-        let want = Want {
-            borrower: "b".into(),
-            vm: "v".into(),
-            bytes,
-            disk_bytes: bytes,
-            durability: Durability::Disk,
-            apart_from: Vec::new(),
-        };
-        let lease = registry.take(&want, minute).unwrap();
+        let (registry, lease, mut borrowing) = lent(directory.path(), 2000 << 20);
+        borrowing.copy_unwatched = true;
         let within = lease.time_to_give_back();
-        registry.recall(lease.id, &lender, within).unwrap();
-        let borrowing = Borrowing {
-            generation: 1,
-            durability: Durability::Disk,
-            bytes,
-            parts: vec![Part {
-                first: Stripe {
-                    lease: lease.id,
-                    lender: "a".into(),
-                    address: Address::Unix("/x".into()),
-                },
-                others: Vec::new(),
-                relay: None,
-                lost: false,
-            }],
-            copy: Some("/copy".into()),
-            copy_failed: false,
-            copy_unwatched: true,
-            phase: Phase::Lent,
-            by_itself: false,
-        };
+        registry.recall(lease.id, &lease.lender, within).unwrap();
         let leases = Leases::of_registry("b", registry.clone(), directory.path());
         keep_leases(&leases, &borrowing);
         let now = registry.picture().unwrap().leases.remove(0);

@@ -157,59 +157,19 @@ fn stands_still(guard: &Guard) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use memfold_lend::graph::{Borrowing, Part, Phase, Stripe};
-    use memfold_lend::{
-        Address, Durability, Incarnation, LeaseState, LenderId, Offer, Registry, SqliteRegistry,
-        Want,
-    };
+    use memfold_lend::graph::Phase;
+    use memfold_lend::{LeaseState, Registry as _};
 
     use super::*;
     use crate::leases::Leases;
+    use crate::swap_disks::fixtures::lent;
     use crate::vm_registry::VmRegistry;
-
-    const MIB: u64 = 1 << 20;
 
     #[test]
     fn the_loan_of_a_vm_that_ended_during_the_move_is_dropped_and_its_lease_released() {
         let directory = tempfile::tempdir().unwrap();
-        let registry = SqliteRegistry::open(&directory.path().join("registry.db")).unwrap();
-        let registry = Arc::new(registry);
-        let minute = Duration::from_secs(60);
-        let lender = LenderId {
-            host: "a".into(),
-            incarnation: Incarnation(1),
-        };
-        let bytes = MIB;
-        registry.offer(&Offer { lender, bytes }, minute).unwrap();
-        let want = Want {
-            borrower: "b".into(),
-            vm: "v".into(),
-            bytes,
-            disk_bytes: bytes,
-            durability: Durability::Disk,
-            apart_from: Vec::new(),
-        };
-        let lease = registry.take(&want, minute).unwrap().id;
-        let borrowing = Borrowing {
-            generation: 1,
-            durability: Durability::Disk,
-            bytes,
-            parts: vec![Part {
-                first: Stripe {
-                    lease,
-                    lender: "a".into(),
-                    address: Address::Unix("/relay".into()),
-                },
-                others: Vec::new(),
-                relay: None,
-                lost: false,
-            }],
-            copy: Some("/copy".into()),
-            copy_failed: false,
-            copy_unwatched: false,
-            phase: Phase::Switching,
-            by_itself: false,
-        };
+        let (registry, _, mut borrowing) = lent(directory.path(), 1 << 20);
+        borrowing.phase = Phase::Switching;
         let leases = Leases::of_registry("b", registry.clone(), directory.path());
         let vms = VmRegistry::open(directory.path()).unwrap();
         let disks = Arc::new(SwapDisks::new(Arc::new(vms), Arc::new(leases)));
