@@ -406,12 +406,12 @@ mod tests {
         answer.send(1).unwrap();
         let never = || -> bool { panic!("the answer is here") };
         assert_eq!(wait_for(&answered, never), Ok(1));
-        let late = wait_for(&answered, || true);
-        assert_eq!(late, Err(RecvTimeoutError::Timeout));
-        let late = wait_for(&answered, || {
+        let late = |has_silent: bool| wait_for(&answered, || has_silent);
+        assert_eq!(late(true), Err(RecvTimeoutError::Timeout));
+        let sent_late = wait_for(&answered, || {
             answer.send(2).unwrap();
             false
         });
-        assert_eq!(late, Ok(2));
+        assert_eq!(sent_late, Ok(2));
     }
 }
